@@ -1,0 +1,218 @@
+"""From a module to its managed parameters: which are sharded, how, and why; then the DTensors themselves.
+
+``decide`` only looks; ``make_param`` only builds. Between the two all ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from . import _torch_compat as compat
+from ._runtime.layout import WeightLayout
+from ._runtime.modules import binding_of
+from ._runtime.param import ManagedParam, ShardedWeight, Site, WholeParam
+from .placement import GTPShard
+from .policy import MixedPrecisionPolicy, SchedulePolicy
+
+
+@dataclass
+class Decision:
+    """What happens to one parameter.
+
+    Args:
+        fqn: First fully qualified name.
+        sites: All modules and names under which the very same parameter is registered.
+        param: The parameter before sharding.
+        placement: Placement on the gtp axis.
+        reason: Why a parameter stays whole; empty for a shard.
+        existing: Set if an earlier call on a submodule manages the parameter already (tied across calls).
+    """
+
+    fqn: str
+    sites: list[Site]
+    param: nn.Parameter
+    placement: Placement
+    reason: str = ""
+    existing: ManagedParam | None = None
+
+    def digest(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks."""
+        return (self.fqn, tuple(self.param.shape), str(self.param.dtype), repr(self.placement))
+
+
+def decide(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placement_fn: Callable[[nn.Parameter], Placement | None] | None,
+    schedule: SchedulePolicy,
+    ignored: set[nn.Parameter],
+) -> list[Decision]:
+    """Decide about each parameter of ``module`` that no earlier call manages.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: A parameter or what ``placement_fn`` says of it is not supported.
+    """
+    decisions: dict[int, Decision] = {}
+    managed = {id(p.param): p for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
+    for module_name, submodule in module.named_modules():
+        if binding_of(submodule) is not None:
+            continue
+        for name, param in submodule._parameters.items():
+            if param is None or param in ignored:
+                continue
+            site = Site(submodule, name)
+            if id(param) in decisions:
+                decisions[id(param)].sites.append(site)
+                continue
+            fqn = f"{module_name}.{name}" if module_name else name
+            if id(param) in managed:
+                existing = managed[id(param)]
+                decisions[id(param)] = Decision(fqn, [site], param, Replicate(), existing=existing)
+                continue
+            check_param(fqn, param, mesh)
+            placement, reason = _place(fqn, param, mesh, placement_fn, schedule)
+            decisions[id(param)] = Decision(fqn, [site], param, placement, reason)
+    for decision in decisions.values():
+        _check_sites(decision)
+    return list(decisions.values())
+
+
+def _place(
+    fqn: str,
+    param: nn.Parameter,
+    mesh: DeviceMesh,
+    placement_fn: Callable[[nn.Parameter], Placement | None] | None,
+    schedule: SchedulePolicy,
+) -> tuple[Placement, str]:
+    asked = placement_fn(param) if placement_fn is not None else None
+    if not (asked is None or isinstance(asked, Shard | GTPShard | Replicate)):
+        raise TypeError(
+            f"shard_placement_fn expects to return a GTPShard, a Shard, a Replicate or None, but got {asked!r} for "
+            f"parameter '{fqn}' of shape {tuple(param.shape)}."
+        )
+    if isinstance(asked, Replicate):
+        return asked, "asked for"
+    if not param.is_floating_point():
+        return Replicate(), f"{param.dtype} is not floating point"
+    if asked is not None:
+        return _check_shard(fqn, param, mesh, asked), ""
+    if param.ndim < 2:
+        return Replicate(), f"{param.ndim}-D"
+    if param.numel() < max(schedule.min_shard_numel, 1):
+        return Replicate(), f"fewer than min_shard_numel={schedule.min_shard_numel} elements"
+    return GTPShard(0), ""
+
+
+def _check_shard(fqn: str, param: nn.Parameter, mesh: DeviceMesh, asked: Placement) -> GTPShard:
+    dim: int = asked.dim  # type: ignore[attr-defined]
+    if not -param.ndim <= dim < param.ndim:
+        raise ValueError(
+            f"gtp_shard expects a dim in [{-param.ndim}, {param.ndim}) for parameter '{fqn}' of shape "
+            f"{tuple(param.shape)} on mesh axis '{axis_name(mesh)}', but shard_placement_fn returned {asked!r}."
+        )
+    if getattr(asked, "split_factor", 1) != 1:
+        raise ValueError(
+            f"gtp_shard derives the split factor of parameter '{fqn}' from its tensor-parallel placements, but "
+            f"shard_placement_fn returned {asked!r}. Leave split_factor out."
+        )
+    return GTPShard(dim % param.ndim, block_size=getattr(asked, "block_size", 1))
+
+
+def check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Raises:
+    ValueError: The parameter is a DTensor that cannot be cut again over ``mesh``.
+    """
+    if not isinstance(param, DTensor):
+        return
+    axes = param.device_mesh.mesh_dim_names or ()
+    if compat.root_mesh(param.device_mesh) != compat.root_mesh(mesh):
+        raise ValueError(
+            f"gtp_shard expects parameters on meshes with the same root as its own, but parameter '{fqn}' of shape "
+            f"{tuple(param.shape)} is a DTensor on mesh axes {axes} of another root than axis '{axis_name(mesh)}'. "
+            "Build one mesh with init_device_mesh and pass its sub-meshes to parallelize_module and gtp_shard."
+        )
+    overlap = set(axes) & set(mesh.mesh_dim_names or ())
+    if overlap:
+        raise ValueError(
+            f"gtp_shard expects a mesh whose axes are not used yet, but parameter '{fqn}' of shape "
+            f"{tuple(param.shape)} is already placed on {sorted(overlap)} by {param.placements}."
+        )
+
+
+def _check_sites(decision: Decision) -> None:
+    """Refuse embeddings whose forward writes the weight or whose gradient is not dense."""
+    is_shard = isinstance(decision.placement, GTPShard) or isinstance(decision.existing, ShardedWeight)
+    for module, _ in decision.sites:
+        if not is_shard or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+            if getattr(module, option):
+                raise NotImplementedError(
+                    f"gtp_shard does not support {type(module).__name__}({option}={getattr(module, option)}) for "
+                    f"parameter '{decision.fqn}' of shape {tuple(decision.param.shape)}: it depends on the tokens of "
+                    "all ranks or writes the gathered copy. Build the module without it or pass the parameter in "
+                    "ignored_params."
+                )
+
+
+def axis_name(mesh: DeviceMesh) -> str:
+    """Name of the gtp axis: the last one."""
+    return mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "gtp"
+
+
+def make_param(
+    decision: Decision, mesh: DeviceMesh, device: torch.device, mp_policy: MixedPrecisionPolicy
+) -> ManagedParam:
+    """Build the DTensor parameter, register it at its sites, and return its manager."""
+    old = decision.param
+    if decision.existing is not None:
+        decision.existing.sites.extend(decision.sites)
+        return decision.existing
+    local, tp_spec, spec_mesh, placements = _local_part(old, mesh)
+    is_shard = isinstance(decision.placement, GTPShard)
+    if is_shard:
+        layout = WeightLayout(
+            shape=local.shape,
+            dim=decision.placement.dim,  # type: ignore[attr-defined]
+            world=mesh.size(mesh.ndim - 1),
+            rank=mesh.get_local_rank(mesh.ndim - 1),
+            block_size=decision.placement.block_size,  # type: ignore[attr-defined]
+        )
+        shard = layout.shard_of(local.detach())
+    else:
+        shard = local.detach().clone(memory_format=torch.contiguous_format)
+    if not shard.is_meta:
+        shard = shard.to(device)
+    spec = compat.make_spec(spec_mesh, (*placements, decision.placement), old.shape, old.dtype)
+    new = nn.Parameter(compat.wrap_local(shard, spec), requires_grad=old.requires_grad)
+    for key, value in old.__dict__.items():
+        new.__dict__.setdefault(key, value)  # tags that users put on parameters
+    for module, name in decision.sites:
+        module._parameters[name] = new
+    if tp_spec is not None:
+        # A shard is gathered in the compute dtype; a whole parameter is cast when it is read.
+        dtype = mp_policy.param_dtype if is_shard and mp_policy.param_dtype else old.dtype
+        tp_spec = compat.make_spec(tp_spec.mesh, tp_spec.placements, old.shape, dtype)
+    if is_shard:
+        return ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec)
+    return WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
+
+
+def _local_part(
+    param: nn.Parameter, mesh: DeviceMesh
+) -> tuple[torch.Tensor, compat.DTensorSpec | None, DeviceMesh, tuple[Placement, ...]]:
+    """What gtp cuts, the tp spec, the mesh of the new parameter, and its placements before the gtp axis."""
+    replicate = (Replicate(),) * (mesh.ndim - 1)
+    if not isinstance(param, DTensor):
+        return param, None, mesh, replicate
+    spec = compat.dtensor_spec(param)
+    # The tp axes come first: placements apply from left to right, so gtp cuts what tp has left, also unevenly.
+    spec_mesh = compat.concatenate_meshes([spec.mesh, mesh])
+    return compat.local_tensor(param), spec, spec_mesh, (*spec.placements, *replicate)

@@ -1,0 +1,208 @@
+"""Specs and redistribution of block placements: two of the wrappers of [Note: block placements in DTensor]."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from ._torch_compat import DTensorSpec, StridedShard, TransformInfo, mesh_coordinate, redistribute_module
+from .placement import _BlockGTPShard, _StridedGTPShard, chunk_rows
+
+Plan = Callable[..., list[TransformInfo]]
+
+
+def has_block(spec: DTensorSpec) -> bool:
+    return any(isinstance(p, _BlockGTPShard) for p in spec.placements)
+
+
+def is_sharding(placement: Placement) -> bool:
+    return isinstance(placement, Shard | StridedShard)
+
+
+def _replace_blocks(placements: Iterable[Placement], replacement: Callable[[_BlockGTPShard], Placement]) -> list[Any]:
+    return [replacement(p) if isinstance(p, _BlockGTPShard) else p for p in placements]
+
+
+def gathered(spec: DTensorSpec) -> DTensorSpec:
+    """``spec`` with Replicate() for each block placement."""
+    if not has_block(spec):
+        return spec
+    placements = _replace_blocks(spec.placements, lambda p: Replicate())
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def stock_sibling(spec: DTensorSpec) -> DTensorSpec:
+    """``spec`` with a plain Shard for each block placement: the same dims, not the same layout."""
+    if not has_block(spec):
+        return spec
+    placements = _replace_blocks(spec.placements, lambda p: Shard(p.dim))
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+# --- DTensorSpec ------------------------------------------------------------------------------------------------------
+
+
+class _Placements(NamedTuple):
+    """Stands in for a DTensorSpec whose shard order is verified: only this attribute is read."""
+
+    placements: tuple[Placement, ...]
+
+
+def wrap_spec() -> None:
+    stock_post_init = DTensorSpec.__post_init__
+    stock_verify = DTensorSpec._verify_shard_order
+
+    @functools.wraps(stock_post_init)
+    def post_init(self: DTensorSpec) -> None:
+        if not any(isinstance(p, _BlockGTPShard | _StridedGTPShard) for p in self.placements):
+            stock_post_init(self)
+            return
+        self.placements = placements = tuple(self.placements)
+        check_placements(self)
+        self.placements = tuple(_replace_blocks(placements, lambda p: Shard(p.dim)))
+        stock_post_init(self)
+        self.placements = placements
+
+    @functools.wraps(stock_verify)
+    def verify(self: DTensorSpec, shard_order: Any) -> None:
+        if has_block(self):
+            stand_in = _Placements(tuple(_replace_blocks(self.placements, lambda p: Shard(p.dim))))
+            stock_verify(cast(DTensorSpec, stand_in), shard_order)
+        else:
+            stock_verify(self, shard_order)
+
+    DTensorSpec.__post_init__ = post_init  # type: ignore[method-assign]
+    DTensorSpec._verify_shard_order = verify  # type: ignore[method-assign]
+
+
+def check_placements(spec: DTensorSpec) -> None:
+    """Refuse placements whose layout DTensor would read in two ways.
+
+    Raises:
+        NotImplementedError: another placement cuts the same tensor dim after a block placement did.
+        ValueError: a ``split_factor > 1`` whose slices, or whose chunks with this ``block_size``, are not torch's.
+    """
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, _BlockGTPShard):
+            for other_axis, other in enumerate(spec.placements):
+                if other_axis == axis or not _shards(other, placement.dim):
+                    continue
+                if other_axis > axis or isinstance(other, StridedShard | _BlockGTPShard):
+                    raise NotImplementedError(
+                        f"GTPShard with block_size > 1 must be the last to cut its tensor dim, but got placements "
+                        f"{spec.placements}. Put its mesh axis to the right of the other axes that shard dim "
+                        f"{placement.dim}, or use block_size=1."
+                    )
+        elif isinstance(placement, _StridedGTPShard) and spec.tensor_meta is not None:
+            _check_strided(placement, axis, spec, spec.tensor_meta.shape)
+
+
+def _check_strided(placement: _StridedGTPShard, axis: int, spec: DTensorSpec, shape: torch.Size) -> None:
+    dim = placement.dim
+    divisor = placement.split_factor
+    for p, size in zip(spec.placements[:axis], spec.mesh.shape[:axis], strict=True):
+        divisor *= size if _shards(p, dim) else 1
+    slice_rows, rest = divmod(shape[dim], divisor)
+    num_chunks = spec.mesh.size(axis)
+    is_cut_again = any(_shards(p, dim) for p in spec.placements[axis + 1 :])
+    has_own_chunks = chunk_rows(slice_rows, num_chunks, placement.block_size) != chunk_rows(slice_rows, num_chunks)
+    if has_own_chunks or (rest != 0 and (is_cut_again or placement.block_size > 1)):
+        raise ValueError(
+            f"{placement!r} on mesh axis {axis} of size {num_chunks} cannot shard dim {dim} of shape {tuple(shape)}: "
+            f"DTensor reads it as {placement.split_factor} equal slices that are each cut as torch.chunk does. Put the "
+            f"axis that cuts first to the left in the mesh: (Shard({dim}), GTPShard({dim}, "
+            f"block_size={placement.block_size}))."
+        )
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return is_sharding(placement) and sharded_dim(placement) == dim
+
+
+def sharded_dim(placement: Placement) -> int:
+    return int(placement.dim)  # type: ignore[attr-defined]
+
+
+# --- redistribution ---------------------------------------------------------------------------------------------------
+
+
+def wrap_planner() -> None:
+    stock = redistribute_module._gen_transform_infos_non_cached
+    stock_cached = redistribute_module._gen_transform_infos
+
+    def plan(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> list[TransformInfo]:
+        if has_block(src) or has_block(dst):
+            return plan_block_redistribution(stock, src, dst, *args, **kwargs)
+        return stock(src, dst, *args, **kwargs)
+
+    plan_cached = functools.cache(plan)
+
+    def plan_or_stock(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> list[TransformInfo]:
+        chosen = plan_cached if has_block(src) or has_block(dst) else stock_cached
+        return chosen(src, dst, *args, **kwargs)
+
+    plan_or_stock.cache_clear = stock_cached.cache_clear  # type: ignore[attr-defined]
+    redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
+    redistribute_module._gen_transform_infos = plan_or_stock  # type: ignore[assignment]
+
+
+def plan_block_redistribution(
+    stock: Plan, src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any
+) -> list[TransformInfo]:
+    """Steps from ``src`` to ``dst`` when one of them holds a block placement.
+
+    Block placements of ``src`` are gathered, torch plans the other axes, block placements of ``dst`` are cut. That is
+    in order because a block placement is the last that cuts its dim (``check_placements``).
+    """
+    gathers: list[TransformInfo] = []
+    cuts: list[TransformInfo] = []
+    middle_src, middle_dst = list(src.placements), list(dst.placements)
+    for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if isinstance(p, _BlockGTPShard) and p == q and not _is_recut(p.dim, axis, src, dst):
+            middle_src[axis] = middle_dst[axis] = Replicate()  # not touched: torch sees nothing to do on this axis
+            continue
+        if isinstance(p, _BlockGTPShard):
+            gathers.append(TransformInfo(axis, (p, Replicate()), _shape_before(axis, src)))
+            middle_src[axis] = Replicate()
+        if isinstance(q, _BlockGTPShard):
+            before = p if p.is_partial() else Replicate()  # a partial value is reduced and scattered in one step
+            cuts.append(TransformInfo(axis, (before, q), list(src.shape)))
+            middle_dst[axis] = before
+    middle = [DTensorSpec(src.mesh, tuple(p), tensor_meta=src.tensor_meta) for p in (middle_src, middle_dst)]
+    return [*gathers, *stock(*middle, *args, **kwargs), *cuts]
+
+
+def _is_recut(dim: int, axis: int, src: DTensorSpec, dst: DTensorSpec) -> bool:
+    """True if an axis to the left changes how it cuts ``dim``: then the rows of ``axis`` are others afterwards."""
+    changed = [pair for pair in zip(src.placements[:axis], dst.placements[:axis], strict=True) if pair[0] != pair[1]]
+    return any(_shards(p, dim) for pair in changed for p in pair)
+
+
+def _shape_before(axis: int, spec: DTensorSpec) -> list[int]:
+    """Shape of this rank's part of the tensor before mesh axis ``axis`` cuts it."""
+    shape = list(spec.shape)
+    for i, placement in enumerate(spec.placements[:axis]):
+        if is_sharding(placement):
+            dim = sharded_dim(placement)
+            index = mesh_coordinate(spec.mesh, i)
+            shape[dim], _ = placement._local_shard_size_and_offset(  # type: ignore[attr-defined]
+                shape[dim], spec.mesh.size(i), index
+            )
+    return shape
+
+
+__all__ = [
+    "check_placements",
+    "gathered",
+    "has_block",
+    "is_sharding",
+    "plan_block_redistribution",
+    "sharded_dim",
+    "stock_sibling",
+    "wrap_planner",
+    "wrap_spec",
+]

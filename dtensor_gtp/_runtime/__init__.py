@@ -1,0 +1,1 @@
+"""The runtime below ``gtp_shard``: weights, their schedule and their communication."""

@@ -1,0 +1,69 @@
+"""Stateless collectives: tensors, group and reduction are arguments, the current stream is the caller's.
+
+On devices with streams a collective is ordered on the current stream. Without streams (gloo) it runs in the background
+and the returned ``Work`` says when it is done.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+
+
+class ReduceScale(NamedTuple):
+    """How a sum over ranks becomes the gradient: the collective's own operation, and divisions around it."""
+
+    op: dist.ReduceOp.RedOpType
+    predivide: float | None
+    postdivide: float | None
+
+
+def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
+    """Average over ``num_ranks``, or divide the sum by ``factor`` if one is given.
+
+    float16 divides by about the root before and after the sum, because the sum of many ranks overflows it; the same
+    split as in torch's ``fully_shard`` (``_get_gradient_divide_factors``).
+    """
+    if dtype != torch.float16:
+        if factor is None:
+            return ReduceScale(dist.ReduceOp.AVG, None, None)
+        return ReduceScale(dist.ReduceOp.SUM, None, factor if factor != 1 else None)
+    factor = float(num_ranks) if factor is None else factor
+    predivide = 1.0
+    while factor % predivide == 0 and factor / predivide > predivide:
+        predivide *= 2
+    return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    """Gather ``shard`` of each rank into ``output``; ``shard`` may be this rank's own slice of ``output``.
+
+    Args:
+        output: Shape ``(world * rows, ...)``, contiguous.
+        shard: Shape ``(rows, ...)``, contiguous, same dtype.
+        stream: The current stream orders the collective; else it runs in the background.
+    """
+    return compat.all_gather_base(output, shard, group, async_op=not stream)
+
+
+def reduce_scatter(
+    output: torch.Tensor, full: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool
+) -> dist.Work | None:
+    """Reduce ``full`` over the ranks and leave this rank's rows in ``output``; ``full`` may be divided in place.
+
+    Args:
+        output: Shape ``(rows, ...)``, contiguous.
+        full: Shape ``(world * rows, ...)``, contiguous, same dtype.
+    """
+    if scale.predivide is not None:
+        full.div_(scale.predivide)
+    return compat.reduce_scatter_base(output, full, scale.op, group, async_op=not stream)
+
+
+def all_reduce(tensor: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    """Reduce ``tensor`` over the ranks in place, without the divisions of ``scale``."""
+    return compat.all_reduce(tensor, scale.op, group, async_op=not stream)

@@ -1,0 +1,181 @@
+"""Where gradients go: send buffers, reduce-scatter behind compute, replicas, accumulation, ``.grad``.
+
+Ops write a full gradient into a send buffer, ``submit`` reduce-scatters it on the scatter stream and adds the rows of
+this rank to those of the same backward. Parameters that stay whole are reduced at the end of backward, all in one
+coalesced call for each mesh and dtype. Only then is anything put into ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import collectives
+from .collectives import ReduceScale
+from .comm_context import CommContext, Groups
+from .debug import profiler_range
+from .param import ManagedParam, ShardedWeight, WholeParam
+
+
+class _Job(NamedTuple):
+    """One weight's reduction after its reduce-scatter: everything is fixed when the reduction is launched."""
+
+    weight: ShardedWeight
+    slot: torch.Tensor
+    scale: ReduceScale
+    replicate: dist.ProcessGroup | None
+    requires_all_reduce: bool
+
+
+class Gradients:
+    """Reduces the gradients of one runtime.
+
+    Args:
+        comm: Streams and groups.
+    """
+
+    def __init__(self, comm: CommContext) -> None:
+        self._comm = comm
+
+    # --- sharded weights ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def target(weight: ShardedWeight) -> tuple[torch.Tensor, bool]:
+        """A gradient buffer, and whether it holds a gradient already that the new one is to be added to."""
+        if weight.unsharded_grad is not None:
+            return weight.unsharded_grad, True
+        return weight.send_buffer(), False
+
+    def add_full(self, weight: ShardedWeight, grad: torch.Tensor, is_owned: bool) -> None:
+        """Take a full gradient that autograd or an op has computed.
+
+        Args:
+            grad: Shape of the gathered weight.
+            is_owned: Nobody else reads ``grad``, so that it may be sent as it is and written to.
+        """
+        layout = weight.layout
+        can_send = layout.dim == 0 and grad.shape[0] == layout.buffer_shape[0] and grad.is_contiguous()
+        if is_owned and can_send and grad.dtype == weight.reduce_dtype and weight.unsharded_grad is None:
+            self.submit(weight, grad)
+            return
+        buffer, is_accumulating = self.target(weight)
+        view = layout.full_view(buffer)
+        if is_accumulating:
+            view += grad
+        else:
+            view.copy_(grad)
+        self.submit(weight, buffer)
+
+    def submit(self, weight: ShardedWeight, buffer: torch.Tensor) -> None:
+        """Reduce-scatter a gradient buffer behind compute, or keep it for a later microbatch."""
+        flags = weight.flags
+        if not flags.requires_gradient_sync:
+            weight.unsharded_grad = buffer
+            return
+        weight.unsharded_grad = None
+        layout, groups = weight.layout, weight.groups
+        scale = collectives.reduce_scale(buffer.dtype, weight.num_ranks, flags.gradient_divide_factor)
+        is_alone = layout.world == 1
+        slot = buffer if is_alone else torch.empty(layout.slot_shape, dtype=buffer.dtype, device=buffer.device)
+        job = _Job(weight, slot, scale, groups.replicate, flags.requires_all_reduce)
+
+        def launch(stream: bool) -> dist.Work | None:
+            if not is_alone:
+                return collectives.reduce_scatter(slot, buffer, scale, groups.scatter, stream)
+            if scale.predivide is not None:
+                buffer.div_(scale.predivide)
+            return None
+
+        with profiler_range("GTP::reduce_scatter", weight.fqn):
+            self._comm.submit_reduction(launch, lambda: self._complete(job), (buffer, slot))
+
+    def _complete(self, job: _Job) -> None:
+        """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""
+        weight, slot = job.weight, job.slot
+        earlier, weight.unreplicated_grad = weight.unreplicated_grad, None
+        if earlier is not None:
+            slot += earlier
+        if not job.requires_all_reduce:
+            weight.unreplicated_grad = slot
+            return
+        if job.replicate is not None:
+            self._all_reduce(slot, job.scale, job.replicate)
+        if job.scale.postdivide is not None:
+            slot /= job.scale.postdivide
+        weight.accumulate(weight.layout.shard_of_rows(slot))
+
+    def _all_reduce(self, tensor: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup) -> None:
+        work = collectives.all_reduce(tensor, scale, group, self._comm.has_streams)
+        if work is not None and not self._comm.has_streams:
+            work.wait()
+
+    def flush(self, weights: Iterable[ShardedWeight]) -> None:
+        """Reduce what earlier microbatches left of weights that the last one did not use."""
+        synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
+        for weight in synced:
+            if weight.unsharded_grad is not None:
+                self.submit(weight, weight.unsharded_grad)
+        waiting = [w for w in synced if w.flags.requires_all_reduce and w.unreplicated_grad is not None]
+        if not waiting:
+            return
+        self._comm.retire_all()  # a reduction in flight may still take the remainder along
+        for weight in waiting:
+            slot, weight.unreplicated_grad = weight.unreplicated_grad, None
+            if slot is None:
+                continue
+            scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
+            job = _Job(weight, slot, scale, weight.groups.replicate, True)
+            self._comm.submit_reduction(lambda stream: None, lambda job=job: self._complete(job), (slot,))  # type: ignore[misc]
+
+    # --- whole parameters ---------------------------------------------------------------------------------------------
+
+    def reduce_whole(self, params: Iterable[WholeParam]) -> None:
+        """All-reduce the local gradients of whole parameters, coalesced by mesh, dtype and divide factor."""
+        buckets: dict[tuple[Any, ...], list[tuple[WholeParam, torch.Tensor]]] = {}
+        for param in params:
+            grad = param.take_local_grad()
+            if grad is None:
+                continue
+            if not (param.flags.requires_gradient_sync and param.flags.requires_all_reduce):
+                param.unsynced_grad = grad
+                continue
+            buckets.setdefault((param.groups, grad.dtype, param.flags.gradient_divide_factor), []).append((param, grad))
+        for (groups, dtype, factor), bucket in buckets.items():
+            self._reduce_bucket(groups, dtype, factor, bucket)
+
+    def _reduce_bucket(
+        self, groups: Groups, dtype: torch.dtype, factor: float | None, bucket: list[tuple[WholeParam, torch.Tensor]]
+    ) -> None:
+        flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
+        wire = torch.view_as_real(flat) if flat.is_complex() else flat
+        num_ranks = bucket[0][0].num_ranks
+        scale = collectives.reduce_scale(dtype, num_ranks, factor)
+        active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
+
+        def launch(stream: bool) -> dist.Work | None:
+            if scale.predivide is not None:
+                wire.div_(scale.predivide)
+            return collectives.all_reduce(wire, scale, active[0], stream) if active else None
+
+        def complete() -> None:
+            for group in active[1:]:
+                self._all_reduce(wire, scale, group)
+            if scale.postdivide is not None:
+                wire.div_(scale.postdivide)
+            parts = flat.split([grad.numel() for _, grad in bucket])
+            for (param, grad), part in zip(bucket, parts, strict=True):
+                param.accumulate(part.view(grad.shape))
+
+        with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"):
+            self._comm.submit_reduction(launch, complete, (flat,))
+
+    # --- end of backward ----------------------------------------------------------------------------------------------
+
+    def publish(self, params: Iterable[ManagedParam]) -> None:
+        """Wait for all reductions on the current stream and move their results into ``.grad``."""
+        self._comm.retire_all()
+        for param in params:
+            param.publish_grad()

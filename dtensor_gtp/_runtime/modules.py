@@ -1,0 +1,238 @@
+"""How the runtime gets into a module: one subclass made on the fly, as ``fully_shard`` does it.
+
+The subclass does three things. A call opens a frame (see ``state``). A managed parameter becomes a class attribute
+that, while a forward or a backward runs, reads as the full weight; else it is the sharded parameter itself. And
+``nn.Linear`` and ``nn.Embedding`` with their stock forward get the fused op in its place. State dicts, ``parameters()``
+and hooks are those of ``nn.Module``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+import torch.nn as nn
+
+from .. import _torch_compat as compat
+from ..ops.embedding import embedding
+from ..ops.linear import linear
+from .param import ManagedParam, ShardedWeight, Site, WholeParam
+
+if TYPE_CHECKING:
+    from .group import ShardGroup
+
+_BINDING = "_gtp_binding"
+
+
+class Binding:
+    """What ``gtp_shard`` attaches to a module.
+
+    Args:
+        group: The ``gtp_shard`` call that manages the module.
+        params: Managed parameters that are registered on this very module, by attribute name.
+    """
+
+    def __init__(self, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
+        self.group = group
+        self.params = params
+        # Whether the forward of this module reads sharded weights as attributes: known for owners whose forward is not
+        # fused, learned in the first forward for modules that read another module's weights.
+        self.reads_weights = False
+
+
+def binding_of(module: nn.Module) -> Binding | None:
+    """The binding of a managed module, None for any other."""
+    return cast("Binding | None", module.__dict__.get(_BINDING))
+
+
+class ParamAccess:
+    """Class attribute in the place of a managed parameter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        params = module.__dict__["_parameters"]
+        if self._name not in params:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
+        registered = params[self._name]
+        binding = binding_of(module)
+        managed = binding.params.get(self._name) if binding is not None else None
+        if managed is None or registered is None:
+            return registered
+        assert binding is not None
+        runtime = binding.group.runtime
+        if runtime.is_materializing:
+            managed.follow(Site(module, self._name))
+            return runtime.read(managed)
+        if isinstance(managed, ShardedWeight) and managed.is_pinned:
+            return runtime.read_pinned(managed)
+        return registered
+
+
+class FlatWeights:
+    """``nn.RNNBase._flat_weights``: the list of parameters that recurrent layers pass on, read afresh each time."""
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        return [getattr(module, name) if hasattr(module, name) else None for name in module._flat_weights_names]  # type: ignore[union-attr]
+
+    def __set__(self, module: nn.Module, value: list[Any]) -> None:
+        """RNNBase assigns the list when a parameter changes; it is derived here."""
+
+
+class GTPManaged:
+    """Mixin of every module that holds or contains managed parameters."""
+
+    _gtp_original: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Containers build slices with their own class (``sequential[:2]``): give them the original one."""
+        return cls._gtp_original(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``to_empty`` and the like may register new parameter objects: follow them, and keep ties tied."""
+        module = cast(nn.Module, self)
+        binding = binding_of(module)
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        if binding is not None:
+            for name, managed in binding.params.items():
+                managed.follow(Site(module, name))
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be copied after gtp_shard, because the copy would share its runtime. Copy "
+            "the module before gtp_shard, or build it again and load the state dict."
+        )
+
+    def extra_repr(self) -> str:
+        own: str = super().extra_repr()  # type: ignore[misc]
+        binding = binding_of(cast(nn.Module, self))
+        shown = [f"{name}: {_placement(param)}" for name, param in binding.params.items()] if binding else []
+        return ", ".join(filter(None, (own, f"gtp=[{', '.join(shown)}]" if shown else "")))
+
+
+class GTPFrame(GTPManaged):
+    """Mixin of modules whose call is a frame: all but those with a fused op."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = cast(nn.Module, self)
+        binding = binding_of(module)
+        if binding is None or torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        group, runtime = binding.group, binding.group.runtime
+        frame = runtime.enter(module, hooks=binding.reads_weights)
+        is_complete = False
+        try:
+            if group.module is module:
+                args, kwargs = group.cast_inputs(args, kwargs)
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            if group.module is module:
+                output = group.cast_outputs(output)
+            is_complete = True
+        finally:
+            binding.reads_weights |= frame.reads_weights
+            runtime.exit(frame, is_complete)
+        if not runtime.is_materializing and torch.is_grad_enabled():
+            _watch_backward(output, runtime.note_backward)
+        return output
+
+
+class GTPLinear:
+    """Mixin of ``nn.Linear``: the fused op in the place of its forward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        module = cast(nn.Linear, self)
+        binding = binding_of(module)
+        assert binding is not None
+        weight, bias = binding.params["weight"], binding.params.get("bias")
+        runtime = binding.group.runtime
+        is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
+        if not is_plain or torch.is_autocast_enabled(input.device.type) or module._parameters["weight"] is None:
+            return _in_frame(self, GTPLinear, input)
+        assert isinstance(weight, ShardedWeight)
+        weight.follow(Site(module, "weight"))
+        if isinstance(bias, WholeParam):
+            bias.follow(Site(module, "bias"))
+            value: torch.Tensor | None = bias.value()
+        else:
+            value = module._parameters["bias"]
+        return linear(input, value, runtime, weight)
+
+
+class GTPEmbedding:
+    """Mixin of ``nn.Embedding``: the fused op in the place of its forward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        module = cast(nn.Embedding, self)
+        binding = binding_of(module)
+        assert binding is not None
+        weight = binding.params["weight"]
+        assert isinstance(weight, ShardedWeight)
+        weight.follow(Site(module, "weight"))
+        return embedding(input, module.padding_idx, binding.group.runtime, weight)
+
+
+def _in_frame(module: Any, mixin: Any, input: torch.Tensor) -> torch.Tensor:
+    """The stock forward below ``mixin``, reading the weight as an attribute in a frame of its own."""
+    binding = binding_of(module)
+    assert binding is not None
+    frame = binding.group.runtime.enter(module, hooks=True)
+    is_complete = False
+    try:
+        output: torch.Tensor = super(mixin, module).forward(input)
+        is_complete = True
+        return output
+    finally:
+        binding.group.runtime.exit(frame, is_complete)
+
+
+def _watch_backward(output: Any, note: Any) -> None:
+    """Tell the runtime that a backward through ``output`` begins, so that its first gathers start at once."""
+    for tensor in compat.tree_flatten(output)[0]:
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(lambda grad: note())
+
+
+def _placement(param: ManagedParam) -> str:
+    return str(compat.dtensor_spec(param.param).placements[-1])  # type: ignore[arg-type]
+
+
+def is_fusible(module: nn.Module, params: dict[str, ManagedParam]) -> type | None:
+    """The mixin with the fused op for ``module``, if its forward is the stock one and its weight is a plain shard."""
+    weight = params.get("weight")
+    if not isinstance(weight, ShardedWeight) or weight.tp_spec is not None or "forward" in module.__dict__:
+        return None
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return GTPLinear
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        return GTPEmbedding
+    return None
+
+
+def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes: dict[tuple[Any, ...], type]) -> None:
+    """Attach ``binding`` and swap the module's class for a subclass.
+
+    Args:
+        mixins: What comes before everything else: ``(GTPModule,)`` for the module that was passed, which always opens
+            a frame; else nothing.
+        classes: Subclasses made so far in this call; modules of one class share one.
+    """
+    fused = is_fusible(module, binding.params)
+    binding.reads_weights = fused is None and any(isinstance(p, ShardedWeight) for p in binding.params.values())
+    cls = type(module)
+    bases = (*mixins, *((fused,) if fused else ()), GTPManaged if fused and not mixins else GTPFrame, cls)
+    key = (*bases, *binding.params)
+    if key not in classes:
+        body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
+        if isinstance(module, nn.RNNBase) and binding.params:
+            body["_flat_weights"] = FlatWeights()
+        # A container keeps its name: only modules whose own parameters are sharded, and the root, show it.
+        name = f"GTP{cls.__name__}" if binding.params or mixins else cls.__name__
+        classes[key] = type(name, bases, {**body, "__module__": cls.__module__, "_gtp_original": cls})
+    module.__dict__[_BINDING] = binding
+    module.__class__ = classes[key]

@@ -1,0 +1,330 @@
+"""One managed parameter: what is gathered of it, and what is reduced of its gradient.
+
+``ShardedWeight`` lives on every rank as a shard and is gathered for each use. ``WholeParam`` is small and stays whole;
+only its gradient is reduced. Both know the modules that own the parameter (several, if it is tied) and follow the
+parameter object that is registered there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .comm_context import Done, Groups
+from .layout import WeightLayout
+
+
+class Site(NamedTuple):
+    """A place where a parameter is registered."""
+
+    module: nn.Module
+    name: str
+
+
+class WeightState(enum.Enum):
+    """What of a sharded weight is in memory."""
+
+    SHARDED = enum.auto()  # the shard alone
+    GATHERING = enum.auto()  # a gather is in flight or waits for its use
+    GATHERED = enum.auto()  # the full weight is in use or kept
+
+
+@dataclass
+class SyncFlags:
+    """Runtime switches of one parameter, as ``FSDPModule`` has them."""
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    gradient_divide_factor: float | None = None
+
+
+@dataclass(eq=False)
+class Gathered:
+    """A full weight in a buffer, and what it was made of.
+
+    ``holds`` counts who uses it right now: a running op, a module's forward, saved tensors in backward.
+    """
+
+    buffer: torch.Tensor
+    full: torch.Tensor
+    done: Done
+    source: torch.Tensor
+    version: int
+    is_alias: bool
+    holds: int = 0
+    _contiguous: torch.Tensor | None = None
+
+    def contiguous(self) -> torch.Tensor:
+        """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all who ask."""
+        if self._contiguous is None:
+            self._contiguous = self.full.contiguous()
+        return self._contiguous
+
+    def is_fresh(self, shard: torch.Tensor) -> bool:
+        """False if the shard has been replaced or written since the gather read it."""
+        return self.source is shard and self.version == shard._version
+
+
+class ManagedParam:
+    """What both kinds share: the registered parameter, its sites, and how a reduced gradient becomes ``.grad``.
+
+    Args:
+        fqn: Fully qualified name, the first one if the parameter is tied.
+        sites: Every module and attribute name under which the parameter is registered.
+        param: The sharded ``nn.Parameter`` (a DTensor).
+        mesh: The 1-D (gtp) or 2-D (replicate, gtp) mesh.
+        mp_policy: Mixed precision of this parameter.
+    """
+
+    def __init__(
+        self, fqn: str, sites: list[Site], param: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
+    ) -> None:
+        self.fqn = fqn
+        self.sites = sites
+        self.mesh = mesh
+        self.flags = SyncFlags()
+        self.groups: Groups  # set before the first forward, when the communicators exist
+        self.param = param
+        self.shard = compat.local_tensor(_as_dtensor(param))
+        is_castable = param.is_floating_point()
+        self.compute_dtype: torch.dtype = (mp_policy.param_dtype if is_castable else None) or param.dtype
+        # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
+        self.reduce_dtype: torch.dtype = (mp_policy.reduce_dtype if is_castable else None) or self.compute_dtype
+        # The reduced gradient of the backward that runs, rows of this rank, in reduce_dtype.
+        self.reduced: torch.Tensor | None = None
+        # Sum over microbatches where .grad has a narrower dtype than the reduction; else .grad itself is the sum.
+        self._wide_grad: torch.Tensor | None = None
+        self._published_version = -1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over which the gradient is averaged."""
+        return self.mesh.size()
+
+    def follow(self, site: Site) -> None:
+        """Take over the parameter object that is registered at ``site``, if it is still the same kind of shard.
+
+        ``to_empty``, ``load_state_dict(assign=True)`` and an outer ``fully_shard`` replace the parameter object.
+
+        Raises:
+            RuntimeError: The object there is not a shard as ``gtp_shard`` made it.
+        """
+        current = site.module._parameters[site.name]
+        if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
+            return
+        if not isinstance(current, DTensor) or not self._same_layout(current):
+            raise RuntimeError(
+                f"Parameter '{self.fqn}' was replaced behind gtp_shard by {_describe(current)}, but its shape is "
+                f"{tuple(self.param.shape)} with placements {self._spec.placements} on mesh axes "
+                f"{self._spec.mesh.mesh_dim_names}. Load values with load_state_dict or copy_ into the DTensor, or "
+                "change the module before gtp_shard."
+            )
+        self.param = current
+        self.shard = compat.local_tensor(current)
+        for other in self.sites:
+            other.module._parameters[other.name] = current
+        self._rebound()
+
+    @property
+    def _spec(self) -> compat.DTensorSpec:
+        return compat.dtensor_spec(_as_dtensor(self.param))
+
+    def _same_layout(self, other: DTensor) -> bool:
+        spec, mine = compat.dtensor_spec(other), self._spec
+        return (
+            other.shape == self.param.shape
+            and spec.mesh == mine.mesh
+            and spec.placements == mine.placements
+            and compat.local_tensor(other).shape == self.shard.shape
+        )
+
+    def _rebound(self) -> None:
+        """Called after another parameter object has been taken over."""
+
+    def accumulate(self, reduced: torch.Tensor) -> None:
+        """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
+        if self.reduced is None:
+            self.reduced = reduced
+        else:
+            self.reduced += reduced
+
+    def publish_grad(self) -> None:
+        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks."""
+        reduced, self.reduced = self.reduced, None
+        if reduced is None:
+            return
+        grad = self.param.grad
+        if grad is None:
+            self._wide_grad = reduced if reduced.dtype != self.param.dtype else None
+            local = reduced.to(self.param.dtype)
+            self.param.grad = compat.wrap_local(local, self._spec)
+        else:
+            local = compat.local_tensor(_as_dtensor(grad))
+            if self._wide_grad is not None and local._version == self._published_version:
+                self._wide_grad += reduced
+                local.copy_(self._wide_grad)
+            else:
+                # The user changed .grad since (or autograd added to it): what is there is the sum so far.
+                self._wide_grad = None
+                local += reduced
+        self._published_version = local._version
+        for hook in compat.post_accumulate_grad_hooks(self.param):
+            hook(self.param)
+
+    def reset_grads(self) -> None:
+        """Forget gradients of a backward that broke off."""
+        self.reduced = None
+
+
+class ShardedWeight(ManagedParam):
+    """A weight that is cut over the gtp axis.
+
+    Args:
+        layout: Rows in shard and buffers.
+        tp_spec: For a weight that tensor parallelism has cut before: the DTensor spec of the slice that modules see.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        sites: list[Site],
+        param: nn.Parameter,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        layout: WeightLayout,
+        tp_spec: compat.DTensorSpec | None,
+    ) -> None:
+        super().__init__(fqn, sites, param, mesh, mp_policy)
+        self.layout = layout
+        self.tp_spec = tp_spec
+        self.index = -1
+        self.num_gathers = 0
+        self.live: Gathered | None = None
+        self.kept: Gathered | None = None
+        self.pending: deque[Gathered] = deque()
+        # A full gradient (buffer layout) of microbatches without gradient sync.
+        self.unsharded_grad: torch.Tensor | None = None
+        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
+        self.unreplicated_grad: torch.Tensor | None = None
+        self.is_pinned = False
+
+    @property
+    def state(self) -> WeightState:
+        if self.live is not None or self.kept is not None:
+            return WeightState.GATHERED
+        return WeightState.GATHERING if self.pending else WeightState.SHARDED
+
+    def take_available(self) -> Gathered | None:
+        """A gather of the present shard that is in use, kept, or in flight; stale ones are dropped by the caller."""
+        if self.live is not None and self.live.is_fresh(self.shard):
+            return self.live
+        if self.kept is not None and self.kept.is_fresh(self.shard):
+            self.live, self.kept = self.kept, None
+            return self.live
+        return None
+
+    def for_modules(self, gathered: Gathered) -> torch.Tensor:
+        """The full weight as module code expects it: contiguous, and a DTensor where the module is tensor-parallel."""
+        full = gathered.contiguous().detach()
+        return full if self.tp_spec is None else compat.wrap_local(full, self.tp_spec)
+
+    def send_buffer(self) -> torch.Tensor:
+        """An uninitialized gradient buffer; rows beyond the logical end are never read by any rank."""
+        return torch.empty(self.layout.buffer_shape, dtype=self.reduce_dtype, device=self.shard.device)
+
+    def reset_grads(self) -> None:
+        super().reset_grads()
+        self.unsharded_grad = None
+        self.unreplicated_grad = None
+
+
+class WholeParam(ManagedParam):
+    """A parameter that every rank of the axis holds whole.
+
+    Modules see ``leaf``, an ordinary parameter on the same memory, whose gradient autograd accumulates locally; after
+    backward all such gradients are reduced in one coalesced call.
+
+    Args:
+        reason: Why the parameter is not sharded, for the report.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        sites: list[Site],
+        param: nn.Parameter,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        tp_spec: compat.DTensorSpec | None,
+        reason: str,
+    ) -> None:
+        super().__init__(fqn, sites, param, mesh, mp_policy)
+        self.tp_spec = tp_spec
+        self.reason = reason
+        # Local gradient of microbatches without gradient sync, in reduce_dtype.
+        self.unsynced_grad: torch.Tensor | None = None
+        self.on_local_grad: Callable[[], None] | None = None
+        self._rebound()
+
+    def _rebound(self) -> None:
+        value = self.shard.detach()
+        if self.tp_spec is not None:
+            value = compat.wrap_local(value, self.tp_spec)
+        self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
+        if self.leaf.is_floating_point() or self.leaf.is_complex():
+            self.leaf.requires_grad_(True)
+            self.leaf.register_post_accumulate_grad_hook(self._notify)
+            self.leaf.requires_grad_(self.param.requires_grad)
+
+    def _notify(self, leaf: torch.Tensor) -> None:
+        if self.on_local_grad is not None:
+            self.on_local_grad()
+
+    def value(self) -> torch.Tensor:
+        """The parameter as modules see it, in the compute dtype."""
+        if self.leaf.requires_grad != self.param.requires_grad:
+            self.leaf.requires_grad_(self.param.requires_grad)
+        return self.leaf if self.leaf.dtype == self.compute_dtype else self.leaf.to(self.compute_dtype)
+
+    def take_local_grad(self) -> torch.Tensor | None:
+        """The local gradient since the last reduction, in reduce_dtype, and forget it."""
+        grad, self.leaf.grad = self.leaf.grad, None
+        if grad is not None:
+            if isinstance(grad, DTensor):
+                assert self.tp_spec is not None
+                grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
+            grad = grad.to(self.reduce_dtype)
+        unsynced, self.unsynced_grad = self.unsynced_grad, None
+        if unsynced is None or grad is None:
+            return grad if unsynced is None else unsynced
+        return unsynced.add_(grad)
+
+    def reset_grads(self) -> None:
+        super().reset_grads()
+        self.leaf.grad = None
+        self.unsynced_grad = None
+
+
+def _as_dtensor(tensor: torch.Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
+def _describe(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, DTensor):
+        return f"a DTensor of shape {tuple(value.shape)} with placements {value.placements}"
+    return f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "")

@@ -1,0 +1,142 @@
+"""What autograd saves of a gathered weight is replaced by a handle that gathers it again in backward.
+
+A pair of saved-tensor hooks is active during the forward of a module that reads full weights. Tensors that are not
+views of such a weight go to the hooks that were active before (activation checkpointing, ``save_on_cpu``), as if ours
+were not there. The hooks are an economy only: a full weight that is saved without them stays in memory until its
+backward and is right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .param import Gathered, ShardedWeight
+
+if TYPE_CHECKING:
+    from .state import Runtime
+
+
+class _WeightUse:
+    """One weight in one frame: the handles saved of it, and the gather that serves them in backward."""
+
+    def __init__(self, weight: ShardedWeight, version: int) -> None:
+        self.weight = weight
+        self.version = version
+        self.num_saved = 0
+        self.num_left = 0
+        self.gathered: Gathered | None = None
+
+
+class _Handle(NamedTuple):
+    """A saved view of a full weight."""
+
+    use: _WeightUse
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtensor_spec: compat.DTensorSpec | None
+
+
+class _Delegated(NamedTuple):
+    """Any other saved tensor, as the hooks around ours packed it."""
+
+    unpack: compat.UnpackHook
+    packed: Any
+
+
+class SavedWeights:
+    """Saved-tensor hooks of one frame.
+
+    Args:
+        runtime: Gathers and releases in backward.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._uses: dict[int, _WeightUse] = {}  # by address of the full weight
+        self._outer: tuple[compat.PackHook, compat.UnpackHook] | None = None
+        self._in_use: list[_WeightUse] = []
+
+    def push(self) -> None:
+        self._outer = compat.top_saved_tensors_hooks()
+        compat.push_saved_tensors_hooks(self._pack, self._unpack)
+
+    def pop(self) -> None:
+        compat.pop_saved_tensors_hooks()
+        # Addresses are unique only while the frame holds the weights.
+        self._uses = {}
+
+    def watch(self, weight: ShardedWeight, gathered: Gathered) -> None:
+        """Replace what is saved of ``gathered`` from now on until ``pop``."""
+        address = gathered.contiguous().untyped_storage().data_ptr()
+        self._uses.setdefault(address, _WeightUse(weight, gathered.version))
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        is_dtensor = isinstance(tensor, DTensor)
+        inner = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        # Tensor subclasses other than DTensor may have no storage to ask for.
+        use = self._uses.get(inner.untyped_storage().data_ptr()) if type(inner) in _PLAIN else None
+        if use is None:
+            return tensor if self._outer is None else _Delegated(self._outer[1], self._outer[0](tensor))
+        use.num_saved += 1
+        spec = compat.dtensor_spec(tensor) if is_dtensor else None  # type: ignore[arg-type]
+        return _Handle(use, inner.size(), inner.stride(), int(inner.storage_offset()), spec)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Delegated):
+            return packed.unpack(packed.packed)
+        if not isinstance(packed, _Handle):
+            tensor: torch.Tensor = packed
+            return tensor
+        gathered = self._gathered_for(packed.use)
+        base = gathered.contiguous()
+        view = torch.as_strided(base, packed.size, packed.stride, packed.offset).detach()
+        packed.use.num_left -= 1
+        if packed.use.num_left == 0:
+            self._release(packed.use)
+        return view if packed.dtensor_spec is None else compat.wrap_local(view, packed.dtensor_spec)
+
+    def _gathered_for(self, use: _WeightUse) -> Gathered:
+        """The weight in backward: gathered at the first of its handles, held until the last one is unpacked."""
+        if use.gathered is None:
+            check_unmodified(use.weight, use.version)
+            if compat.current_graph_task_id() != -1:
+                self._runtime.note_backward()
+                if not self._in_use:
+                    self._runtime.watch_saved(self)
+            use.gathered = self._runtime.acquire(use.weight)
+            use.num_left = use.num_saved
+            self._in_use.append(use)
+        return use.gathered
+
+    def _release(self, use: _WeightUse) -> None:
+        gathered, use.gathered = use.gathered, None
+        self._in_use.remove(use)
+        if gathered is not None:
+            self._runtime.release(use.weight, gathered)
+
+    def release_all(self) -> None:
+        """The backward has ended: handles that it did not need (a branch without gradient) hold nothing any more."""
+        for use in list(self._in_use):
+            self._release(use)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def check_unmodified(weight: ShardedWeight, version: int) -> None:
+    """Raises:
+    RuntimeError: The weight was written between the forward that used it and this backward, as autograd raises for
+        any saved tensor.
+    """
+    if weight.shard._version != version:
+        raise RuntimeError(
+            f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been modified by an inplace "
+            f"operation since its forward: its shard is at version {weight.shard._version}; expected version "
+            f"{version}. "
+            "Run backward before the optimizer step, or the forward again after it."
+        )

@@ -1,0 +1,385 @@
+"""The runtime of one root module: who uses which weight, when it is gathered, and where its gradient goes.
+
+[Note: uses, frames and holds]
+A *use* acquires a gathered weight and releases it; the last release frees the buffer. Fused ops hold a weight for one
+GEMM. Any other code reads a parameter as a module attribute, and the attribute is then the full weight, held until the
+*frame* ends in which it was read: the innermost running ``forward`` of a module that contains sharded weights. What
+autograd saves of such a weight is replaced by a handle that gathers again in backward. A reference that escapes all of
+this keeps its memory alive and its values right; it only costs memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from .. import _torch_compat as compat
+from ..policy import SchedulePolicy
+from . import collectives
+from .comm_context import CommContext, Done
+from .debug import DebugFlags, profiler_range
+from .gradients import Gradients
+from .param import Gathered, ManagedParam, ShardedWeight, WholeParam
+from .saved import SavedWeights
+from .schedule import Chain
+
+logger = logging.getLogger("dtensor_gtp")
+
+
+class ChainKey(NamedTuple):
+    """Which order of uses: that of one outermost module's forward, or (module None) that of backward."""
+
+    module: nn.Module | None
+    is_grad_enabled: bool
+
+
+class Frame:
+    """One running forward of a module, and the weights it holds."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[ManagedParam, bool], torch.Tensor] = {}
+        self.held: list[tuple[ShardedWeight, Gathered]] = []
+        self.saved: SavedWeights | None = None
+        self.reads_weights = False
+
+
+class Runtime:
+    """Runtime of a root module and everything below it.
+
+    Args:
+        device: Device of the shards.
+        schedule: Policy of the root.
+        debug: Debugging aids.
+    """
+
+    def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
+        self.device = device
+        self.schedule = schedule
+        self.debug = debug
+        self.comm = CommContext(device, schedule.max_inflight_reduce_scatters, debug)
+        self.grads = Gradients(self.comm)
+        self.weights: list[ShardedWeight] = []
+        self.whole: list[WholeParam] = []
+        self.chains: dict[ChainKey, Chain] = {}
+        self.is_last_backward = True
+        self._frames: list[Frame] = []
+        self._forward_chain: Chain | None = None
+        self._is_in_backward = False
+        self._backward_chain = self._chain(ChainKey(None, True))
+        self._backward_frame = Frame()
+        self._backward_saved: list[SavedWeights] = []
+        self._is_initialized = False
+
+    def add(self, params: Iterable[ManagedParam]) -> None:
+        """Take over parameters, also those of a nested ``gtp_shard`` call that had a runtime of its own."""
+        for param in params:
+            if isinstance(param, ShardedWeight):
+                param.index = len(self.weights)
+                self.weights.append(param)
+            elif isinstance(param, WholeParam):
+                param.on_local_grad = self.note_backward
+                self.whole.append(param)
+
+    @property
+    def params(self) -> list[ManagedParam]:
+        return [*self.weights, *self.whole]
+
+    def _chain(self, key: ChainKey) -> Chain:
+        if key not in self.chains:
+            self.chains[key] = Chain(self.schedule.prefetch_depth)
+        return self.chains[key]
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_materializing(self) -> bool:
+        """Whether a parameter read as a module attribute is the full weight: in a forward, and in backward."""
+        return bool(self._frames) or compat.current_graph_task_id() != -1
+
+    def enter(self, module: nn.Module, hooks: bool) -> Frame:
+        """A forward of ``module`` begins; with ``hooks``, what it saves of full weights is replaced by handles."""
+        frame = Frame()
+        if not self._frames and compat.current_graph_task_id() == -1:
+            self._begin_forward(module)
+        self._frames.append(frame)
+        if hooks and torch.is_grad_enabled() and compat.saved_tensors_hooks_enabled():
+            frame.saved = SavedWeights(self)
+            frame.saved.push()
+        return frame
+
+    def exit(self, frame: Frame, is_complete: bool) -> None:
+        """The forward has ended; ``is_complete`` is False if it raised."""
+        if frame.saved is not None:
+            frame.saved.pop()
+        popped = self._frames.pop()
+        assert popped is frame, "frames must end in the order in which they began, last first"
+        self._close(frame)
+        if not self._frames and self._forward_chain is not None:
+            self._drop_prefetched()
+            if is_complete:
+                self._forward_chain.end()
+            else:
+                self._forward_chain.cancel()
+            self._forward_chain = None
+
+    def _close(self, frame: Frame) -> None:
+        frame.values.clear()
+        for weight, gathered in frame.held:
+            self.release(weight, gathered)
+        frame.held.clear()
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        if self._is_in_backward:
+            # The last backward raised before its end: its prefetches and gradients are void.
+            self._abandon_backward()
+        self._ensure_initialized()
+        self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
+        self._prefetch(self._forward_chain.begin())
+
+    def _ensure_initialized(self) -> None:
+        """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
+        if self._is_initialized:
+            return
+        meta = [param.fqn for param in self.params if self._follow(param).shard.is_meta]
+        if meta:
+            raise RuntimeError(
+                f"Parameters {meta} are still on the meta device at the first forward. Materialize them with "
+                f"module.to_empty(device='{self.device.type}') and initialize them, or load a state dict."
+            )
+        for param in self.params:
+            param.groups = self.comm.groups(param.mesh)
+        self._is_initialized = True
+
+    @staticmethod
+    def _follow(param: ManagedParam) -> ManagedParam:
+        param.follow(param.sites[0])
+        return param
+
+    # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def acquire(self, weight: ShardedWeight) -> Gathered:
+        """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
+        self._ensure_initialized()
+        gathered = weight.take_available()
+        if gathered is None:
+            gathered = self._take_prefetched(weight) or self._gather(weight)
+            weight.live = gathered
+            self._advance(weight)
+        gathered.holds += 1
+        self.comm.delay()
+        self.comm.wait(gathered.done)
+        return gathered
+
+    def release(self, weight: ShardedWeight, gathered: Gathered) -> None:
+        """End a use."""
+        gathered.holds -= 1
+        if gathered.holds:
+            return
+        if weight.live is gathered:
+            weight.live = None
+        flags = weight.flags
+        reshard = flags.reshard_after_backward if self._is_in_backward else flags.reshard_after_forward
+        if (weight.is_pinned or not reshard) and gathered.is_fresh(weight.shard):
+            weight.kept = gathered
+        else:
+            self._free(gathered)
+
+    def _free(self, gathered: Gathered) -> None:
+        """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
+        if self.debug.poison and not gathered.is_alias:
+            full, gathered.full, gathered._contiguous = gathered.full, gathered.buffer, None
+            del full
+            # Two owners are ours: the buffer and the Python object of its storage that we ask with.
+            if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2 and gathered.buffer.is_floating_point():
+                gathered.buffer.fill_(float("nan"))
+
+    def _gather(self, weight: ShardedWeight) -> Gathered:
+        """Launch the gather of the present shard."""
+        layout, shard, dtype = weight.layout, weight.shard, weight.compute_dtype
+        weight.num_gathers += 1
+        rows = layout.rows_of(shard)
+        if layout.world == 1:
+            buffer = rows if rows.dtype == dtype else rows.to(dtype)
+            return Gathered(buffer, layout.full_view(buffer), Done(), shard, shard._version, buffer is rows)
+        buffer = torch.empty(layout.buffer_shape, dtype=dtype, device=shard.device)
+        is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
+        group = weight.groups.gather
+
+        def launch(stream: bool) -> Any:
+            # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
+            slot = rows if is_sendable else layout.slot(buffer)
+            if not is_sendable:
+                slot.narrow(0, 0, layout.local_rows).copy_(rows)
+            return collectives.all_gather(buffer, slot, group, stream)
+
+        with profiler_range("GTP::all_gather", weight.fqn):
+            done = self.comm.launch_gather(launch)
+        return Gathered(buffer, layout.full_view(buffer), done, shard, shard._version, False)
+
+    def _active_chain(self) -> Chain | None:
+        return self._backward_chain if self._is_in_backward else self._forward_chain
+
+    def _advance(self, weight: ShardedWeight) -> None:
+        chain = self._active_chain()
+        if chain is None:
+            return
+        deviations = chain.num_deviations
+        window = chain.advance(weight.index)
+        if chain.num_deviations != deviations:
+            logger.debug("use of %s was not expected next; %d deviations so far", weight.fqn, chain.num_deviations)
+            self._drop_prefetched(keep=window)
+        self._prefetch(window)
+
+    def _prefetch(self, window: Sequence[int]) -> None:
+        """Launch a gather for each use in the window that has none in flight yet, in order."""
+        ahead: Counter[int] = Counter()
+        for index in window:
+            weight = self.weights[index]
+            ahead[index] += 1
+            if ahead[index] > len(weight.pending) and weight.kept is None:
+                weight.pending.append(self._gather(weight))
+
+    def _take_prefetched(self, weight: ShardedWeight) -> Gathered | None:
+        while weight.pending:
+            gathered = weight.pending.popleft()
+            if gathered.is_fresh(weight.shard):
+                return gathered
+            self._discard(gathered)
+        return None
+
+    def _drop_prefetched(self, keep: Sequence[int] = ()) -> None:
+        """Drop gathers that nobody came for, except as many as ``keep`` still expects."""
+        expected = Counter(keep)
+        for weight in self.weights:
+            while len(weight.pending) > expected[weight.index]:
+                self._discard(weight.pending.pop())
+
+    def _discard(self, gathered: Gathered) -> None:
+        # Its memory must not be reused, nor the shard be written, while the gather still runs.
+        self.comm.wait(gathered.done)
+        self._free(gathered)
+
+    def gather_kept(self, weight: ShardedWeight) -> None:
+        """Gather a weight ahead of any use, for ``unshard``."""
+        self._ensure_initialized()
+        if weight.live is None and (weight.kept is None or not weight.kept.is_fresh(weight.shard)):
+            self.drop_kept(weight)
+            weight.follow(weight.sites[0])
+            weight.kept = self._take_prefetched(weight) or self._gather(weight)
+
+    def wait_kept(self, weight: ShardedWeight) -> None:
+        if weight.kept is not None:
+            self.comm.wait(weight.kept.done)
+
+    def drop_kept(self, weight: ShardedWeight) -> None:
+        kept, weight.kept = weight.kept, None
+        if kept is not None:
+            self._discard(kept)
+
+    # --- attribute reads ----------------------------------------------------------------------------------------------
+
+    def read(self, param: ManagedParam) -> torch.Tensor:
+        """The value of a parameter that is read as a module attribute while ``is_materializing``."""
+        if isinstance(param, WholeParam):
+            return param.value()
+        assert isinstance(param, ShardedWeight)
+        frame = self._frames[-1] if self._frames else self._backward_frame
+        is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
+        value = frame.values.get((param, is_differentiable))
+        if value is None:
+            if not self._frames and compat.current_graph_task_id() != -1:
+                self.note_backward()
+            value = self._materialize(param, frame, is_differentiable)
+            frame.values[(param, is_differentiable)] = value
+        return value
+
+    def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> torch.Tensor:
+        gathered = self.acquire(weight)
+        frame.held.append((weight, gathered))
+        frame.reads_weights = True
+        if frame.saved is not None and not gathered.is_alias:
+            frame.saved.watch(weight, gathered)
+        if not is_differentiable:
+            return weight.for_modules(gathered)
+        value: torch.Tensor = Materialize.apply(weight.param, self, weight, gathered)  # type: ignore[no-untyped-call]
+        return value
+
+    def read_pinned(self, weight: ShardedWeight) -> torch.Tensor:
+        """The value of a weight that the user has unsharded, outside of any forward."""
+        gathered = self.acquire(weight)
+        try:
+            if torch.is_grad_enabled() and weight.param.requires_grad:
+                value: torch.Tensor = Materialize.apply(weight.param, self, weight, gathered)  # type: ignore[no-untyped-call]
+                return value
+            return weight.for_modules(gathered)
+        finally:
+            self.release(weight, gathered)
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def note_backward(self) -> None:
+        """Called by whatever happens first in a backward: its chain begins, and its end is awaited."""
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        compat.queue_backward_callback(self._finish_backward)
+        self._prefetch(self._backward_chain.begin())
+
+    def watch_saved(self, saved: SavedWeights) -> None:
+        """``saved`` holds gathered weights in this backward; they are released at its end at the latest."""
+        self._backward_saved.append(saved)
+
+    def _finish_backward(self) -> None:
+        """End of backward, on the caller's stream: all gradients are in ``.grad`` when this returns."""
+        self._close(self._backward_frame)
+        for saved in self._backward_saved:
+            saved.release_all()
+        self._backward_saved.clear()
+        self._drop_prefetched()
+        self._is_in_backward = False
+        self._backward_chain.end()
+        if self.is_last_backward:
+            self.grads.flush(self.weights)
+            self.grads.reduce_whole(self.whole)
+            self.grads.publish(self.params)
+
+    def _abandon_backward(self) -> None:
+        logger.warning("the last backward did not complete; its gradients are dropped")
+        self._is_in_backward = False
+        self.comm.abandon()
+        self._backward_frame = Frame()
+        self._backward_saved.clear()
+        self._backward_chain.cancel()
+        for weight in self.weights:
+            weight.live = None
+        self._drop_prefetched()
+        for param in self.params:
+            param.reset_grads()
+
+
+class Materialize(torch.autograd.Function):
+    """The full weight as a differentiable function of its shard: gather, and reduce-scatter of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, param: torch.Tensor, runtime: Runtime, weight: ShardedWeight, gathered: Gathered
+    ) -> torch.Tensor:
+        ctx.runtime, ctx.weight = runtime, weight
+        return weight.for_modules(gathered)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        weight: ShardedWeight = ctx.weight
+        ctx.runtime.note_backward()
+        if weight.tp_spec is not None:
+            grad = compat.local_tensor(grad.redistribute(placements=weight.tp_spec.placements))  # type: ignore[attr-defined]
+        # A sum node may hand one gradient to several inputs; with more than one rank it is only read.
+        is_owned = weight.layout.world > 1 and weight.reduce_dtype != torch.float16
+        ctx.runtime.grads.add_full(weight, grad, is_owned and weight.flags.requires_gradient_sync)
+        return None, None, None, None

@@ -1,0 +1,205 @@
+"""The only file that imports private torch symbols.
+
+Everything else in the package takes them from here, so that a torch release that moves one of them is handled in one
+place. Tested on torch 2.11 and 2.13. A symbol that a release lacks has its replacement beside the import, with the
+release it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed._local_tensor import maybe_run_for_local_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+    _resolve_process_group,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _redistribute as redistribute_module
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._redistribute import _TransformInfo as TransformInfo
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def current_graph_task_id() -> int:
+    """Id of the autograd graph task that runs on this thread, -1 outside of backward."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has ended, on the caller's current streams."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def push_saved_tensors_hooks(pack: PackHook, unpack: UnpackHook) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:
+    """The innermost active pair of saved-tensor hooks, or None."""
+    return cast("tuple[PackHook, UnpackHook] | None", torch._C._autograd._top_saved_tensors_default_hooks(False))
+
+
+def saved_tensors_hooks_enabled() -> bool:
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def post_accumulate_grad_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Hooks registered with ``Tensor.register_post_accumulate_grad_hook``, in order."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def is_profiling() -> bool:
+    """True while a profiler records; ``record_function`` costs microseconds also when nobody listens."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Number of owners of the memory behind ``storage`` (tensors, autograd nodes, Python storage objects)."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def sleep_stream(cycles: int) -> None:
+    """Make the current CUDA stream spin for ``cycles`` of the SM clock."""
+    torch.cuda._sleep(cycles)
+
+
+# --- DTensor and meshes -----------------------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local shard itself, without the autograd node that ``to_local`` adds."""
+    return tensor._local_tensor
+
+
+def dtensor_spec(tensor: DTensor) -> DTensorSpec:
+    return tensor._spec
+
+
+def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """A DTensor around ``local``; unlike ``DTensor.from_local`` it does not check, so it costs microseconds."""
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def make_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Spec of a contiguous logical tensor of ``shape``."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def mesh_coordinate(mesh: DeviceMesh, axis: int) -> Any:
+    """This rank's coordinate on one axis of ``mesh``; symbolic where torch traces or simulates several ranks."""
+    return mesh._sym_get_coordinate(axis)
+
+
+def op_dispatcher() -> Any:
+    """DTensor's one dispatcher; it owns the table of sharding strategies."""
+    return DTensor._op_dispatcher
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose axes are those of ``meshes`` in order; they must be sub-meshes of one root mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh._get_root_mesh()
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the communication backend of ``group`` for ``device``, e.g. "nccl", "gloo", "fake"."""
+    return str(group._get_backend(device).name()).lower()
+
+
+# --- communication ----------------------------------------------------------------------------------------------------
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The live process group of that name."""
+    return _resolve_process_group(cast("Any", name))
+
+
+def all_gather_base(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``dist.all_gather_into_tensor`` without its argument checks, which cost as much as the launch."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return group._allgather_base(output, input, options)
+
+
+def reduce_scatter_base(
+    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``dist.reduce_scatter_tensor`` without its argument checks."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return group._reduce_scatter_base(output, input, options)
+
+
+def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+    options = AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return group.allreduce([tensor], options)
+
+
+__all__ = [
+    "DTensorSpec",
+    "LocalLRUCache",
+    "OpSchema",
+    "OutputSharding",
+    "StridedShard",
+    "TensorMeta",
+    "TransformInfo",
+    "all_gather_base",
+    "all_reduce",
+    "backend_name",
+    "concatenate_meshes",
+    "current_graph_task_id",
+    "dtensor_spec",
+    "is_profiling",
+    "local_tensor",
+    "make_spec",
+    "maybe_run_for_local_tensor",
+    "mesh_coordinate",
+    "op_dispatcher",
+    "pop_saved_tensors_hooks",
+    "post_accumulate_grad_hooks",
+    "push_saved_tensors_hooks",
+    "queue_backward_callback",
+    "redistribute_module",
+    "reduce_scatter_base",
+    "resolve_group",
+    "root_mesh",
+    "saved_tensors_hooks_enabled",
+    "sleep_stream",
+    "storage_use_count",
+    "top_saved_tensors_hooks",
+    "tree_flatten",
+    "tree_map_only",
+    "tree_unflatten",
+    "wrap_local",
+]

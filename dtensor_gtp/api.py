@@ -1,0 +1,240 @@
+"""``gtp_shard`` checks everything on all ranks, then shards in place; ``GTPModule`` is what it adds to the class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from ._build import Decision, decide, make_param
+from ._runtime.debug import DebugFlags
+from ._runtime.group import ShardGroup
+from ._runtime.modules import Binding, bind, binding_of
+from ._runtime.param import ManagedParam, ShardedWeight
+from ._runtime.state import Runtime
+from ._validate import agree_on_all_ranks, device_of, validate_call, validate_module
+from .policy import MixedPrecisionPolicy, SchedulePolicy
+from .report import sharding_report
+
+logger = logging.getLogger("dtensor_gtp")
+
+
+def gtp_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    schedule: SchedulePolicy = SchedulePolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Shard every weight of ``module`` over ``mesh``, in place; each is gathered just in time for its use.
+
+    One call on the root is enough. Each weight with two or more dims becomes a DTensor parameter with a
+    :class:`GTPShard` placement on dim 0 and is all-gathered for each use in forward and backward, ahead of time and
+    behind compute, then freed; its gradient is averaged and reduce-scattered behind compute. Parameters with one dim
+    and tiny ones stay whole (``Replicate()``); their gradients are averaged in one coalesced call per backward. Ranks
+    of the mesh see different data. A submodule that was passed to ``gtp_shard`` before keeps its own mesh and policies.
+
+    While a forward or backward of the module runs, ``submodule.weight`` reads as the full weight; else it is the
+    sharded DTensor, with which optimizers, ``clip_grad_norm_`` and ``torch.distributed.checkpoint`` work.
+    Create the optimizer after this call.
+
+    Args:
+        module: Any module, on CPU, on the mesh's device or on the meta device. Parameters may be plain tensors, equal
+            on all ranks, or DTensors of a mesh with the same root as ``mesh`` (tensor parallelism); such a weight is
+            cut again, and modules see its tp-local DTensor.
+        mesh: 1-D (gtp), or 2-D (replicate, gtp): sharded over the last axis, replicated over the first.
+        reshard_after_forward: Free a weight after its forward and gather it again in backward. False keeps it from
+            forward to backward, which saves a gather and costs its full size in memory.
+        shard_placement_fn: Called once for each parameter; returns a :class:`GTPShard` (or torch's ``Shard``) to shard
+            it so, a ``Replicate`` to keep it whole, or None for the default.
+        mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is the dtype of the
+            gather and of compute, ``reduce_dtype`` that of gradient reduction; inputs and outputs of ``module`` are
+            cast.
+        schedule: Prefetching. The policy of the outermost call counts.
+        ignored_params: Parameters left as they are; nobody reduces their gradients.
+
+    Returns:
+        ``module``, whose class is now a subclass of its own and of :class:`GTPModule`.
+
+    Raises:
+        TypeError, ValueError: An argument is of the wrong kind or out of range.
+        NotImplementedError: A combination that is not supported.
+        RuntimeError: Another rank failed, or the ranks do not agree about the model. Any of these is raised on all
+            ranks of the mesh, after one exchange of a few bytes, and leaves ``module`` as it was.
+
+    The design follows ``torch.distributed.fsdp.fully_shard``.
+    """
+    validate_call(module, mesh, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)
+    debug = DebugFlags.from_env()
+    decisions: list[Decision] = []
+
+    def check() -> tuple[Any, ...]:
+        validate_module(module, mesh)
+        decisions.extend(decide(module, mesh, shard_placement_fn, schedule, ignored_params or set()))
+        return (mp_policy, schedule, reshard_after_forward, *(decision.digest() for decision in decisions))
+
+    agree_on_all_ranks(mesh, check)
+    _shard(module, mesh, decisions, mp_policy, schedule, reshard_after_forward, debug)
+    logger.info("gtp_shard: %s\n%s", type(module).__name__, sharding_report(module))
+    return module
+
+
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    decisions: list[Decision],
+    mp_policy: MixedPrecisionPolicy,
+    schedule: SchedulePolicy,
+    reshard_after_forward: bool,
+    debug: DebugFlags,
+) -> None:
+    """Replace the parameters and swap the classes. Nothing in here may fail on bad input."""
+    device = device_of(mesh)
+    runtime = Runtime(device, schedule, debug)
+    group = ShardGroup(module, mesh, mp_policy, runtime)
+    owned: dict[nn.Module, dict[str, ManagedParam]] = {}
+    for decision in decisions:
+        param = make_param(decision, mesh, device, mp_policy)
+        param.flags.reshard_after_forward = reshard_after_forward
+        if decision.existing is None:
+            group.params.append(param)
+        for site in decision.sites:
+            owned.setdefault(site.module, {})[site.name] = param
+    nested = _adopt_nested(module, runtime)
+    runtime.add(group.params)
+    classes: dict[tuple[Any, ...], type] = {}
+    for submodule in list(module.modules()):
+        if submodule in nested or not _contains_managed(submodule, owned, nested):
+            continue
+        mixins = (GTPModule,) if submodule is module else ()
+        bind(submodule, Binding(group, owned.get(submodule, {})), mixins, classes)
+    _move_buffers(module, device)
+
+
+def _adopt_nested(module: nn.Module, runtime: Runtime) -> set[nn.Module]:
+    """Give earlier calls on submodules this runtime; returns the modules that they manage."""
+    nested = {m for m in module.modules() if binding_of(m) is not None}
+    groups = {id(b.group): b.group for m in nested if (b := binding_of(m)) is not None}
+    for group in groups.values():
+        runtime.add(group.params)
+        group.runtime = runtime
+    return nested
+
+
+def _contains_managed(module: nn.Module, owned: dict[nn.Module, Any], nested: set[nn.Module]) -> bool:
+    return any(m in owned or m in nested for m in module.modules())
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers stay whole; like ``fully_shard``, they are moved to the mesh's device."""
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                submodule._buffers[name] = buffer.to(device)
+
+
+class UnshardHandle:
+    """Handle of an asynchronous :meth:`GTPModule.unshard`."""
+
+    def __init__(self, runtime: Runtime, weights: list[ShardedWeight]) -> None:
+        self._runtime = runtime
+        self._weights = weights
+
+    def wait(self) -> None:
+        """Make the current stream wait for the gathers. Waiting twice is harmless."""
+        for weight in self._weights:
+            self._runtime.wait_kept(weight)
+
+
+class GTPModule:
+    """What ``gtp_shard`` adds to the class of the module that it was given.
+
+    The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning.
+    """
+
+    def _params(self, recurse: bool = True) -> Iterable[ManagedParam]:
+        module = cast(nn.Module, self)
+        seen: dict[int, ManagedParam] = {}
+        root = binding_of(module)
+        for submodule in module.modules():
+            binding = binding_of(submodule)
+            if binding is not None and (recurse or (root is not None and binding.group is root.group)):
+                seen.update((id(param), param) for param in binding.params.values())
+        return seen.values()
+
+    def _weights(self) -> list[ShardedWeight]:
+        return [param for param in self._params() if isinstance(param, ShardedWeight)]
+
+    def _runtime(self) -> Runtime:
+        binding = binding_of(cast(nn.Module, self))
+        assert binding is not None
+        return binding.group.runtime
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather all weights below this module and keep them gathered until :meth:`reshard`.
+
+        Until then ``submodule.weight`` reads as the full weight outside of a forward, too.
+
+        Args:
+            async_op: Do not wait; returns a handle to wait on.
+        """
+        runtime, weights = self._runtime(), self._weights()
+        for weight in weights:
+            weight.is_pinned = True
+            runtime.gather_kept(weight)
+        handle = UnshardHandle(runtime, weights)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the gathered weights below this module."""
+        for weight in self._weights():
+            weight.is_pinned = False
+            self._runtime().drop_kept(weight)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. False accumulates full gradients locally, in ``reduce_dtype``, until a
+        backward with True; it saves communication and costs a full gradient of memory for each weight."""
+        for param in self._params(recurse):
+            param.flags.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward all-reduces over the replicate axis of a 2-D mesh. False accumulates what was
+        reduce-scattered over gtp until a backward with True."""
+        for param in self._params(recurse):
+            param.flags.requires_all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether weights are freed after their forward, as the argument of :func:`gtp_shard`."""
+        for param in self._params(recurse):
+            param.flags.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether weights are freed after their backward. False keeps them for the next microbatch."""
+        for param in self._params(recurse):
+            param.flags.reshard_after_backward = reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of ranks of the mesh.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor expects a positive factor, but got {factor}.")
+        for param in self._params():
+            param.flags.gradient_divide_factor = float(factor)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last one before ``.grad`` is read. False leaves gradients in flight."""
+        self._runtime().is_last_backward = is_last_backward

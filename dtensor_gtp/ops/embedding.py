@@ -1,0 +1,64 @@
+"""``F.embedding`` on a sharded table: gather, look up, free. Backward needs the indices alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .._runtime.param import ShardedWeight
+from .._runtime.state import Runtime
+
+
+def embedding(indices: torch.Tensor, padding_idx: int | None, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+    """``F.embedding(indices, weight, padding_idx)``.
+
+    Args:
+        indices: Integers of any shape.
+        padding_idx: Row without gradient, not negative, or None.
+        runtime: Gathers the table and reduces its gradient.
+        weight: Logical shape ``(num_embeddings, embedding_dim)``.
+
+    Returns:
+        Shape ``(*indices.shape, embedding_dim)``.
+    """
+    if not torch.is_grad_enabled() or not weight.param.requires_grad:
+        gathered = runtime.acquire(weight)
+        output = F.embedding(indices, gathered.full, padding_idx)
+        runtime.release(weight, gathered)
+        return output
+    result: torch.Tensor = _Embedding.apply(indices, weight.param, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        indices: torch.Tensor,
+        param: torch.Tensor,
+        padding_idx: int | None,
+        runtime: Runtime,
+        weight: ShardedWeight,
+    ) -> torch.Tensor:
+        gathered = runtime.acquire(weight)
+        output = F.embedding(indices, gathered.full, padding_idx)
+        runtime.release(weight, gathered)
+        ctx.runtime, ctx.weight = runtime, weight
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        ctx.save_for_backward(indices)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[None, ...]:
+        weight: ShardedWeight = ctx.weight
+        ctx.runtime.note_backward()
+        (indices,) = ctx.saved_tensors
+        # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.
+        grad = torch.ops.aten.embedding_dense_backward(
+            grad_output.contiguous(), indices, weight.layout.num_rows, ctx.padding_idx, False
+        )
+        ctx.runtime.grads.add_full(weight, grad, is_owned=True)
+        return None, None, None, None, None

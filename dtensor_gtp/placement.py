@@ -1,0 +1,296 @@
+"""``GTPShard``: how one tensor dim is cut along the gtp mesh axis.
+
+The dim was first cut into ``split_factor`` slices (``torch.chunk``, by an axis such as tp); each slice of ``n`` rows is
+cut along the axis into chunks of ``ceil(ceil(n / block_size) / world) * block_size`` rows. So every block stays whole
+on one rank, the last chunk that has rows may be short, and later ones are empty. The logical tensor is never padded.
+
+``block_size=1`` is torch's own layout: ``GTPShard(d)`` equals ``Shard(d)`` and ``GTPShard(d, split_factor=s)`` equals
+``_StridedShard(d, split_factor=s)``, so everything that DTensor knows about those holds for it. With ``block_size > 1``
+the chunk sizes are ours; ``_dtensor_ops`` teaches DTensor about them when the first such placement is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from ._torch_compat import StridedShard, maybe_run_for_local_tensor, mesh_coordinate
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement as _PlacementBase
+else:
+    # At run time the concrete classes below are Placements through Shard or StridedShard; a second path to torch's C++
+    # base class would ask for a second C++ object.
+    _PlacementBase = object
+
+
+def chunk_rows(num_rows: int, num_chunks: int, block_size: int = 1) -> int:
+    """Rows of the largest (the first) chunk when ``num_rows`` rows are cut into ``num_chunks`` chunks.
+
+    Args:
+        num_rows: rows of the slice that is cut, >= 0.
+        num_chunks: size of the mesh axis, >= 1.
+        block_size: rows that stay together on one rank, >= 1.
+
+    Returns:
+        ``ceil(ceil(num_rows / block_size) / num_chunks) * block_size``, but at most ``num_rows``.
+    """
+    num_blocks = -(-num_rows // block_size)
+    return min(-(-num_blocks // num_chunks) * block_size, num_rows)
+
+
+def chunk_size_and_offset(num_rows: int, num_chunks: int, index: int, block_size: int = 1) -> tuple[int, int]:
+    """Rows of chunk ``index`` and the row of the slice that it starts at.
+
+    Args:
+        num_rows: rows of the slice that is cut, >= 0.
+        num_chunks: size of the mesh axis, >= 1.
+        index: coordinate on the mesh axis, in ``[0, num_chunks)``.
+        block_size: rows that stay together on one rank, >= 1.
+
+    Returns:
+        ``(size, offset)``; an empty chunk has size 0 and offset ``num_rows``, as in torch.
+    """
+    rows = chunk_rows(num_rows, num_chunks, block_size)
+    offset = min(rows * index, num_rows)
+    return min(rows, num_rows - offset), offset
+
+
+class GTPShard(_PlacementBase):
+    """DTensor placement: tensor dim ``dim`` is sharded along a gtp mesh axis in whole blocks.
+
+    Args:
+        dim: tensor dim; a negative one counts from the end, as for ``Shard``.
+        split_factor: slices into which axes further right in the mesh have cut the dim before this one does.
+            1 where the gtp axis stands to the right of those axes, as ``gtp_shard`` builds its meshes.
+        block_size: rows of ``dim`` that must stay together on one rank, e.g. 32 for MXFP8, head_dim for attention.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: ``split_factor`` or ``block_size`` is below 1.
+    """
+
+    dim: int
+    split_factor: int
+    block_size: int
+
+    def __new__(cls, dim: int, *, split_factor: int = 1, block_size: int = 1) -> GTPShard:
+        _check_int("dim", dim)
+        _check_int("split_factor", split_factor, minimum=1)
+        _check_int("block_size", block_size, minimum=1)
+        if cls is GTPShard:
+            if split_factor > 1:
+                cls = _StridedGTPShard
+            elif block_size > 1:
+                cls = _BlockGTPShard
+            else:
+                cls = _RowGTPShard
+        return super().__new__(cls)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.dim, self.split_factor, self.block_size)
+
+    def __repr__(self) -> str:
+        args = [f"dim={self.dim}"]
+        if self.split_factor > 1:
+            args.append(f"split_factor={self.split_factor}")
+        if self.block_size > 1:
+            args.append(f"block_size={self.block_size}")
+        return f"GTPShard({', '.join(args)})"
+
+    def __str__(self) -> str:
+        args = [str(self.dim)]
+        if self.split_factor > 1:
+            args.append(f"sf={self.split_factor}")
+        if self.block_size > 1:
+            args.append(f"b={self.block_size}")
+        return f"G({', '.join(args)})"
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return repr(self), {"GTPShard": GTPShard}
+
+
+def _check_int(name: str, value: object, minimum: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"GTPShard expects an int as {name}, but got {value!r} of type {type(value).__name__}.")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"GTPShard expects {name} >= {minimum}, but got {value}.")
+
+
+def _rebuild(dim: int, split_factor: int, block_size: int) -> GTPShard:
+    return GTPShard(dim, split_factor=split_factor, block_size=block_size)
+
+
+class _RowGTPShard(GTPShard, Shard):
+    """``split_factor == block_size == 1``: torch's ``Shard``, equal to it and hashed alike."""
+
+    split_factor = 1
+    block_size = 1
+
+    def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
+        Shard.__init__(self, dim)
+
+
+class _StridedGTPShard(GTPShard, StridedShard):
+    """``split_factor > 1``: torch's ``_StridedShard``, equal to it and hashed alike.
+
+    DTensor reads such a placement from left to right in some places and as an order of axes in others. Where the two
+    differ, or where ``block_size`` asks for other chunks than torch's, a spec that holds it is refused
+    (``_dtensor_layout.check_placements``).
+    """
+
+    def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
+        StridedShard.__init__(self, dim, split_factor=split_factor)
+        self.block_size = block_size
+        _teach_dtensor()
+
+
+class _BlockGTPShard(_RowGTPShard):
+    """``split_factor == 1``, ``block_size > 1``: chunks of whole blocks.
+
+    ``Shard(dim) == placement`` would compare dims only, were Python not to ask the more derived operand first: so this
+    class derives from every class whose objects it could be compared with.
+
+    It is a ``Shard`` whose chunk sizes differ, so it overrides what computes sizes. Collectives need chunks of one
+    size: they run on tensors padded to ``num_chunks * chunk_rows`` rows, which torch's own code then cuts evenly.
+    """
+
+    def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
+        super().__init__(dim)
+        self.block_size = block_size
+        _teach_dtensor()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BlockGTPShard) and (self.dim, self.block_size) == (other.dim, other.block_size)
+
+    def __hash__(self) -> int:
+        return hash((_BlockGTPShard, self.dim, self.block_size))
+
+    # torch's is a staticmethod that needs no block size; it is called on the placement wherever a subclass matters
+    @maybe_run_for_local_tensor
+    def local_shard_size_and_offset(  # type: ignore[override]
+        self, curr_local_size: Any, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        return chunk_size_and_offset(curr_local_size, num_chunks, rank, self.block_size)
+
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[int, int]:
+        return self.local_shard_size_and_offset(curr_local_size, num_chunks, rank)
+
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        rows = tensor.size(self.dim)
+        largest = chunk_rows(rows, num_chunks, self.block_size)
+        shards: list[torch.Tensor] = []
+        pad_sizes: list[int] = []
+        for index in range(num_chunks):
+            size, offset = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
+            shard = tensor.narrow(self.dim, offset, size)
+            if with_padding:
+                shard = _pad_rows(shard, self.dim, largest)
+                pad_sizes.append(largest - size)
+            shards.append(shard.contiguous() if contiguous else shard)
+        return shards, pad_sizes
+
+    @maybe_run_for_local_tensor
+    def _select_split_tensor(
+        self,
+        tensor: torch.Tensor,
+        num_chunks: int,
+        index: Any,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+        clone: bool = True,
+    ) -> torch.Tensor:
+        rows = tensor.size(self.dim)
+        size, offset = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
+        shard = tensor.narrow(self.dim, offset, size)
+        if with_padding:
+            shard = _pad_rows(shard, self.dim, chunk_rows(rows, num_chunks, self.block_size))
+        if clone:
+            return shard.clone(memory_format=torch.contiguous_format)
+        return shard.contiguous() if contiguous else shard
+
+    def _reduce_shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
+    ) -> torch.Tensor:
+        if mesh.get_coordinate() is None:
+            return tensor
+        num_chunks = mesh.size(mesh_dim)
+        padded = self._pad_whole(tensor, num_chunks)
+        shard = super()._reduce_shard_tensor(padded, mesh, reduce_op, mesh_dim)
+        return self._unpad_shard(shard, tensor.size(self.dim), num_chunks, mesh_coordinate(mesh, mesh_dim))
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
+    ) -> torch.Tensor:
+        num_chunks = mesh.size(mesh_dim)
+        rows = current_logical_shape[self.dim]
+        padded = self._pad_shard(local_tensor, rows, num_chunks, mesh_coordinate(mesh, mesh_dim))
+        padded_shape = list(current_logical_shape)
+        padded_shape[self.dim] = self._padded_rows(rows, num_chunks)
+        whole = super()._to_replicate_tensor(padded, mesh, mesh_dim, padded_shape)
+        return self._unpad_whole(whole, rows)
+
+    def _to_new_shard_dim(self, *args: object, **kwargs: object) -> torch.Tensor:
+        raise AssertionError(f"{self!r} goes to another sharding through Replicate(), but an all-to-all was planned.")
+
+    # Sizes may differ between the ranks that LocalTensorMode runs in one process, so each step that computes with them
+    # is a function that this mode can run once for each rank; none of them communicates.
+
+    @maybe_run_for_local_tensor
+    def _padded_rows(self, rows: int, num_chunks: int) -> int:
+        return chunk_rows(rows, num_chunks, self.block_size) * num_chunks
+
+    @maybe_run_for_local_tensor
+    def _pad_whole(self, tensor: torch.Tensor, num_chunks: int) -> torch.Tensor:
+        largest = chunk_rows(tensor.size(self.dim), num_chunks, self.block_size)
+        return _pad_rows(tensor, self.dim, largest * num_chunks).contiguous()
+
+    @maybe_run_for_local_tensor
+    def _unpad_whole(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        return tensor.narrow(self.dim, 0, rows).contiguous()
+
+    @maybe_run_for_local_tensor
+    def _pad_shard(self, shard: torch.Tensor, rows: int, num_chunks: int, index: int) -> torch.Tensor:
+        size, _ = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
+        if shard.size(self.dim) != size:
+            raise ValueError(
+                f"{self!r} over {num_chunks} chunks of {rows} rows expects {size} rows as chunk {index}, but the local "
+                f"tensor has shape {tuple(shard.shape)}. Cut it with chunk_size_and_offset()."
+            )
+        return _pad_rows(shard, self.dim, chunk_rows(rows, num_chunks, self.block_size)).contiguous()
+
+    @maybe_run_for_local_tensor
+    def _unpad_shard(self, shard: torch.Tensor, rows: int, num_chunks: int, index: int) -> torch.Tensor:
+        size, _ = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
+        return shard.narrow(self.dim, 0, size).contiguous()
+
+
+def _pad_rows(tensor: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    """``tensor`` with ``dim`` filled up with zeros to ``rows``; works for dtypes that ``functional.pad`` refuses."""
+    size = tensor.size(dim)
+    if size == rows:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = rows
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, size).copy_(tensor)
+    return padded
+
+
+def _teach_dtensor() -> None:
+    from ._dtensor_ops import install  # not at the top: it needs the classes above
+
+    install()
+
+
+# torch.load(weights_only=True), its default, rebuilds only what is listed
+torch.serialization.add_safe_globals([_rebuild])
+
+__all__ = ["GTPShard", "chunk_rows", "chunk_size_and_offset"]

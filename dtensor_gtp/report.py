@@ -1,0 +1,134 @@
+"""What ``gtp_shard`` did, as a table: every parameter, its placement, its bytes, how it is used, and the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from . import _torch_compat as compat
+from ._runtime.modules import Binding, GTPEmbedding, GTPLinear, binding_of
+from ._runtime.param import ManagedParam, ShardedWeight, WholeParam
+from ._runtime.schedule import format_plan
+
+
+class ReportRow(NamedTuple):
+    """One parameter of the report. Sizes are in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: str
+    local_nbytes: int
+    gathered_nbytes: int
+    use: str
+
+
+@dataclass(frozen=True)
+class ShardingReport:
+    """Report of a sharded module; ``str()`` is the table.
+
+    Args:
+        mesh: Axes and sizes of the root's mesh.
+        rows: One for each distinct parameter.
+        schedule: The observed plan of each chain, as text; empty before the first forward.
+    """
+
+    mesh: str
+    rows: tuple[ReportRow, ...]
+    schedule: str
+
+    def __str__(self) -> str:
+        cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
+        for row in self.rows:
+            shape, dtype = "x".join(map(str, row.shape)) or "scalar", str(row.dtype).removeprefix("torch.")
+            nbytes = (_format_nbytes(row.local_nbytes), _format_nbytes(row.gathered_nbytes))
+            cells.append((row.name, shape, dtype, row.placements, *nbytes, row.use))
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        local = sum(row.local_nbytes for row in self.rows)
+        largest = max((row.gathered_nbytes for row in self.rows), default=0)
+        total = f"{_format_nbytes(local)} of parameters per rank; largest gathered weight {_format_nbytes(largest)}"
+        table = "\n".join(line.rstrip() for line in lines)
+        return f"gtp_shard on {self.mesh}\n{table}\n{total}\n{self.schedule or 'schedule: not observed yet'}"
+
+
+def sharding_report(module: nn.Module) -> ShardingReport:
+    """Describe what :func:`gtp_shard` did to ``module`` and the schedule it has observed so far.
+
+    Args:
+        module: A module that was passed to ``gtp_shard``, or one inside of it.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
+    binding = binding_of(module)
+    if binding is None:
+        raise ValueError(f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}.")
+    seen: dict[int, tuple[ManagedParam, str]] = {}
+    aliases: dict[int, list[str]] = {}
+    ignored: list[ReportRow] = []
+    for name, submodule in module.named_modules():
+        inner = binding_of(submodule)
+        for local_name, param in submodule._parameters.items():
+            fqn = f"{name}.{local_name}" if name else local_name
+            managed = inner.params.get(local_name) if inner is not None else None
+            if managed is not None:
+                aliases.setdefault(id(managed), []).append(fqn)
+                assert inner is not None
+                seen.setdefault(id(managed), (managed, _use(submodule, inner, managed)))
+            elif param is not None:
+                nbytes = param.numel() * param.element_size()
+                ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, nbytes, "ignored"))
+    rows = [_row(" = ".join(aliases[key]), managed, use) for key, (managed, use) in seen.items()]
+    return ShardingReport(_describe_mesh(binding), (*rows, *ignored), _schedule(binding))
+
+
+def _row(name: str, managed: ManagedParam, use: str) -> ReportRow:
+    param, shard = managed.param, managed.shard
+    placements = "(" + ", ".join(map(str, compat.dtensor_spec(param).placements)) + ")"  # type: ignore[arg-type]
+    local_nbytes = shard.numel() * shard.element_size()
+    gathered = local_nbytes
+    if isinstance(managed, ShardedWeight):
+        gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
+    return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use)
+
+
+def _use(module: nn.Module, binding: Binding, managed: ManagedParam) -> str:
+    if isinstance(managed, WholeParam):
+        return f"whole ({managed.reason})"
+    if isinstance(module, GTPLinear | GTPEmbedding):
+        return "fused op"
+    return "attribute"
+
+
+def _describe_mesh(binding: Binding) -> str:
+    mesh = binding.group.mesh
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def _schedule(binding: Binding) -> str:
+    runtime = binding.group.runtime
+    names = [weight.fqn for weight in runtime.weights]
+    plans = []
+    for key, chain in runtime.chains.items():
+        if not chain.plan:
+            continue
+        if key.module is None:
+            title = "backward"
+        else:
+            title = f"forward of {type(key.module).__name__}" + ("" if key.is_grad_enabled else " without gradient")
+        plans.append(format_plan(title, chain.plan, names, chain.depth))
+    return "\n".join(plans)
+
+
+def _format_nbytes(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,147 @@
+"""What the multi-process tests share: a process-group class and the comparison with one process.
+
+The reference is always the same model, unsharded, in one process on the concatenated batch. Gradients are compared, and
+parameters after the optimizer step; never the loss alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+from dtensor_gtp import SchedulePolicy
+
+# Test models are tiny: shard also what a real model would leave whole.
+ALL = SchedulePolicy(min_shard_numel=0)
+
+Model = nn.Module
+LossFn = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class GlooTest(MultiProcContinuousTest):
+    """Workers are started once per class, on CPU with gloo."""
+
+    world_size = 4
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "gloo"
+
+    @classmethod
+    def device_type(cls) -> str:
+        return "cpu"
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        torch.set_num_threads(1)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def gtp_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("gtp",))
+
+    def hsdp_mesh(self, replicate: int = 2) -> DeviceMesh:
+        shape = (replicate, self.world_size // replicate)
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "gtp"))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The logical value of a tensor, gathered if it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "param", **tolerance: float) -> None:
+    """Compare parameters (``what="param"``) or gradients (``what="grad"``) by name with an unsharded model."""
+    expected = dict(reference.named_parameters())
+    actual = dict(model.named_parameters())
+    assert expected.keys() == actual.keys()
+    for name, want in expected.items():
+        a, b = (actual[name], want) if what == "param" else (actual[name].grad, want.grad)
+        assert (a is None) == (b is None), f"{what} of {name}: {a is None} vs reference {b is None}"
+        if a is not None:
+            assert b is not None
+            # full() is collective: every rank must reach it for every parameter.
+            torch.testing.assert_close(full(a), b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
+
+
+def rows_of_rank(batch: Any, mesh: DeviceMesh) -> Any:
+    """This rank's equal share of a global batch (dim 0): every rank of the mesh is a data-parallel rank."""
+    index, num = _data_index(mesh)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.chunk(num)[index], batch)
+
+
+def _data_index(mesh: DeviceMesh) -> tuple[int, int]:
+    index = 0
+    for axis in range(mesh.ndim):
+        index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+    return index, mesh.size()
+
+
+def check_training(
+    reference: nn.Module,
+    shard: Callable[[nn.Module], nn.Module],
+    mesh: DeviceMesh,
+    make_batch: Callable[[torch.Generator], Any],
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    steps: int = 3,
+    num_microbatches: int = 1,
+    tolerance: dict[str, float] | None = None,
+    between: Callable[[nn.Module, int], None] | None = None,
+) -> nn.Module:
+    """Train a sharded copy beside the reference; gradients and parameters must agree after every step.
+
+    Args:
+        reference: The unsharded model; it is trained on the whole batch.
+        shard: Shards a copy of it.
+        make_batch: A global batch; its dim 0 is a multiple of ``mesh.size() * num_microbatches``.
+        loss_fn: Mean loss over the batch it is given.
+        between: Called with the sharded model and the step before each step.
+
+    Returns:
+        The sharded model.
+    """
+    tolerance = tolerance or {}
+    make_optimizer = make_optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
+    model = shard(copy.deepcopy(reference))
+    reference_optimizer = make_optimizer(list(reference.parameters()))
+    optimizer = make_optimizer(list(model.parameters()))
+    for step in range(steps):
+        if between is not None:
+            between(model, step)
+        generator = torch.Generator().manual_seed(step)
+        batches = [make_batch(generator) for _ in range(num_microbatches)]
+        for batch in batches:
+            (loss_fn(reference, batch) / num_microbatches).backward()
+            (loss_fn(model, rows_of_rank(batch, mesh)) / num_microbatches).backward()
+        assert_same_params(model, reference, "grad", **tolerance)
+        for opt in (reference_optimizer, optimizer):
+            opt.step()
+            opt.zero_grad()
+        assert_same_params(model, reference, "param", **tolerance)
+    return model
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for a while."""
+    import os
+
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
