@@ -6,6 +6,7 @@ and the returned ``Work`` says when it is done.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class ReduceScale(NamedTuple):
     postdivide: float | None
 
 
+@functools.cache
 def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
     """Average over ``num_ranks``, or divide the sum by ``factor`` if one is given.
 

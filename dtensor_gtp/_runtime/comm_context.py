@@ -4,8 +4,10 @@
 Every buffer (gathered weight, gradient to send, reduced shard) is allocated on the compute stream, the one that is
 current when the weight is used. A communication stream that fills or reads a buffer first waits for the compute stream,
 and the compute stream waits for it before it reads the result or drops the last reference. So a buffer's memory returns
-to the allocator only when, in the order of the compute stream, nobody uses it any more. That is why there is no
-``record_stream``, why addresses repeat from step to step, and why no buffer can be overwritten under a running GEMM.
+to the allocator only when, in the order of the compute stream, nobody uses it any more. (What is allocated on a
+communication stream itself, a cast gradient, is reused there only after that stream has waited for the compute stream
+again.) That is why there is no ``record_stream``, why addresses repeat from step to step, and why no buffer can be
+overwritten under a running GEMM.
 
 On devices without streams (CPU with gloo) the background ``Work`` takes the place of the event.
 """
@@ -24,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from .debug import DebugFlags, Delays
+
+_HOST = nullcontext()
 
 
 class Done(NamedTuple):
@@ -87,17 +91,17 @@ class CommContext:
         self._reductions: deque[Reduction] = deque()
         self._groups: dict[tuple[str, ...], Groups] = {}
         self.has_streams = device.type != "cpu"
-        self._device_module: Any = torch.get_device_module(device) if self.has_streams else None
+        self._fork_event = torch.Event(device) if self.has_streams else None
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
-        self._gather_stream: Any = self._new_stream()
-        self._scatter_stream: Any = self._new_stream()
+        self._gather_stream = self._new_stream()
+        self._scatter_stream = self._new_stream()
         self._delays = None
         if debug.delay_seed is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self._delays = Delays(debug.delay_seed * 1009 + rank, device)
 
-    def _new_stream(self) -> Any:
-        return self._device_module.Stream(device=self.device, priority=-1) if self.has_streams else None
+    def _new_stream(self) -> torch.Stream | None:
+        return torch.Stream(self.device, priority=-1) if self.has_streams else None
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -117,50 +121,57 @@ class CommContext:
 
     # --- ordering -----------------------------------------------------------------------------------------------------
 
-    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+    def _fork(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
         """Run on ``stream``, after all that the compute stream was given so far."""
         if stream is None:
-            return nullcontext()
-        stream.wait_stream(self._device_module.current_stream(self.device))
-        context: AbstractContextManager[Any] = self._device_module.stream(stream)
-        return context
+            return _HOST
+        # One event serves all forks: a wait takes the record that precedes it, so it can be recorded again at once.
+        assert self._fork_event is not None
+        self._compute_stream().record_event(self._fork_event)
+        stream.wait_event(self._fork_event)
+        return stream
+
+    def _compute_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device.index)
 
     def delay(self) -> None:
         if self._delays is not None:
             self._delays.sleep()
 
-    def launch_gather(self, launch: Callable[[bool], dist.Work | None]) -> Done:
-        """Run ``launch(stream)`` on the gather stream; returns when its result may be read."""
-        with self._on(self._gather_stream):
-            self.delay()
-            work = launch(self.has_streams)
-            return Done(self._gather_stream.record_event()) if self.has_streams else Done(work=work)
+    def gathering(self) -> AbstractContextManager[Any]:
+        """Context in which a gather is launched, on the gather stream."""
+        return self._fork(self._gather_stream)
+
+    def gather_done(self, work: dist.Work | None) -> Done:
+        """When the gather that was just launched may be read."""
+        return Done(work=work) if self._gather_stream is None else Done(self._gather_stream.record_event())
 
     def wait(self, done: Done) -> None:
         """Make the compute stream (without streams: the host) wait. Waiting twice is harmless."""
         if done.event is not None:
-            self._device_module.current_stream(self.device).wait_event(done.event)
+            self._compute_stream().wait_event(done.event)
         elif done.work is not None:
             done.work.wait()
 
-    def submit_reduction(
-        self, launch: Callable[[bool], dist.Work | None], complete: Callable[[], None], keep: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Run a reduction behind compute.
-
-        ``launch(stream)`` starts the collective; ``complete()`` then works on its result (division, accumulation), on
-        the scatter stream or, without streams, when the reduction is retired. ``keep`` stays alive until then.
-        """
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Context in which a reduction is launched, on the scatter stream. Bounds how many are in flight."""
         while len(self._reductions) >= self._max_inflight:
             self._retire_oldest()
-        with self._on(self._scatter_stream):
-            self.delay()
-            work = launch(self.has_streams)
-            if self.has_streams:
-                complete()
-                self._reductions.append(Reduction(Done(self._scatter_stream.record_event()), None, keep))
-            else:
-                self._reductions.append(Reduction(Done(work=work), complete, keep))
+        return self._fork(self._scatter_stream)
+
+    def reduction_launched(
+        self, work: dist.Work | None, complete: Callable[[], None], keep: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Within ``reducing``: the collective is launched.
+
+        ``complete()`` works on its result (replicas, division, accumulation): at once on the scatter stream, or where
+        there are no streams when the reduction is retired. ``keep`` stays alive until then.
+        """
+        if self._scatter_stream is None:
+            self._reductions.append(Reduction(Done(work=work), complete, keep))
+            return
+        complete()
+        self._reductions.append(Reduction(Done(self._scatter_stream.record_event()), None, keep))
 
     def _retire_oldest(self) -> None:
         reduction = self._reductions.popleft()

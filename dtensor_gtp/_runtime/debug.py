@@ -39,7 +39,7 @@ class DebugFlags:
             name, _, value = word.partition("=")
             if name == "poison" and not value:
                 poison = True
-            elif name == "delay" and (not value or value.isdigit()):
+            elif name == "delay" and (not value or value.isdecimal()):
                 seed = int(value or 0)
             else:
                 raise ValueError(f"{_ENV} expects 'poison', 'delay' or 'delay=SEED', but got {word!r}.")

@@ -8,6 +8,7 @@ coalesced call for each mesh and dtype. Only then is anything put into ``.grad``
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,15 +83,14 @@ class Gradients:
         slot = buffer if is_alone else torch.empty(layout.slot_shape, dtype=buffer.dtype, device=buffer.device)
         job = _Job(weight, slot, scale, groups.replicate, flags.requires_all_reduce)
 
-        def launch(stream: bool) -> dist.Work | None:
+        comm, work = self._comm, None
+        with profiler_range("GTP::reduce_scatter", weight.fqn), comm.reducing():
+            comm.delay()
             if not is_alone:
-                return collectives.reduce_scatter(slot, buffer, scale, groups.scatter, stream)
-            if scale.predivide is not None:
+                work = collectives.reduce_scatter(slot, buffer, scale, groups.scatter, comm.has_streams)
+            elif scale.predivide is not None:
                 buffer.div_(scale.predivide)
-            return None
-
-        with profiler_range("GTP::reduce_scatter", weight.fqn):
-            self._comm.submit_reduction(launch, lambda: self._complete(job), (buffer, slot))
+            comm.reduction_launched(work, partial(self._complete, job), (buffer, slot))
 
     def _complete(self, job: _Job) -> None:
         """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""
@@ -128,7 +128,8 @@ class Gradients:
                 continue
             scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
             job = _Job(weight, slot, scale, weight.groups.replicate, True)
-            self._comm.submit_reduction(lambda stream: None, lambda job=job: self._complete(job), (slot,))  # type: ignore[misc]
+            with self._comm.reducing():
+                self._comm.reduction_launched(None, partial(self._complete, job), (slot,))
 
     # --- whole parameters ---------------------------------------------------------------------------------------------
 
@@ -155,11 +156,6 @@ class Gradients:
         scale = collectives.reduce_scale(dtype, num_ranks, factor)
         active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
 
-        def launch(stream: bool) -> dist.Work | None:
-            if scale.predivide is not None:
-                wire.div_(scale.predivide)
-            return collectives.all_reduce(wire, scale, active[0], stream) if active else None
-
         def complete() -> None:
             for group in active[1:]:
                 self._all_reduce(wire, scale, group)
@@ -169,8 +165,14 @@ class Gradients:
             for (param, grad), part in zip(bucket, parts, strict=True):
                 param.accumulate(part.view(grad.shape))
 
-        with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"):
-            self._comm.submit_reduction(launch, complete, (flat,))
+        comm, work = self._comm, None
+        with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
+            comm.delay()
+            if scale.predivide is not None:
+                wire.div_(scale.predivide)
+            if active:
+                work = collectives.all_reduce(wire, scale, active[0], comm.has_streams)
+            comm.reduction_launched(work, complete, (flat,))
 
     # --- end of backward ----------------------------------------------------------------------------------------------
 

@@ -78,13 +78,17 @@ class WeightLayout:
 
     def shard_of_rows(self, slot: torch.Tensor) -> torch.Tensor:
         """The inverse: a slot of a buffer as this rank's shard, contiguous; the slot's tail is dropped."""
-        rows = slot.narrow(0, 0, self.local_rows)
+        rows = self.filled(slot)
         return rows.movedim(0, self.dim).contiguous() if self.dim else rows
 
     def full_view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The logical weight (shape ``shape``) as a view of a buffer of ``buffer_shape``."""
         rows = buffer if buffer.shape[0] == self.num_rows else buffer.narrow(0, 0, self.num_rows)
         return rows.movedim(0, self.dim) if self.dim else rows
+
+    def filled(self, slot: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank's slot that are not padding."""
+        return slot if self.local_rows == self.chunk_rows else slot.narrow(0, 0, self.local_rows)
 
     def slot(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's slot of a buffer."""

@@ -8,6 +8,7 @@ parameter object that is registered there.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,9 +103,11 @@ class ManagedParam:
         self.compute_dtype: torch.dtype = (mp_policy.param_dtype if is_castable else None) or param.dtype
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
         self.reduce_dtype: torch.dtype = (mp_policy.reduce_dtype if is_castable else None) or self.compute_dtype
-        # The reduced gradient of the backward that runs, rows of this rank, in reduce_dtype.
+        # Gradients are summed over uses and microbatches in the wider of the two dtypes.
+        self._sum_dtype = torch.promote_types(self.reduce_dtype, param.dtype)
+        # The reduced gradient of the backward that runs, rows of this rank.
         self.reduced: torch.Tensor | None = None
-        # Sum over microbatches where .grad has a narrower dtype than the reduction; else .grad itself is the sum.
+        # Sum over microbatches where .grad has a narrower dtype than the sum; else .grad itself is the sum.
         self._wide_grad: torch.Tensor | None = None
         self._published_version = -1
 
@@ -155,6 +158,7 @@ class ManagedParam:
 
     def accumulate(self, reduced: torch.Tensor) -> None:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
+        reduced = reduced.to(self._sum_dtype)
         if self.reduced is None:
             self.reduced = reduced
         else:
@@ -167,7 +171,7 @@ class ManagedParam:
             return
         grad = self.param.grad
         if grad is None:
-            self._wide_grad = reduced if reduced.dtype != self.param.dtype else None
+            self._wide_grad = reduced if self._sum_dtype != self.param.dtype else None
             local = reduced.to(self.param.dtype)
             self.param.grad = compat.wrap_local(local, self._spec)
         else:
@@ -226,15 +230,6 @@ class ShardedWeight(ManagedParam):
             return WeightState.GATHERED
         return WeightState.GATHERING if self.pending else WeightState.SHARDED
 
-    def take_available(self) -> Gathered | None:
-        """A gather of the present shard that is in use, kept, or in flight; stale ones are dropped by the caller."""
-        if self.live is not None and self.live.is_fresh(self.shard):
-            return self.live
-        if self.kept is not None and self.kept.is_fresh(self.shard):
-            self.live, self.kept = self.kept, None
-            return self.live
-        return None
-
     def for_modules(self, gathered: Gathered) -> torch.Tensor:
         """The full weight as module code expects it: contiguous, and a DTensor where the module is tensor-parallel."""
         full = gathered.contiguous().detach()
@@ -285,12 +280,10 @@ class WholeParam(ManagedParam):
         self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
         if self.leaf.is_floating_point() or self.leaf.is_complex():
             self.leaf.requires_grad_(True)
-            self.leaf.register_post_accumulate_grad_hook(self._notify)
+            # The hook lives in autograd, out of the garbage collector's sight: it must not keep this object alive.
+            this = weakref.ref(self)
+            self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
             self.leaf.requires_grad_(self.param.requires_grad)
-
-    def _notify(self, leaf: torch.Tensor) -> None:
-        if self.on_local_grad is not None:
-            self.on_local_grad()
 
     def value(self) -> torch.Tensor:
         """The parameter as modules see it, in the compute dtype."""
@@ -315,6 +308,11 @@ class WholeParam(ManagedParam):
         super().reset_grads()
         self.leaf.grad = None
         self.unsynced_grad = None
+
+
+def _notify(param: WholeParam | None) -> None:
+    if param is not None and param.on_local_grad is not None:
+        param.on_local_grad()
 
 
 def _as_dtensor(tensor: torch.Tensor) -> DTensor:

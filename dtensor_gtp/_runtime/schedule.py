@@ -54,6 +54,11 @@ class Chain:
     def window(self) -> Sequence[int]:
         return self.plan[self._cursor : self._cursor + self.depth]
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the plan expects no further use in this pass."""
+        return bool(self.plan) and self._cursor == len(self.plan)
+
     def end(self) -> None:
         """The pass is complete: what was seen is the plan of the next one."""
         self.plan = tuple(self._observed)

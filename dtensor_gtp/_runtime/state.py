@@ -69,6 +69,7 @@ class Runtime:
         self.is_last_backward = True
         self._frames: list[Frame] = []
         self._forward_chain: Chain | None = None
+        self._differentiable_chain: Chain | None = None
         self._is_in_backward = False
         self._backward_chain = self._chain(ChainKey(None, True))
         self._backward_frame = Frame()
@@ -139,6 +140,7 @@ class Runtime:
             self._abandon_backward()
         self._ensure_initialized()
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
+        self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
         self._prefetch(self._forward_chain.begin())
 
     def _ensure_initialized(self) -> None:
@@ -165,9 +167,9 @@ class Runtime:
     def acquire(self, weight: ShardedWeight) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
         self._ensure_initialized()
-        gathered = weight.take_available()
-        if gathered is None:
-            gathered = self._take_prefetched(weight) or self._gather(weight)
+        gathered = weight.live
+        if gathered is None or not gathered.is_fresh(weight.shard):
+            gathered = self._take_kept(weight) or self._take_prefetched(weight) or self._gather(weight)
             weight.live = gathered
             self._advance(weight)
         gathered.holds += 1
@@ -182,12 +184,30 @@ class Runtime:
             return
         if weight.live is gathered:
             weight.live = None
-        flags = weight.flags
-        reshard = flags.reshard_after_backward if self._is_in_backward else flags.reshard_after_forward
-        if (weight.is_pinned or not reshard) and gathered.is_fresh(weight.shard):
+        if self._is_kept_after_use(weight) and gathered.is_fresh(weight.shard):
             weight.kept = gathered
         else:
             self._free(gathered)
+
+    def _is_kept_after_use(self, weight: ShardedWeight) -> bool:
+        if weight.is_pinned:
+            return True
+        if self._is_in_backward:
+            return not weight.flags.reshard_after_backward
+        if not weight.flags.reshard_after_forward:
+            return True
+        # The last weight of the forward is the first of backward: to free it between the two would put a gather that
+        # nothing hides at the turning point.
+        chain = self._forward_chain
+        is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
+        return is_last and self._backward_chain.plan[:1] == (weight.index,)
+
+    def _take_kept(self, weight: ShardedWeight) -> Gathered | None:
+        kept, weight.kept = weight.kept, None
+        if kept is None or kept.is_fresh(weight.shard):
+            return kept
+        self._discard(kept)
+        return None
 
     def _free(self, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
@@ -208,17 +228,16 @@ class Runtime:
             return Gathered(buffer, layout.full_view(buffer), Done(), shard, shard._version, buffer is rows)
         buffer = torch.empty(layout.buffer_shape, dtype=dtype, device=shard.device)
         is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
-        group = weight.groups.gather
-
-        def launch(stream: bool) -> Any:
+        with profiler_range("GTP::all_gather", weight.fqn), self.comm.gathering():
+            self.comm.delay()
             # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
-            slot = rows if is_sendable else layout.slot(buffer)
+            slot = rows
             if not is_sendable:
-                slot.narrow(0, 0, layout.local_rows).copy_(rows)
-            return collectives.all_gather(buffer, slot, group, stream)
-
-        with profiler_range("GTP::all_gather", weight.fqn):
-            done = self.comm.launch_gather(launch)
+                slot = layout.slot(buffer)
+                layout.filled(slot).copy_(rows)
+            done = self.comm.gather_done(
+                collectives.all_gather(buffer, slot, weight.groups.gather, self.comm.has_streams)
+            )
         return Gathered(buffer, layout.full_view(buffer), done, shard, shard._version, False)
 
     def _active_chain(self) -> Chain | None:
@@ -237,11 +256,9 @@ class Runtime:
 
     def _prefetch(self, window: Sequence[int]) -> None:
         """Launch a gather for each use in the window that has none in flight yet, in order."""
-        ahead: Counter[int] = Counter()
-        for index in window:
+        for position, index in enumerate(window, 1):
             weight = self.weights[index]
-            ahead[index] += 1
-            if ahead[index] > len(weight.pending) and weight.kept is None:
+            if weight.kept is None and len(weight.pending) < window[:position].count(index):
                 weight.pending.append(self._gather(weight))
 
     def _take_prefetched(self, weight: ShardedWeight) -> Gathered | None:

@@ -81,10 +81,13 @@ def _wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: torch.Tensor, input
     """The weight's gradient, by the GEMM's own output into the buffer that the reduce-scatter sends."""
     buffer, is_accumulating = runtime.grads.target(weight)
     view_NK = weight.layout.full_view(buffer)
-    if not is_accumulating and buffer.dtype == grad_MN.dtype:
-        torch.mm(grad_MN.t(), input_MK, out=view_NK)
-    elif is_accumulating:
+    if is_accumulating:
         view_NK += grad_MN.t().mm(input_MK)
+    elif buffer.dtype == grad_MN.dtype:
+        torch.mm(grad_MN.t(), input_MK, out=view_NK)
+    elif buffer.dtype == torch.float32 and grad_MN.is_cuda and grad_MN.dtype in (torch.bfloat16, torch.float16):
+        # cuBLAS accumulates in fp32 anyway: keep those bits instead of rounding them away and widening again.
+        torch.mm(grad_MN.t(), input_MK, torch.float32, out=view_NK)
     else:
         view_NK.copy_(grad_MN.t().mm(input_MK))
     runtime.grads.submit(weight, buffer)
