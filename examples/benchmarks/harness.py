@@ -1,0 +1,278 @@
+"""What every measurement needs: the processes, the clock and the memory counters."""
+
+import gc
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch import Place, start
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this job.
+
+    Args:
+        rank: this process.
+        size: number of processes.
+        device: where this process computes.
+        control: gloo group over all processes. What the processes tell each other about results and errors goes over
+            it, so that no measured communicator carries anything else.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def say(self, text: str) -> None:
+        """Prints on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Waits until every process has finished all it queued on its device."""
+        self.synchronize()
+        dist.barrier(self.control)
+
+    def slowest(self, values: Iterable[float]) -> list[float]:
+        """The maximum over the processes, value by value."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def mean(self, value: float) -> float:
+        return self._reduce([value], dist.ReduceOp.SUM)[0] / self.size
+
+    def _reduce(self, values: Iterable[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(tensor, op, group=self.control)
+        return tensor.tolist()
+
+    def guarded(self, label: str, work: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Runs ``work``; if it raises on any rank, all ranks get its error instead of its result.
+
+        A rank that fails alone in the middle of a collective leaves the others waiting in it; they end with the
+        process groups' timeout, and the reason is what the failing rank has printed here.
+
+        Returns:
+            (result, None) or (None, the error of the lowest failing rank).
+        """
+        result: T | None = None
+        error: str | None = None
+        try:
+            result = work()
+            self.synchronize()
+        except Exception as exc:
+            error = f"rank {self.rank}: {type(exc).__name__}: {exc}"
+            print(f"[{label}] {error}", file=sys.stderr, flush=True)
+            traceback.print_exc()
+            # the frames would keep the failed model's memory alive
+            traceback.clear_frames(exc.__traceback__)
+        errors: list[str | None] = [None] * self.size
+        dist.all_gather_object(errors, error, group=self.control)
+        first = next((text for text in errors if text is not None), None)
+        return (None, first) if first is not None else (result, None)
+
+
+def init_world(device: str, *, fake_size: int | None = None) -> World:
+    """Joins the job that ``torchrun`` started, or makes a job of one process.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        fake_size: without ``torchrun``, act as rank 0 of a fake process group of this size, whose collectives
+            communicate nothing.
+
+    Raises:
+        RuntimeError: if ``device`` is "cuda" and not every process of this host has a GPU.
+    """
+    if device == "cpu":
+        # read when CUDA is first asked for its devices, which nothing has done so far
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if fake_size is not None and "RANK" not in os.environ:
+        dist.init_process_group("fake", rank=0, world_size=fake_size)
+        target = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        place = Place(0, fake_size, target)
+        control = dist.new_group()
+    else:
+        place = start()
+        control = dist.new_group(backend="gloo")
+    if device == "cuda" and place.device.type != "cuda":
+        raise RuntimeError(
+            f"init_world expects a GPU for each process of this host, but got {torch.cuda.device_count()}. "
+            "Start fewer processes or pass --device cpu."
+        )
+    return World(place.rank, place.world_size, place.device, control)
+
+
+def time_steps(step: Callable[[], object], world: World, steps: int, *, free_running: bool) -> list[float]:
+    """Times ``steps`` calls of ``step``.
+
+    On CUDA with events on the current stream. By default the host waits for the device after each step, so that a
+    step's time includes filling the device's queue anew; ``free_running`` lets the host run ahead instead.
+
+    Args:
+        step: one training step.
+        world: the processes; all call this together.
+        steps: how many steps to time.
+        free_running: do not wait between steps.
+
+    Returns:
+        Milliseconds of each step, each that of the slowest process.
+    """
+    world.barrier()
+    if not world.is_cuda:
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return world.slowest((b - a) * 1e3 for a, b in pairwise(marks))
+    pairs = []
+    for _ in range(steps):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        step()
+        end.record()
+        pairs.append((begin, end))
+        if not free_running:
+            torch.cuda.synchronize(world.device)
+    torch.cuda.synchronize(world.device)
+    return world.slowest(begin.elapsed_time(end) for begin, end in pairs)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory of one measurement, in bytes, each the largest over the processes.
+
+    Args:
+        state: parameters, buffers and optimizer state as they lie between steps, by their storages.
+        resident: allocated between steps after warm-up; what exceeds ``state`` is kept by the runtime or by inputs.
+        peak: most allocated during the timed steps.
+        reserved: most that the caching allocator held during the timed steps.
+        leftover: allocated before the mode was built, because something kept what an earlier mode used. Not part of
+            ``resident`` and ``peak``.
+    """
+
+    state: int
+    resident: int
+    peak: int
+    reserved: int
+    leftover: int
+
+
+class MemoryMeter:
+    """Reads the CUDA allocator around the timed steps; on CPU it has nothing to read."""
+
+    def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer | None, leftover: int) -> None:
+        self._world = world
+        self._leftover = leftover
+        self._state = state_bytes(model, optimizer)
+        self._resident = 0
+        if world.is_cuda:
+            torch.cuda.synchronize(world.device)
+            self._resident = torch.cuda.memory_allocated(world.device)
+            torch.cuda.reset_peak_memory_stats(world.device)
+
+    def read(self) -> Memory | None:
+        if not self._world.is_cuda:
+            return None
+        device = self._world.device
+        values = (
+            self._state,
+            self._resident - self._leftover,
+            torch.cuda.max_memory_allocated(device) - self._leftover,
+            torch.cuda.max_memory_reserved(device),
+            self._leftover,
+        )
+        return Memory(*(int(value) for value in self._world.slowest(values)))
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the distinct local storages of parameters, buffers and optimizer state."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if optimizer is not None:
+        tensors += [p for group in optimizer.param_groups for p in group["params"]]
+        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    storages = [local_tensor(t).untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def allocate_workspaces(world: World) -> None:
+    """Has the matmul library take its workspaces, in forward and backward, so that they are no mode's memory."""
+    x = torch.ones(64, 64, device=world.device, dtype=torch.bfloat16, requires_grad=True)
+    (x @ x).sum().backward()
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor; any other tensor as it is."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def gradient_norm(model: nn.Module, world: World) -> float | None:
+    """Total norm of the sharded gradients; None for whole ones, each process having another's then.
+
+    Every piece of a gradient counts once: a gradient whole on an axis is divided by the number of its copies.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=world.device)
+    for grad in (p.grad for p in model.parameters() if p.grad is not None):
+        if not isinstance(grad, DTensor):
+            return None
+        copies = 1
+        for axis, placement in enumerate(grad.placements):
+            if placement.is_replicate():
+                copies *= grad.device_mesh.size(axis)
+        square += local_tensor(grad).double().square().sum() / copies
+    return (world.mean(square.item()) * world.size) ** 0.5
+
+
+def release_memory(world: World) -> int:
+    """Gives the memory of what nobody holds any longer back to the device.
+
+    Returns:
+        bytes that are still allocated on this process's GPU; 0 on CPU.
+    """
+    gc.collect()
+    if not world.is_cuda:
+        return 0
+    torch.cuda.synchronize(world.device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(world.device)
+
+
+def trace_step(step: Callable[[], object], world: World, path: Path) -> None:
+    """Writes a chrome trace of one step of rank 0; the other processes run the step along with it."""
+    if world.rank != 0:
+        step()
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.is_cuda else [])]
+    with profile(activities=activities) as profiler:
+        step()
+        world.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)

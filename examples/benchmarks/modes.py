@@ -1,0 +1,169 @@
+"""The ways of training the same model that are compared, and the model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from harness import World  # first: it makes the modules of examples/ importable
+from llama import Llama, LlamaConfig
+
+MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16")
+_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of the model and the lengths it is measured at by default."""
+
+    dim: int
+    hidden_dim: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    layers: int
+    seq_lens: tuple[int, ...]
+    rope_theta: float
+
+
+PRESETS = {
+    "llama8b-width": Preset(
+        dim=4096,
+        hidden_dim=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        vocab_size=128256,
+        layers=16,
+        seq_lens=(2048, 8192),
+        rope_theta=500000.0,
+    ),
+    "tiny": Preset(
+        dim=64,
+        hidden_dim=160,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=512,
+        layers=2,
+        seq_lens=(32, 64),
+        rope_theta=10000.0,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every mode runs.
+
+    Args:
+        config: the model's sizes.
+        batch: sequences per process.
+        seed: of the weights, equal on all processes and in all modes, and of the tokens, which differ by process.
+        prefetch_depth: ``SchedulePolicy.prefetch_depth`` of the gtp modes; None for the library's default.
+    """
+
+    config: LlamaConfig
+    batch: int
+    seed: int
+    prefetch_depth: int | None
+
+
+def build_model(workload: Workload, world: World) -> Llama:
+    """The whole fp32 model with its initial weights on this process's device."""
+    with torch.device("meta"):
+        model = Llama(workload.config)
+    model.to_empty(device=world.device)
+    torch.manual_seed(workload.seed)
+    model.init_weights()
+    return model
+
+
+def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
+    """Builds the model and prepares it for one of :data:`MODES`.
+
+    Args:
+        mode: "compute": whole bf16 weights and no communication, the bound; "fsdp2-R": ``fully_shard`` on each block
+            and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
+            "bf16"; weights are stored in fp32 and computed with in bf16.
+        workload: the model.
+        world: the processes.
+
+    Raises:
+        ValueError: if there is no such mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"build_mode expects one of {', '.join(MODES)}, but got {mode!r}.")
+    model = build_model(workload, world)
+    family, _, reduce = mode.partition("-")
+    if family == "compute":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        return model
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_REDUCE_DTYPES[reduce])
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
+    if family == "fsdp2":
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    from dtensor_gtp import SchedulePolicy, gtp_shard
+
+    depth = workload.prefetch_depth
+    schedule = SchedulePolicy() if depth is None else SchedulePolicy(prefetch_depth=depth)
+    return gtp_shard(model, mesh, mp_policy=policy, schedule=schedule)
+
+
+def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Optimizer:
+    """Fused AdamW over what a process owns of the weights.
+
+    The compute mode, the bound of the others, updates stand-ins: fp32 tensors of this process's share of every weight,
+    with fixed gradients. Updating the whole weights on each process would be more work than any sharded mode does.
+    """
+    if mode != "compute":
+        return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
+    stand_ins = []
+    for parameter in model.parameters():
+        share = torch.empty(-(-parameter.numel() // world.size), device=world.device)
+        stand_in = nn.Parameter(share.normal_(std=0.02))
+        stand_in.grad = torch.empty_like(share).normal_(std=1e-3)
+        stand_ins.append(stand_in)
+    return torch.optim.AdamW(stand_ins, lr=_LEARNING_RATE, fused=True)
+
+
+def make_step(
+    model: nn.Module, workload: Workload, world: World, seq_len: int, optimizer: torch.optim.Optimizer | None
+) -> Callable[..., torch.Tensor]:
+    """One training step on fixed random tokens, next-token loss.
+
+    Args:
+        model: as :func:`build_mode` returns it.
+        workload: gives batch size and seed.
+        world: the processes.
+        seq_len: tokens per sequence.
+        optimizer: steps if given.
+
+    Returns:
+        ``step(inspect=None)``, which runs forward, backward and the optimizer, calls ``inspect()`` if given, sets the
+        gradients to None and returns the loss.
+    """
+    generator = torch.Generator(world.device).manual_seed(workload.seed * 1000 + world.rank)
+    shape = (workload.batch, seq_len + 1)
+    tokens = torch.randint(workload.config.vocab_size, shape, device=world.device, generator=generator)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+
+    def step(inspect: Callable[[], None] | None = None) -> torch.Tensor:
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        if inspect is not None:
+            inspect()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss.detach()
+
+    return step

@@ -1,0 +1,168 @@
+"""Results as plain data, the table printed from them and the JSON file."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtensor_gtp
+from harness import Memory, World, median
+
+_SCRIPT = "examples/benchmarks/train_step.py"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One mode at one sequence length in one phase.
+
+    Args:
+        mode: see ``modes.build_mode``.
+        seq_len: tokens per sequence.
+        phase: "forward+backward" or "full step".
+        samples_ms: milliseconds of each timed step, the slowest process's.
+        tokens_per_step: tokens that one process takes per step.
+        memory: None on CPU.
+        loss: of the first step from the initial weights of this phase, mean over the processes.
+        grad_norm: total norm of that step's gradient; None where gradients are not reduced.
+    """
+
+    mode: str
+    seq_len: int
+    phase: str
+    samples_ms: list[float]
+    tokens_per_step: int
+    memory: Memory | None
+    loss: float
+    grad_norm: float | None
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.mode, self.seq_len, self.phase
+
+    @property
+    def ms(self) -> float:
+        return median(self.samples_ms)
+
+    def merged(self, later: "Measurement") -> "Measurement":
+        """This measurement with the samples of a later round of the same thing."""
+        memory = self.memory
+        if memory is not None and later.memory is not None:
+            pairs = zip(asdict(memory).values(), asdict(later.memory).values(), strict=True)
+            memory = Memory(*(max(pair) for pair in pairs))
+        return Measurement(
+            *self.key, self.samples_ms + later.samples_ms, self.tokens_per_step, memory, self.loss, self.grad_norm
+        )
+
+
+def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
+    """One flat record per measurement, with the ratios to its peers at the same length and phase.
+
+    ``ratio_fsdp2`` is to the faster of the FSDP2 modes, ``ratio_compute`` to the compute mode; None where the peer was
+    not measured.
+    """
+    measured = list(measurements)
+    records = []
+    for item in measured:
+        peers = [m for m in measured if (m.seq_len, m.phase) == (item.seq_len, item.phase)]
+        fsdp2 = min((m.ms for m in peers if m.mode.startswith("fsdp2")), default=None)
+        compute = min((m.ms for m in peers if m.mode == "compute"), default=None)
+        memory = item.memory
+        records.append(
+            {
+                "mode": item.mode,
+                "seq_len": item.seq_len,
+                "phase": item.phase,
+                "ms": item.ms,
+                "ms_min": min(item.samples_ms),
+                "ms_max": max(item.samples_ms),
+                "samples_ms": item.samples_ms,
+                "tokens_per_s_per_gpu": item.tokens_per_step / item.ms * 1e3,
+                "ratio_fsdp2": item.ms / fsdp2 if fsdp2 else None,
+                "ratio_compute": item.ms / compute if compute else None,
+                "peak_bytes": memory.peak if memory else None,
+                "peak_above_state_bytes": memory.peak - memory.state if memory else None,
+                "state_bytes": memory.state if memory else None,
+                "resident_bytes": memory.resident if memory else None,
+                "reserved_bytes": memory.reserved if memory else None,
+                "leftover_bytes": memory.leftover if memory else None,
+                "loss": item.loss,
+                "grad_norm": item.grad_norm,
+            }
+        )
+    return records
+
+
+def markdown_table(header: list[str], lines: Iterable[list[str]]) -> str:
+    """A markdown table whose columns are also aligned as plain text."""
+    cells = [header, *lines]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    texts = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    texts.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(texts)
+
+
+def step_table(records: list[dict[str, Any]]) -> str:
+    """The records of :func:`rows` as a table, sorted by phase and length, in the order of the modes within."""
+    header = ["phase", "T", "mode", "ms", "tokens/s/GPU", "x FSDP2", "x compute", "peak GiB", "above state GiB"]
+    lines = [
+        [
+            r["phase"],
+            str(r["seq_len"]),
+            r["mode"],
+            _number(r["ms"], 1),
+            _number(r["tokens_per_s_per_gpu"], 0),
+            _number(r["ratio_fsdp2"], 3),
+            _number(r["ratio_compute"], 3),
+            _number(r["peak_bytes"], 2, 2**30),
+            _number(r["peak_above_state_bytes"], 2, 2**30),
+        ]
+        for r in sorted(records, key=lambda r: (r["phase"] != "forward+backward", r["seq_len"]))
+    ]
+    return markdown_table(header, lines)
+
+
+def _number(value: float | None, digits: int, unit: int = 1) -> str:
+    return "n/a" if value is None else f"{value / unit:.{digits}f}"
+
+
+def environment(world: World) -> dict[str, Any]:
+    """Date, versions, machine and command line: what a reader needs to repeat the run."""
+    launcher = "python"
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dtensor_gtp": dtensor_gtp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if world.is_cuda else None,
+        "device": torch.cuda.get_device_name(world.device) if world.is_cuda else f"CPU, {os.cpu_count()} cores",
+        "backend": dist.get_backend(),
+        "world_size": world.size,
+        "command": f"{launcher} {_SCRIPT} {shlex.join(sys.argv[1:])}".strip(),
+    }
+
+
+def describe(environment: dict[str, Any]) -> str:
+    """The environment in two lines, as they stand above a table."""
+    versions = ", ".join(
+        f"{name} {environment[name]}" for name in ("torch", "nccl", "dtensor_gtp") if environment[name]
+    )
+    machine = f"world size {environment['world_size']}, {environment['backend']}, {environment['device']}"
+    return f"{environment['date']}, {machine}, {versions}\n{environment['command']}"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes ``content``; whoever reads the file meanwhile sees the old one or the new one, whole."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    partial.replace(path)

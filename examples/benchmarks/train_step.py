@@ -1,0 +1,225 @@
+"""Times a training step under ``gtp_shard`` beside its peers, in one job and on one model.
+
+    torchrun --nproc-per-node 8 examples/benchmarks/train_step.py --json results.json
+    torchrun --nproc-per-node 2 examples/benchmarks/train_step.py --preset tiny     # also on a CPU, in seconds
+
+The modes are described at ``modes.build_mode``. They take turns, each with the same initial weights and the same
+tokens; the model of one is freed before the next is built. ``--rounds`` repeats the turns, so that a slow drift of the
+machine reaches all of them. The loss and the gradient norm of the first step are recorded with the times: modes that
+compute the same thing agree on them.
+
+``--host-time`` measures something else, the host's time per use of a weight: see ``host_time.py``.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from harness import (
+    MemoryMeter,
+    World,
+    allocate_workspaces,
+    gradient_norm,
+    init_world,
+    release_memory,
+    time_steps,
+    trace_step,
+)
+from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
+from launch import run
+from llama import LlamaConfig
+from modes import MODES, PRESETS, Workload, build_mode, build_optimizer, make_step
+from report import Measurement, describe, environment, rows, step_table, write_json
+
+FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--modes",
+        nargs="+",
+        default=list(MODES),
+        metavar="MODE",
+        help=f"any of {', '.join(MODES)}, or a family such as gtp",
+    )
+    add("--preset", choices=PRESETS, default="llama8b-width")
+    add("--seq-lens", nargs="+", type=_positive, metavar="T", help="tokens per sequence; default: the preset's")
+    add("--layers", type=_positive, help="default: the preset's")
+    add("--batch", type=_positive, default=1, help="sequences per process")
+    add("--steps", type=_positive, default=10, help="timed steps; their median is reported")
+    add("--warmup", type=_positive, default=4, help="steps before them")
+    add("--rounds", type=_positive, default=1, help="how often the modes take turns")
+    add("--full-step", action=argparse.BooleanOptionalAction, default=True, help="measure with the optimizer too")
+    add("--free-running", action="store_true", help="let the host run ahead between steps")
+    add("--prefetch-depth", type=int, help="of the gtp modes; default: the library's")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write everything measured")
+    add("--trace", type=Path, metavar="FILE", help="write a chrome trace of a step of each mode, FILE.MODE.T.json")
+    add("--host-time", action="store_true", help="measure the host's time per weight use instead")
+    arguments = parser.parse_args()
+    try:
+        arguments.modes = resolve_modes(arguments.modes)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def resolve_modes(names: Iterable[str]) -> list[str]:
+    """Replaces a family by its modes: "gtp" by "gtp-fp32" and "gtp-bf16".
+
+    Raises:
+        ValueError: if a name is neither a mode nor a family.
+    """
+    resolved: list[str] = []
+    for name in names:
+        found = [mode for mode in MODES if name == mode or name == mode.partition("-")[0]]
+        if not found:
+            raise ValueError(f"resolve_modes expects modes of {', '.join(MODES)}, but got {name!r}.")
+        resolved += [mode for mode in found if mode not in resolved]
+    return resolved
+
+
+def make_workload(arguments: argparse.Namespace) -> tuple[Workload, list[int]]:
+    """The workload that the command line asks for, and its sequence lengths."""
+    preset = dataclasses.asdict(PRESETS[arguments.preset])
+    layers, seq_lens = preset.pop("layers"), preset.pop("seq_lens")
+    seq_lens = sorted(set(arguments.seq_lens or seq_lens))
+    config = LlamaConfig(num_layers=arguments.layers or layers, max_seq_len=seq_lens[-1], **preset)
+    return Workload(config, arguments.batch, arguments.seed, arguments.prefetch_depth), seq_lens
+
+
+def measure(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    mode: str,
+    seq_len: int,
+    leftover: int,
+    workload: Workload,
+    world: World,
+    arguments: argparse.Namespace,
+) -> Measurement:
+    """Warms up, times and, if asked, traces one mode at one length; with an optimizer, the full step."""
+    step = make_step(model, workload, world, seq_len, optimizer)
+    norms: list[float | None] = []
+    loss = world.mean(step(lambda: norms.append(gradient_norm(model, world))).item())
+    if not math.isfinite(loss):
+        raise ArithmeticError(f"mode {mode} has a loss of {loss} at T={seq_len}: times of such a step mean nothing.")
+    for _ in range(arguments.warmup - 1):
+        step()
+    meter = MemoryMeter(world, model, optimizer, leftover)
+    samples = time_steps(step, world, arguments.steps, free_running=arguments.free_running)
+    memory = meter.read()
+    phase = FULL_STEP if optimizer else FORWARD_BACKWARD
+    if arguments.trace and phase == FORWARD_BACKWARD:
+        trace_step(step, world, arguments.trace.with_suffix(f".{mode}.T{seq_len}.json"))
+    return Measurement(mode, seq_len, phase, samples, workload.batch * seq_len, memory, loss, norms[0])
+
+
+def run_mode(
+    mode: str, workload: Workload, seq_lens: list[int], world: World, arguments: argparse.Namespace
+) -> tuple[list[Measurement], str | None]:
+    """Builds one mode, measures it at every length and in every phase, and frees it.
+
+    After an error the rest of this mode is left out, since a step that broke off leaves a model in no defined state.
+
+    Returns:
+        what was measured, and the error if there was one, the same on all ranks.
+    """
+    measured: list[Measurement] = []
+    leftover = release_memory(world)
+    model, error = world.guarded(mode, lambda: build_mode(mode, workload, world))
+    if model is None:
+        return measured, error
+    release_memory(world)
+    for phase in (FORWARD_BACKWARD, FULL_STEP) if arguments.full_step else (FORWARD_BACKWARD,):
+        optimizer = None
+        if phase == FULL_STEP:
+            optimizer, error = world.guarded(mode, lambda: build_optimizer(model, mode, world))
+            if optimizer is None:
+                return measured, error
+        for seq_len in seq_lens:
+            label = f"{mode}, {phase}, T={seq_len}"
+            work = partial(measure, model, optimizer, mode=mode, seq_len=seq_len, leftover=leftover)
+            result, error = world.guarded(label, partial(work, workload=workload, world=world, arguments=arguments))
+            if result is None:
+                return measured, f"{label}: {error}"
+            world.say(f"{label}: {result.ms:.1f} ms")
+            measured.append(result)
+            release_memory(world)
+    return measured, None
+
+
+def run_modes(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
+    """Measures everything, prints the table and returns the content of the JSON file."""
+    workload, seq_lens = make_workload(arguments)
+    about = environment(world)
+    merged: dict[tuple[str, int, str], Measurement] = {}
+    errors: dict[str, str] = {}
+    world.say(describe(about))
+    allocate_workspaces(world)
+    for _ in range(arguments.rounds):
+        for mode in arguments.modes:
+            if mode in errors:
+                continue
+            measured, error = run_mode(mode, workload, seq_lens, world, arguments)
+            if error is not None:
+                errors[mode] = error
+            for item in measured:
+                merged[item.key] = merged[item.key].merged(item) if item.key in merged else item
+    results = rows(merged.values())
+    world.say("\n" + describe(about) + "\n\n" + step_table(results))
+    for mode, error in errors.items():
+        world.say(f"\n{mode} FAILED: {error}")
+    settings = {
+        "preset": arguments.preset,
+        "seq_lens": seq_lens,
+        "steps": arguments.steps,
+        "warmup": arguments.warmup,
+        "rounds": arguments.rounds,
+        "free_running": arguments.free_running,
+    }
+    return {
+        "environment": about,
+        "workload": dataclasses.asdict(workload),
+        "settings": settings,
+        "results": results,
+        "errors": errors,
+    }
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    world = init_world(arguments.device, fake_size=FAKE_WORLD_SIZE if arguments.host_time else None)
+    if arguments.host_time:
+        content = measure_host_time(world, arguments.steps, arguments.trace)
+        print_host_time(world, content)
+    else:
+        content = run_modes(arguments, world)
+    if arguments.json is not None and world.rank == 0:
+        write_json(arguments.json, content)
+    # torchrun ends the others when a process fails; rank 0 must have written its file by then
+    world.barrier()
+    if content["errors"]:
+        raise RuntimeError(f"failed: {', '.join(content['errors'])}; the reasons are above")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,134 @@
+"""The benchmark script runs on CPU in every mode, and what it writes is complete."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "benchmarks" / "train_step.py"
+MODES = ["compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16"]
+PHASES = ["forward+backward", "full step"]
+SEQ_LENS = [16, 32]
+
+
+def environment_of_this_process() -> dict[str, str]:
+    """In which scripts find the package where this process finds it, also in a checkout that is not installed."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def run_script(directory: Path, *arguments: str, processes: int | None = None) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, output and JSON of the script; under torchrun if ``processes`` is given."""
+    launcher = []
+    if processes is not None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    result_file = directory / "result.json"
+    result = subprocess.run(
+        [sys.executable, *launcher, SCRIPT, "--device=cpu", *arguments, f"--json={result_file}"],
+        cwd=directory,
+        env=environment_of_this_process(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    output = result.stdout + result.stderr
+    assert result_file.exists(), output
+    return result.returncode, output, json.loads(result_file.read_text())
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("benchmark")
+    sizes = ("--preset=tiny", "--layers=2", "--seq-lens", *map(str, SEQ_LENS), "--steps=3", "--warmup=2")
+    status, output, content = run_script(directory, *sizes, "--trace=trace.json", processes=2)
+    assert status == 0, output
+    assert len(list(directory.glob("trace.*.T16.json"))) == len(MODES)
+    return output, content
+
+
+def test_every_mode_length_and_phase_is_measured(everything: tuple[str, dict[str, Any]]) -> None:
+    output, content = everything
+    assert content["errors"] == {}
+    measured = [(r["mode"], r["phase"], r["seq_len"]) for r in content["results"]]
+    assert measured == [(mode, phase, seq_len) for mode in MODES for phase in PHASES for seq_len in SEQ_LENS]
+    for record in content["results"]:
+        assert len(record["samples_ms"]) == 3
+        assert 0 < record["ms_min"] <= record["ms"] <= record["ms_max"] < math.inf
+        assert record["tokens_per_s_per_gpu"] == pytest.approx(record["seq_len"] / record["ms"] * 1e3)
+        assert record["peak_bytes"] is None, "CPU has no such counter"
+    table = [line.split("|") for line in output.splitlines() if line.startswith("| f")]
+    assert len(table) == len(measured)
+    assert all(cell.strip() for line in table for cell in line[1:-1])
+
+
+def test_ratios_are_to_the_faster_fsdp2_and_to_compute(everything: tuple[str, dict[str, Any]]) -> None:
+    times = {(r["mode"], r["phase"], r["seq_len"]): r["ms"] for r in everything[1]["results"]}
+    for record in everything[1]["results"]:
+        setting = record["phase"], record["seq_len"]
+        fsdp2 = min(times["fsdp2-fp32", *setting], times["fsdp2-bf16", *setting])
+        assert record["ratio_fsdp2"] == pytest.approx(record["ms"] / fsdp2)
+        assert record["ratio_compute"] == pytest.approx(record["ms"] / times["compute", *setting])
+
+
+def test_modes_compute_the_same_thing(everything: tuple[str, dict[str, Any]]) -> None:
+    results = [r for r in everything[1]["results"] if r["phase"] == "forward+backward"]
+    for seq_len in SEQ_LENS:
+        records = {r["mode"]: r for r in results if r["seq_len"] == seq_len}
+        losses = {mode: r["loss"] for mode, r in records.items()}
+        assert losses == dict.fromkeys(MODES, pytest.approx(losses["compute"], rel=1e-5))
+        assert records["compute"]["grad_norm"] is None
+        norms = {mode: records[mode]["grad_norm"] for mode in MODES[1:]}
+        assert norms == dict.fromkeys(MODES[1:], pytest.approx(norms["fsdp2-fp32"], rel=1e-3))
+
+
+def test_the_run_can_be_repeated_from_what_is_written(everything: tuple[str, dict[str, Any]]) -> None:
+    content = everything[1]
+    environment = content["environment"]
+    assert environment["world_size"] == 2
+    assert environment["backend"] == "gloo"
+    assert environment["command"].startswith("torchrun --nproc-per-node 2 examples/benchmarks/train_step.py ")
+    assert "--preset=tiny" in environment["command"]
+    assert all(environment[name] for name in ("date", "torch", "dtensor_gtp", "python", "device"))
+    assert content["workload"]["config"]["num_layers"] == 2
+    assert content["settings"]["steps"] == 3
+
+
+def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
+    arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
+    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments, processes=2)
+    assert status != 0
+    assert [r["mode"] for r in content["results"]] == ["compute"]
+    assert list(content["errors"]) == ["gtp-fp32"]
+    assert "SchedulePolicy expects prefetch_depth >= 0, but got -1" in content["errors"]["gtp-fp32"]
+    assert "gtp-fp32 FAILED" in output
+
+
+def test_host_time_counts_two_gathers_per_layer(tmp_path: Path) -> None:
+    status, output, content = run_script(tmp_path, "--host-time", "--steps=5")
+    assert status == 0, output
+    assert content["environment"]["backend"] == "fake"
+    layers = content["settings"]["layers"]
+    assert {r["library"] for r in content["results"]} == {"gtp", "fsdp2"}
+    for record in content["results"]:
+        counts = record["collectives_per_step"]
+        assert (counts["all_gather"], counts["reduce_scatter"]) == (2 * layers, layers), record
+        enqueue = sum(count * record["c10d_call_us"][kind] for kind, count in counts.items())
+        expected = (record["step_us"] - record["plain_step_us"] - enqueue) / (2 * layers)
+        assert record["us_per_weight_use"] == pytest.approx(expected)
+
+
+def test_an_unknown_mode_is_named() -> None:
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "--modes", "gpt"],
+        env=environment_of_this_process(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert "but got 'gpt'" in result.stderr

@@ -1,0 +1,241 @@
+"""The same runtime on GPUs with NCCL: results, races, host synchronization, memory.
+
+Needs 2 to 8 GPUs of one host; uses as many as there are.
+"""
+
+from __future__ import annotations
+
+import copy
+import unittest
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, assert_same_params, check_training, environment, rows_of_rank
+from test_gtp_shard_training import Zoo, next_token_loss
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, gtp_shard
+
+NUM_GPUS = min(torch.cuda.device_count(), 8) if torch.cuda.is_available() else 0
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Stack(nn.Module):
+    """Same-shape layers, wide enough that a GEMM outlasts a launch."""
+
+    def __init__(self, width: int = 1024, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return x
+
+
+def square_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().pow(2).mean()
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestCuda(MultiProcContinuousTest):
+    world_size = NUM_GPUS
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "nccl"
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
+
+    def test_zoo_equals_one_process(self) -> None:
+        mesh = self.mesh()
+        torch.manual_seed(0)
+
+        def batch(generator: torch.Generator) -> torch.Tensor:
+            return torch.randint(0, 33, (self.world_size * 2, 6), generator=generator).cuda()
+
+        tolerance = {"rtol": 1e-4, "atol": 1e-5}
+        for depth in (0, 2):
+            schedule = SchedulePolicy(min_shard_numel=0, prefetch_depth=depth)
+            reference = Zoo().cuda()
+            check_training(
+                reference,
+                lambda m, s=schedule: gtp_shard(m, mesh, schedule=s),
+                mesh,
+                batch,
+                next_token_loss,
+                num_microbatches=2,
+                tolerance=tolerance,
+            )
+
+    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    def test_zoo_with_replicas(self) -> None:
+        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
+        torch.manual_seed(0)
+
+        def batch(generator: torch.Generator) -> torch.Tensor:
+            return torch.randint(0, 33, (self.world_size * 2, 6), generator=generator).cuda()
+
+        tolerance = {"rtol": 1e-4, "atol": 1e-5}
+        check_training(
+            Zoo().cuda(), lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, batch, next_token_loss, tolerance=tolerance
+        )
+
+    def _steps(self, mesh: DeviceMesh, schedule: SchedulePolicy, lr: float = 1e-3) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = gtp_shard(Stack().cuda(), mesh, schedule=schedule, mp_policy=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+        for step in range(4):
+            generator = torch.Generator(device="cuda").manual_seed(step * 100 + self.rank)
+            square_loss(model, torch.randn(256, 1024, device="cuda", generator=generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]
+
+    def test_prefetch_delays_and_poison_change_no_bit(self) -> None:
+        """Same-shape layers share memory of freed buffers: any overtaking would show as NaN or as other bits."""
+        mesh = self.mesh()
+        expected = self._steps(mesh, SchedulePolicy(prefetch_depth=0))
+        for seed in range(6):
+            with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                actual = self._steps(mesh, SchedulePolicy(prefetch_depth=seed % 4))
+            for got, want in zip(actual, expected, strict=True):
+                self.assertTrue(torch.equal(got, want), f"seed {seed}")
+
+    def test_next_forward_uses_the_new_weight(self) -> None:
+        """A prefetch must not read what a late optimizer is still to write."""
+        mesh = self.mesh()
+        torch.manual_seed(0)
+        model = gtp_shard(Stack().cuda(), mesh)
+        x = torch.randn(64, 1024, device="cuda")
+        square_loss(model, x).backward()
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        torch.testing.assert_close(model(x), x, rtol=0, atol=0)
+
+    def test_steady_state_never_waits_on_the_host(self) -> None:
+        mesh = self.mesh()
+        torch.manual_seed(0)
+        model = gtp_shard(Zoo().cuda(), mesh, schedule=ALL, mp_policy=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        tokens = torch.randint(0, 33, (4, 6), device="cuda")
+
+        def step() -> None:
+            next_token_loss(model, tokens).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_memory_is_that_of_the_window(self) -> None:
+        """Above shards and gradients: the weights of the window, and two send buffers; nothing grows."""
+        mesh = self.mesh()
+        width, depth, prefetch = 2048, 16, 2
+        model = gtp_shard(Stack(width, depth).cuda(), mesh, schedule=SchedulePolicy(prefetch_depth=prefetch))
+        x = torch.randn(8, width, device="cuda")
+
+        def step() -> None:
+            square_loss(model, x).backward()
+            model.zero_grad()
+
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+        weight = width * width * 4
+        gradients = depth * weight // self.world_size
+        # in use, prefetched, being computed and two in flight; activations are small here
+        limit = (1 + prefetch + 3) * weight + 2 * gradients + 16 * 2**20
+        self.assertLess(torch.cuda.max_memory_allocated() - before, limit)
+        self.assertEqual(torch.cuda.memory_allocated(), before)
+
+    def test_equals_fully_shard(self) -> None:
+        """bf16 compute with fp32 reduction: the same gradients as fully_shard up to the order of the sums."""
+        mesh = self.mesh()
+        torch.manual_seed(0)
+        reference = Stack().cuda()
+        ours = gtp_shard(copy.deepcopy(reference), mesh, mp_policy=BF16)
+        theirs = fully_shard(copy.deepcopy(reference), mesh=mesh, mp_policy=BF16)
+        x = torch.randn(self.world_size * 64, 1024, device="cuda")
+        for model in (ours, theirs):
+            square_loss(model, rows_of_rank(x, mesh)).backward()
+        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            torch.testing.assert_close(
+                a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-2, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+    def test_step_in_a_cuda_graph(self) -> None:
+        """A captured forward and backward replays to the same bits as eager, with changing data and weights."""
+        mesh = self.mesh()
+        torch.manual_seed(0)
+        model = gtp_shard(Stack().cuda(), mesh, mp_policy=BF16)
+        eager = gtp_shard(_same_weights(Stack().cuda(), model), mesh, mp_policy=BF16)
+        x = torch.randn(256, 1024, device="cuda")
+
+        def step(target: nn.Module) -> None:
+            square_loss(target, x).backward()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step(model)
+                model.zero_grad()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step(model)
+        for replay in range(5):
+            generator = torch.Generator(device="cuda").manual_seed(replay * 100 + self.rank)
+            x.copy_(torch.randn(256, 1024, device="cuda", generator=generator))
+            graph.replay()
+            step(eager)
+            for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+                assert a.grad is not None
+                assert b.grad is not None
+                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()))
+            with torch.no_grad():
+                for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+                    a -= 0.1 * a.grad
+                    b -= 0.1 * b.grad
+            eager.zero_grad()
+        assert_same_params(model, _same_weights(Stack().cuda(), eager), rtol=0, atol=0)
+
+
+def _same_weights(target: nn.Module, source: nn.Module) -> nn.Module:
+    """``target`` (unsharded) with the logical weights of ``source`` (sharded)."""
+    with torch.no_grad():
+        for a, b in zip(target.parameters(), source.parameters(), strict=True):
+            a.copy_(b.full_tensor())
+    return target
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,315 @@
+"""What is shipped, and the rules of the sources that a reader of a diff would miss."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "dtensor_gtp"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+COMPAT = "_torch_compat.py"
+VERSION = re.findall(r'__version__ = "(.+)"', (PACKAGE / "_version.py").read_text())[0]
+DIST_INFO = f"dtensor_gtp-{VERSION}.dist-info"
+
+
+def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """Output of a command that must succeed."""
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, f"{command}: {result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    # --others: a new file counts before it is committed
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    return [ROOT / name for name in listed if name and (ROOT / name).exists()]
+
+
+# --- the wheel --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as pip builds it from the checkout."""
+    target = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", target, ROOT]
+    result = subprocess.run(command, cwd=target, capture_output=True, text=True, timeout=300)
+    if result.returncode and re.search("No matching distribution found for hatchling", result.stderr):
+        pytest.skip("pip cannot fetch the build backend, hatchling, on this machine")
+    assert result.returncode == 0, result.stderr
+    (path,) = target.glob("*.whl")
+    return path
+
+
+def test_wheel_contains_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    shipped = {name for name in names if not name.startswith(f"{DIST_INFO}/")}
+    in_checkout = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert shipped == in_checkout
+    assert "dtensor_gtp/py.typed" in shipped
+    assert f"{DIST_INFO}/licenses/LICENSE" in names
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = Parser().parsestr(archive.read(f"{DIST_INFO}/METADATA").decode())
+    assert metadata["Name"] == "dtensor-gtp"
+    assert metadata["Version"] == VERSION
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    required = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
+    assert required == ["torch>=2.11"]
+
+
+def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=elsewhere)
+    program = """
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dtensor_gtp
+from dtensor_gtp import gtp_shard, sharding_report
+
+assert Path(dtensor_gtp.__file__).is_relative_to(sys.path[0]), dtensor_gtp.__file__
+assert dtensor_gtp.__version__ == version("dtensor-gtp")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+model = gtp_shard(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), mesh)
+assert "0.weight" in str(sharding_report(model))
+model(torch.randn(2, 64)).sum().backward()
+assert all(p.grad is not None for p in model.parameters())
+dist.destroy_process_group()
+print(dtensor_gtp.__version__)
+"""
+    # -P and an explicit path: neither the checkout nor another installed copy may be found first
+    program = f"import sys; sys.path.insert(0, {str(site)!r})\n" + program
+    assert run(sys.executable, "-P", "-c", program, cwd=elsewhere).split() == [VERSION]
+
+
+def test_the_only_runtime_dependency_is_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == ["torch>=2.11"]
+    allowed = {"torch", "dtensor_gtp", *sys.stdlib_module_names}
+    imported = {
+        (path.name, module.partition(".")[0])
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        for module in imported_modules(node)
+    }
+    assert [(name, module) for name, module in sorted(imported) if module not in allowed] == []
+
+
+def imported_modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return [node.module or ""]
+    return []
+
+
+# --- the repository ---------------------------------------------------------------------------------------------------
+
+
+def test_top_level_holds_only_what_it_should() -> None:
+    top = {path.relative_to(ROOT).parts[0] for path in tracked_files()}
+    expected = {"pyproject.toml", "dtensor_gtp", "tests", "examples", "docs", "README.md", "LICENSE"}
+    assert {name for name in top if not name.startswith(".")} == expected
+
+
+def test_quick_start_has_exactly_two_commands_and_ci_runs_the_second() -> None:
+    section = re.search(r"^## Quick start\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert section is not None, "README.md has no section 'Quick start'"
+    blocks = re.findall(r"^```\w*\n(.*?)^```", section[1], re.S | re.M)
+    commands = [line for block in blocks for line in block.splitlines() if line.strip() and line[0] != "#"]
+    assert len(commands) == 2
+    assert commands[0].endswith("torchrun --nproc-per-node 4 examples/train_llama.py")
+    assert "pytest" in commands[1]
+    assert run(ROOT / ".ci" / "run", "--print").splitlines()[-1] == commands[1]
+
+
+def test_ci_lints_by_the_commands_of_the_contributor_guide() -> None:
+    guide = (ROOT / "docs" / "contributing.md").read_text()
+    lint = run(ROOT / ".ci" / "run", "--print").splitlines()[:-1]
+    assert "mypy --strict dtensor_gtp" in lint
+    assert all(f"\n{command}\n" in guide for command in lint)
+
+
+@pytest.mark.parametrize(
+    "commands", ["one && pytest tests", "one\npytest tests\nthree", "pytest tests\nsomething else"]
+)
+def test_ci_refuses_another_quick_start(commands: str, tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    script = shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "README.md").write_text(f"# Title\n## Quick start\n```bash\n{commands}\n```\n## Next\n```\nmore\n```\n")
+    result = subprocess.run([script, "--print"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "exactly two commands" in result.stderr or "must run the tests" in result.stderr
+
+
+def test_no_marks_of_unfinished_work() -> None:
+    words = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked_files()
+        if path.suffix in {".py", ".md", ".toml", ".txt", ""}
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if words.search(line)
+    ]
+    assert found == []
+
+
+# --- private torch symbols --------------------------------------------------------------------------------------------
+
+
+def private_torch_uses(tree: ast.Module) -> Iterator[str]:
+    """Dotted paths below ``torch``, imported or reached by attribute, with a component that starts with one underscore.
+
+    Attributes of objects are not looked at, since their types are not known here.
+    """
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if is_torch(alias.name):
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    if is_private(alias.name):
+                        yield alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and is_torch(node.module or ""):
+            for alias in node.names:
+                path = f"{node.module}.{alias.name}"
+                names[alias.asname or alias.name] = path
+                if is_private(path):
+                    yield path
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            base, _, rest = ast.unparse(node).partition(".")
+            if base in names and re.fullmatch(r"[\w.]+", rest) and is_private(rest.rpartition(".")[2]):
+                yield f"{names[base]}.{rest}"
+
+
+def is_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
+
+
+def is_private(path: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._C._foo()", ["torch._C", "torch._C._foo"]),
+        ("import torch.distributed._x as x", ["torch.distributed._x"]),
+        ("from torch.distributed.tensor._ops import f", ["torch.distributed.tensor._ops.f"]),
+        ("from torch import _dynamo", ["torch._dynamo"]),
+        ("def f():\n    from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
+        ("import torch.distributed as dist\ndist._get_default_group()", ["torch.distributed._get_default_group"]),
+        ("from torch.distributed.tensor import DTensor as D\nD._x", ["torch.distributed.tensor.DTensor._x"]),
+        ("import torch\ntorch.__version__", []),
+        ("from torchvision import _meta", []),
+        ("from dtensor_gtp._torch_compat import all_gather_base\nself._torch = 1", []),
+    ],
+)
+def test_private_torch_scan_sees(source: str, found: list[str]) -> None:
+    assert sorted(private_torch_uses(ast.parse(source))) == found
+
+
+def test_only_the_compat_module_uses_private_torch_symbols() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): uses
+        for path in SOURCES
+        if path.name != COMPAT and (uses := sorted(set(private_torch_uses(ast.parse(path.read_text())))))
+    }
+    assert found == {}
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MUTABLE_CALLS = re.compile(r"(?:\w+\.)*(list|dict|set|bytearray|defaultdict|deque|OrderedDict|Counter|Weak\w+)")
+MUTATORS = re.compile(r"add|append|clear|discard|extend|insert|pop|popitem|remove|setdefault|sort|update")
+
+
+def mutable_globals(tree: ast.Module) -> Iterator[str]:
+    """Module-level containers that are no constants, containers named as constants that change, ``global`` statements.
+
+    Constants are ``__dunder__`` and UPPER_CASE names.
+    """
+    constants = set()
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Global):
+            yield f"global {', '.join(statement.names)}"
+    for statement in tree.body:
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or not is_mutable(statement.value):
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for name in map(ast.unparse, targets):
+            if re.fullmatch(r"__\w+__|_?[A-Z][A-Z0-9_]*", name):
+                constants.add(name)
+            else:
+                yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and MUTATORS.fullmatch(node.func.attr):
+            changed = ast.unparse(node.func.value)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed = ast.unparse(node.value)
+        else:
+            continue
+        if changed in constants:
+            yield f"{changed} changes"
+
+
+def is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        return MUTABLE_CALLS.fullmatch(ast.unparse(value.func).partition("[")[0]) is not None
+    return isinstance(value, MUTABLE_DISPLAYS)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("cache = {}", ["cache"]),
+        ("cache: dict[int, int] = dict()", ["cache"]),
+        ("registry = weakref.WeakKeyDictionary()", ["registry"]),
+        ("items = [x for x in y]", ["items"]),
+        ("CACHE = {}\ndef f(x):\n    CACHE[x] = 1", ["CACHE changes"]),
+        ("SEEN = set()\ndef f(x):\n    SEEN.add(x)", ["SEEN changes"]),
+        ("count = 0\ndef f():\n    global count\n    count += 1", ["global count"]),
+        ("__all__ = ['f']\nNAMES = {'a': 1}\n_SIZES = [1]\nlogger = getLogger(__name__)\nx = NAMES['a']", []),
+    ],
+)
+def test_mutable_global_scan_sees(source: str, found: list[str]) -> None:
+    assert list(mutable_globals(ast.parse(source))) == found
+
+
+def test_no_mutable_module_globals() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): names
+        for path in SOURCES
+        if (names := list(mutable_globals(ast.parse(path.read_text()))))
+    }
+    assert found == {}
