@@ -2,18 +2,23 @@
 
 from ._version import __version__
 from .api import GTPModule, UnshardHandle, gtp_shard
+from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
+from .random import MeshRNG
 from .report import ShardingReport, sharding_report
 
 __all__ = [
     "GTPModule",
     "GTPShard",
+    "MeshRNG",
     "MixedPrecisionPolicy",
     "SchedulePolicy",
     "ShardingReport",
     "UnshardHandle",
+    "WeightMesh",
     "__version__",
     "gtp_shard",
+    "init_weight_mesh",
     "sharding_report",
 ]

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from . import _torch_compat as compat
 from ._runtime.layout import WeightLayout
 from ._runtime.modules import binding_of
-from ._runtime.param import ManagedParam, ShardedWeight, Site, WholeParam
+from ._runtime.param import ManagedParam, ReplacedParam, ShardedWeight, Site, WholeParam
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -42,9 +43,13 @@ class Decision:
     reason: str = ""
     existing: ManagedParam | None = None
 
-    def digest(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
-        return (self.fqn, tuple(self.param.shape), str(self.param.dtype), repr(self.placement))
+    def describe(self) -> str:
+        """What must be equal on all ranks: else one rank would wait for a collective that another never launches."""
+        placements = (*(self.param.placements if isinstance(self.param, DTensor) else ()), self.placement)
+        return (
+            f"parameter '{self.fqn}' of shape {tuple(self.param.shape)} and {self.param.dtype} with placements "
+            f"{placements}, requires_grad={self.param.requires_grad}, at {len(self.sites)} sites"
+        )
 
 
 def decide(
@@ -72,8 +77,8 @@ def decide(
                 decisions[id(param)].sites.append(site)
                 continue
             fqn = f"{module_name}.{name}" if module_name else name
-            if id(param) in managed:
-                existing = managed[id(param)]
+            existing = managed.get(id(param)) or _manager_of_replaced(param)
+            if existing is not None:
                 decisions[id(param)] = Decision(fqn, [site], param, Replicate(), existing=existing)
                 continue
             check_param(fqn, param, mesh)
@@ -82,6 +87,12 @@ def decide(
     for decision in decisions.values():
         _check_sites(decision)
     return list(decisions.values())
+
+
+def _manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
+    """What manages the parameter that an earlier call has put in the place of ``param``, which it has replaced."""
+    refs = (ref for ref in weakref.getweakrefs(param) if isinstance(ref, ReplacedParam))
+    return next((ref.manager for ref in refs), None)
 
 
 def _place(
@@ -100,13 +111,15 @@ def _place(
     if isinstance(asked, Replicate):
         return asked, "asked for"
     if not param.is_floating_point():
-        return Replicate(), f"{param.dtype} is not floating point"
+        return Replicate(), "not floating point"
     if asked is not None:
         return _check_shard(fqn, param, mesh, asked), ""
     if param.ndim < 2:
         return Replicate(), f"{param.ndim}-D"
-    if param.numel() < max(schedule.min_shard_numel, 1):
-        return Replicate(), f"fewer than min_shard_numel={schedule.min_shard_numel} elements"
+    if param.numel() == 0:
+        return Replicate(), "no elements"
+    if param.numel() < schedule.min_shard_numel:
+        return Replicate(), f"below min_shard_numel={schedule.min_shard_numel}"
     return GTPShard(0), ""
 
 
@@ -127,38 +140,51 @@ def _check_shard(fqn: str, param: nn.Parameter, mesh: DeviceMesh, asked: Placeme
 
 def check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     """Raises:
-    ValueError: The parameter is a DTensor that cannot be cut again over ``mesh``.
+    ValueError: The parameter has no shape yet, or is a DTensor that cannot be cut again over ``mesh``.
+    NotImplementedError: It is a sparse tensor.
     """
+    if isinstance(param, nn.UninitializedParameter):
+        raise ValueError(
+            f"gtp_shard expects parameters with a shape, but '{fqn}' of a lazy module has none yet. Run one forward "
+            "before gtp_shard, or build the module with its input size."
+        )
+    if param.layout != torch.strided:
+        raise NotImplementedError(
+            f"gtp_shard does not support parameter '{fqn}' of shape {tuple(param.shape)} and layout {param.layout}. "
+            "Convert it with to_dense() or pass it in ignored_params."
+        )
     if not isinstance(param, DTensor):
         return
     axes = param.device_mesh.mesh_dim_names or ()
+    what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a DTensor with placements {param.placements}"
     if compat.root_mesh(param.device_mesh) != compat.root_mesh(mesh):
         raise ValueError(
-            f"gtp_shard expects parameters on meshes with the same root as its own, but parameter '{fqn}' of shape "
-            f"{tuple(param.shape)} is a DTensor on mesh axes {axes} of another root than axis '{axis_name(mesh)}'. "
-            "Build one mesh with init_device_mesh and pass its sub-meshes to parallelize_module and gtp_shard."
+            f"gtp_shard expects parameters on meshes with the same root as its own, but {what} on mesh axes {axes} of "
+            f"another root than axis '{axis_name(mesh)}' (rank {dist.get_rank()}). Build one mesh with "
+            "init_device_mesh and pass its sub-meshes to parallelize_module and gtp_shard."
         )
-    overlap = set(axes) & set(mesh.mesh_dim_names or ())
-    if overlap:
+    try:
+        compat.concatenate_meshes([param.device_mesh, mesh])
+    except RuntimeError as error:
         raise ValueError(
-            f"gtp_shard expects a mesh whose axes are not used yet, but parameter '{fqn}' of shape "
-            f"{tuple(param.shape)} is already placed on {sorted(overlap)} by {param.placements}."
-        )
+            f"gtp_shard expects a mesh whose ranks are not used by a parameter yet, but {what} on mesh axes {axes}, "
+            f"which overlap with {mesh.mesh_dim_names} (rank {dist.get_rank()}). Pass a mesh with other axes, e.g. "
+            "mesh['gtp'] beside mesh['tp']."
+        ) from error
 
 
 def _check_sites(decision: Decision) -> None:
-    """Refuse embeddings whose forward writes the weight or whose gradient is not dense."""
-    is_shard = isinstance(decision.placement, GTPShard) or isinstance(decision.existing, ShardedWeight)
+    """Refuse embeddings whose forward writes the weight or whose gradient is not dense or not local."""
     for module, _ in decision.sites:
-        if not is_shard or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, option):
                 raise NotImplementedError(
                     f"gtp_shard does not support {type(module).__name__}({option}={getattr(module, option)}) for "
-                    f"parameter '{decision.fqn}' of shape {tuple(decision.param.shape)}: it depends on the tokens of "
-                    "all ranks or writes the gathered copy. Build the module without it or pass the parameter in "
-                    "ignored_params."
+                    f"parameter '{decision.fqn}' of shape {tuple(decision.param.shape)}: ranks see different tokens, "
+                    "so their copies of the weight or its gradient would differ. Build the module without it or pass "
+                    "the parameter in ignored_params."
                 )
 
 
@@ -174,6 +200,8 @@ def make_param(
     old = decision.param
     if decision.existing is not None:
         decision.existing.sites.extend(decision.sites)
+        for module, name in decision.sites:
+            module._parameters[name] = decision.existing.param
         return decision.existing
     local, tp_spec, spec_mesh, placements = _local_part(old, mesh)
     is_shard = isinstance(decision.placement, GTPShard)
@@ -196,13 +224,14 @@ def make_param(
         new.__dict__.setdefault(key, value)  # tags that users put on parameters
     for module, name in decision.sites:
         module._parameters[name] = new
-    if tp_spec is not None:
-        # A shard is gathered in the compute dtype; a whole parameter is cast when it is read.
-        dtype = mp_policy.param_dtype if is_shard and mp_policy.param_dtype else old.dtype
-        tp_spec = compat.make_spec(tp_spec.mesh, tp_spec.placements, old.shape, dtype)
+    managed: ManagedParam
     if is_shard:
-        return ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec)
-    return WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
+        managed = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec)
+    else:
+        managed = WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
+    managed.replaced = ReplacedParam(old)
+    managed.replaced.manager = managed
+    return managed
 
 
 def _local_part(

@@ -1,18 +1,26 @@
-"""Specs and redistribution of block placements: two of the wrappers of [Note: block placements in DTensor]."""
+"""Specs, redistribution and distribution of block placements: wrappers of [Note: block placements in DTensor]."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ._torch_compat import DTensorSpec, StridedShard, TransformInfo, mesh_coordinate, redistribute_module
-from .placement import _BlockGTPShard, _StridedGTPShard, chunk_rows
+from ._torch_compat import (
+    DTensorSpec,
+    StridedShard,
+    distribute_tensor_modules,
+    mesh_coordinate,
+    redistribute_module,
+)
+from .placement import GTPShard, _BlockGTPShard, _StridedGTPShard, chunk_rows
 
-Plan = Callable[..., list[TransformInfo]]
+# A list of torch's _TransformInfo: what happens on one mesh axis, in order.
+Steps = list[Any]
 
 
 def has_block(spec: DTensorSpec) -> bool:
@@ -119,6 +127,17 @@ def _check_strided(placement: _StridedGTPShard, axis: int, spec: DTensorSpec, sh
         )
 
 
+def on_dim(placement: Placement, dim: int) -> Placement:
+    """``placement`` for another tensor dim."""
+    if dim == sharded_dim(placement):
+        return placement
+    if isinstance(placement, GTPShard):
+        return GTPShard(dim, split_factor=placement.split_factor, block_size=placement.block_size)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
 def _shards(placement: Placement, dim: int) -> bool:
     return is_sharding(placement) and sharded_dim(placement) == dim
 
@@ -133,17 +152,18 @@ def sharded_dim(placement: Placement) -> int:
 def wrap_planner() -> None:
     stock = redistribute_module._gen_transform_infos_non_cached
     stock_cached = redistribute_module._gen_transform_infos
+    make_step = redistribute_module._TransformInfo
 
-    def plan(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> list[TransformInfo]:
+    def plan(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
         if has_block(src) or has_block(dst):
-            return plan_block_redistribution(stock, src, dst, *args, **kwargs)
-        return stock(src, dst, *args, **kwargs)
+            return plan_block_redistribution(make_step, lambda *specs: stock(*specs, *args, **kwargs), src, dst)
+        return cast(Steps, stock(src, dst, *args, **kwargs))
 
     plan_cached = functools.cache(plan)
 
-    def plan_or_stock(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> list[TransformInfo]:
+    def plan_or_stock(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
         chosen = plan_cached if has_block(src) or has_block(dst) else stock_cached
-        return chosen(src, dst, *args, **kwargs)
+        return cast(Steps, chosen(src, dst, *args, **kwargs))
 
     plan_or_stock.cache_clear = stock_cached.cache_clear  # type: ignore[attr-defined]
     redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
@@ -151,29 +171,32 @@ def wrap_planner() -> None:
 
 
 def plan_block_redistribution(
-    stock: Plan, src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any
-) -> list[TransformInfo]:
+    make_step: Callable[..., Any],
+    plan_stock: Callable[[DTensorSpec, DTensorSpec], Steps],
+    src: DTensorSpec,
+    dst: DTensorSpec,
+) -> Steps:
     """Steps from ``src`` to ``dst`` when one of them holds a block placement.
 
     Block placements of ``src`` are gathered, torch plans the other axes, block placements of ``dst`` are cut. That is
     in order because a block placement is the last that cuts its dim (``check_placements``).
     """
-    gathers: list[TransformInfo] = []
-    cuts: list[TransformInfo] = []
+    gathers: Steps = []
+    cuts: Steps = []
     middle_src, middle_dst = list(src.placements), list(dst.placements)
     for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
         if isinstance(p, _BlockGTPShard) and p == q and not _is_recut(p.dim, axis, src, dst):
             middle_src[axis] = middle_dst[axis] = Replicate()  # not touched: torch sees nothing to do on this axis
             continue
         if isinstance(p, _BlockGTPShard):
-            gathers.append(TransformInfo(axis, (p, Replicate()), _shape_before(axis, src)))
+            gathers.append(make_step(axis, (p, Replicate()), _shape_before(axis, src)))
             middle_src[axis] = Replicate()
         if isinstance(q, _BlockGTPShard):
             before = p if p.is_partial() else Replicate()  # a partial value is reduced and scattered in one step
-            cuts.append(TransformInfo(axis, (before, q), list(src.shape)))
+            cuts.append(make_step(axis, (before, q), list(src.shape)))
             middle_dst[axis] = before
     middle = [DTensorSpec(src.mesh, tuple(p), tensor_meta=src.tensor_meta) for p in (middle_src, middle_dst)]
-    return [*gathers, *stock(*middle, *args, **kwargs), *cuts]
+    return [*gathers, *plan_stock(*middle), *cuts]
 
 
 def _is_recut(dim: int, axis: int, src: DTensorSpec, dst: DTensorSpec) -> bool:
@@ -195,14 +218,44 @@ def _shape_before(axis: int, spec: DTensorSpec) -> list[int]:
     return shape
 
 
+# --- distribute_tensor ------------------------------------------------------------------------------------------------
+
+
+def wrap_distribute_tensor() -> None:
+    modules = distribute_tensor_modules()
+    stock = modules[0].distribute_tensor
+
+    @functools.wraps(stock)
+    def distribute_tensor(
+        tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        src_data_rank: int | None = 0,
+    ) -> DTensor:
+        if placements is None or not any(isinstance(p, _BlockGTPShard) for p in placements):
+            return cast(DTensor, stock(tensor, device_mesh, placements, src_data_rank=src_data_rank))
+        if isinstance(tensor, DTensor):  # torch checks that it has these placements and returns it
+            return cast(DTensor, stock(tensor, device_mesh, placements, src_data_rank=src_data_rank))
+        targets = [on_dim(p, sharded_dim(p) % tensor.ndim) if is_sharding(p) else p for p in placements]
+        without_blocks = _replace_blocks(targets, lambda p: Replicate())
+        result = cast(DTensor, stock(tensor, device_mesh, without_blocks, src_data_rank=src_data_rank).detach())
+        return cast(DTensor, result.redistribute(placements=targets).requires_grad_(tensor.requires_grad))
+
+    for module in modules:
+        module.distribute_tensor = distribute_tensor
+
+
 __all__ = [
     "check_placements",
     "gathered",
     "has_block",
     "is_sharding",
+    "on_dim",
     "plan_block_redistribution",
     "sharded_dim",
     "stock_sibling",
+    "wrap_distribute_tensor",
     "wrap_planner",
     "wrap_spec",
 ]

@@ -1,14 +1,16 @@
 """What DTensor has to know about a ``GTPShard`` whose chunks are not torch's (``block_size > 1``).
 
 [Note: block placements in DTensor]
-DTensor assumes in three places that the dim of a ``Shard`` says everything about its layout. Each gets one wrapper; all
-three are installed when the first such placement is made and hand every case without one to torch's own code.
+DTensor assumes in four places that the dim of a ``Shard`` says everything about its layout. Each gets one wrapper; all
+are installed when the first such placement is made and hand every case without one to torch's own code.
 
 * ``DTensorSpec`` compares each placement with ``Shard(dim)``. The wrapper lets it look at stock siblings instead, and
   refuses combinations whose layout DTensor would misread.
 * The redistribution planner takes two shardings of the same tensor dim for the same layout, and makes placements from
   a dim alone. The wrapper plans every change of a block placement through ``Replicate()`` on its mesh axis, and leaves
   the other axes to torch.
+* ``distribute_tensor`` makes placements from dims, too. The wrapper cuts block placements with ``redistribute``. Code
+  that imported the function before keeps torch's and gets a plain ``Shard``: other chunks, but a correct DTensor.
 * Sharding propagation hands out plain ``Shard`` for the output of an op on a sharded input: right rows, wrong offsets.
   The wrapper knows three kinds of ops that keep rows apart (elementwise ops, reductions, transposes). For any other op
   the block placements are gathered first; an op that would write to a gathered copy raises.
@@ -25,17 +27,26 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from ._dtensor_layout import gathered, has_block, is_sharding, sharded_dim, stock_sibling, wrap_planner, wrap_spec
+from ._dtensor_layout import (
+    gathered,
+    has_block,
+    is_sharding,
+    on_dim,
+    sharded_dim,
+    stock_sibling,
+    wrap_distribute_tensor,
+    wrap_planner,
+    wrap_spec,
+)
 from ._torch_compat import (
     DTensorSpec,
-    LocalLRUCache,
     OpSchema,
     OutputSharding,
     StridedShard,
     TensorMeta,
     op_dispatcher,
 )
-from .placement import GTPShard, _BlockGTPShard
+from .placement import _BlockGTPShard
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -45,11 +56,43 @@ Propagate = Callable[[OpSchema], OutputSharding]
 
 @functools.cache
 def install() -> None:
-    """Wrap the three places of DTensor, once in a process. See [Note: block placements in DTensor]."""
-    wrap_spec()
-    wrap_planner()
-    _wrap_propagation()
+    """Wrap these places of DTensor, once in a process. See [Note: block placements in DTensor].
+
+    Raises:
+        NotImplementedError: this torch's DTensor has other internals.
+    """
+    try:
+        wrap_spec()
+        wrap_planner()
+        wrap_distribute_tensor()
+        _wrap_propagation()
+    except (ImportError, AttributeError) as error:
+        raise NotImplementedError(
+            f"GTPShard with block_size > 1 or split_factor > 1 does not know the DTensor of torch {torch.__version__} "
+            f"({error}). Use block_size=1 and split_factor=1, or a torch release that this package was tested with."
+        ) from error
     logger.debug("DTensor now knows block placements")
+
+
+@functools.cache
+def support_fused_sgd() -> None:
+    """Let DTensors run ``torch.optim.SGD(fused=True)``: torch (2.11 to 2.13) knows only the fused Adams.
+
+    Both are elementwise ops on lists of tensors, for which torch's strategy counts no arguments: it serves for both.
+    """
+    propagator = op_dispatcher().sharding_propagator
+    for sgd, adamw in (
+        (aten._fused_sgd_.default, aten._fused_adamw_.default),
+        (aten._fused_sgd_.tensor_lr, aten._fused_adamw_.tensor_lr),
+    ):
+        for table in (
+            propagator.op_strategy_funcs,
+            propagator.op_single_dim_strategy_funcs,
+            propagator.op_to_schema_info,
+            propagator.op_to_schema_info_for_single_dim_strategy,
+        ):
+            if adamw in table:
+                table.setdefault(sgd, table[adamw])
 
 
 # --- sharding propagation ---------------------------------------------------------------------------------------------
@@ -151,8 +194,9 @@ def _wrap_propagation() -> None:
             return cast(OutputSharding, stock(op_schema))
         return propagate_block_op(stock, op_schema, operands)
 
+    make_cache = type(propagator.propagate_op_sharding)
     propagator.propagate_op_sharding_non_cached = propagate
-    propagator.propagate_op_sharding = LocalLRUCache(propagate)
+    propagator.propagate_op_sharding = make_cache(propagate)
 
 
 def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[_Operand]) -> OutputSharding:
@@ -160,7 +204,9 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[_O
     dispatcher = op_dispatcher()
     propagator = dispatcher.sharding_propagator
     op = schema.op
-    if op in dispatcher._custom_op_handlers:
+    # torch's own handlers ask for the sharding, but do not move data as it says
+    handler = dispatcher._custom_op_handlers.get(op)
+    if handler is not None and handler.__module__.startswith("torch."):
         raise _unsupported(op, operands, "it has a handler of its own in DTensor")
     is_known = op in propagator.op_strategy_funcs or op in propagator.op_single_dim_strategy_funcs
     if is_known and _is_elementwise(op):
@@ -304,20 +350,10 @@ def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.
         if dim < 0 or (other[dim] == 1 and rows != 1):
             result.append(Replicate())
         elif other[dim] == rows:
-            result.append(_on_dim(placement, dim))
+            result.append(on_dim(placement, dim))
         else:
             raise _NotElementwiseError
     return result
-
-
-def _on_dim(placement: Placement, dim: int) -> Placement:
-    if dim == sharded_dim(placement):
-        return placement
-    if isinstance(placement, GTPShard):
-        return GTPShard(dim, split_factor=placement.split_factor, block_size=placement.block_size)
-    if isinstance(placement, StridedShard):
-        return StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
 
 
 def _spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
@@ -367,7 +403,7 @@ def _put_back(spec: DTensorSpec, output: DTensorSpec) -> DTensorSpec | None:
             continue
         if not isinstance(q, Shard) or output.shape[q.dim] != spec.shape[p.dim]:
             return None
-        placements[axis] = _on_dim(p, q.dim)
+        placements[axis] = on_dim(p, q.dim)
     return DTensorSpec(output.mesh, tuple(placements), tensor_meta=output.tensor_meta)
 
 
@@ -421,4 +457,4 @@ def _propagate_gathered(stock: Propagate, schema: OpSchema, operands: Sequence[_
     )
 
 
-__all__ = ["install", "propagate_block_op"]
+__all__ = ["install", "propagate_block_op", "support_fused_sgd"]

@@ -7,13 +7,15 @@ release it is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.distributed._local_tensor import maybe_run_for_local_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -21,14 +23,24 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ReduceScatterOptions,
     _resolve_process_group,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor import _redistribute as redistribute_module
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor._redistribute import _TransformInfo as TransformInfo
-from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+try:
+    from torch.distributed._local_tensor import maybe_run_for_local_tensor
+except ImportError:  # a helper of a mode that simulates several ranks in one process; real ranks run without it
+
+    def maybe_run_for_local_tensor(func: Callable[_P, _R]) -> Callable[_P, _R]:
+        return func
+
 
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
@@ -45,6 +57,17 @@ def current_graph_task_id() -> int:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running now has ended, on the caller's current streams."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def is_awaited(ctx: Any, index: int) -> bool:
+    """Whether the backward that runs now wants the gradient of a leaf: ``ctx.needs_input_grad`` does not know that
+    ``torch.autograd.grad`` or ``backward(inputs=...)`` asked for others only.
+
+    Args:
+        ctx: Context of a ``torch.autograd.Function`` in its backward.
+        index: Index of the leaf among the tensor arguments of its forward; the leaf needs a gradient.
+    """
+    return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
 
 
 def push_saved_tensors_hooks(pack: PackHook, unpack: UnpackHook) -> None:
@@ -99,7 +122,8 @@ def dtensor_spec(tensor: DTensor) -> DTensorSpec:
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """A DTensor around ``local``; unlike ``DTensor.from_local`` it does not check, so it costs microseconds."""
-    return DTensor(local, spec, requires_grad=requires_grad)
+    # Its __init__ does nothing but leave torch.compile, which costs more than all the rest.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 def make_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
@@ -113,14 +137,91 @@ def mesh_coordinate(mesh: DeviceMesh, axis: int) -> Any:
     return mesh._sym_get_coordinate(axis)
 
 
+def distribute_tensor_modules() -> list[Any]:
+    """Modules of torch that hold ``distribute_tensor``, the one that defines it first."""
+    names = ("tensor._api", "tensor", "_state_dict_utils")
+    return [import_module(f"torch.distributed.{name}") for name in names]
+
+
 def op_dispatcher() -> Any:
     """DTensor's one dispatcher; it owns the table of sharding strategies."""
     return DTensor._op_dispatcher
 
 
+# What torch.amp.GradScaler runs on all gradients at once: (grads, found_inf, inv_scale), in place.
+unscale_grads_op: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def set_dtensor_handler(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Let ``handler(op, args, kwargs)`` run ``op`` whenever one of its arguments is a DTensor."""
+    op_dispatcher()._custom_op_handlers[op] = handler
+
+
+@contextmanager
+def stock_dtensor_dispatch(op: Any) -> Iterator[None]:
+    """Run ``op`` as DTensor does without the handler that ``set_dtensor_handler`` gave it."""
+    handlers = op_dispatcher()._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        yield
+    finally:
+        handlers[op] = handler
+
+
+def own_part(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """This rank's part of ``full`` under ``placements``, without communication."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            parts, _ = placement._split_tensor(full, mesh.size(axis), with_padding=False, contiguous=False)
+            full = parts[coordinate[axis]]
+    return full
+
+
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """One mesh whose axes are those of ``meshes`` in order; they must be sub-meshes of one root mesh."""
+    _accept_unsorted_axes()
     return DeviceMesh._concatenate(meshes)
+
+
+@functools.cache
+def _accept_unsorted_axes() -> None:
+    """Let DTensor redistribute over a mesh whose axes stand in another order than in its root mesh.
+
+    Before it merges collectives over several axes, torch (2.11, 2.13) looks for a flattened mesh of these axes. In such
+    a mesh the lookup raises a KeyError, where all that it has to say is that there is none.
+    """
+    lookup = getattr(redistribute_module, "_get_flattened_mesh_by_layout", None)
+    if lookup is None:
+        return
+
+    @functools.wraps(lookup)
+    def lookup_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
+        try:
+            return cast("DeviceMesh | None", lookup(mesh, mesh_dims))
+        except KeyError:
+            return None
+
+    redistribute_module._get_flattened_mesh_by_layout = lookup_or_none
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """``mesh``, which is 1-D, with its one axis split into several; a sub-mesh of the same root."""
+    return mesh._unflatten(0, sizes, names)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """1-D mesh of the ranks of ``mesh``, in row-major order; a sub-mesh of the same root."""
+    return mesh._flatten(name)
+
+
+def seed_dtensor_rng(seed: int, mesh: DeviceMesh) -> None:
+    """Give DTensor its RNG tracker for the device of ``mesh`` now, and seed torch with ``seed``.
+
+    DTensor's first random op would make the tracker otherwise, and overwrite every rank's state with that of rank 0.
+    """
+    dtensor_random.manual_seed(seed, mesh)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -168,24 +269,26 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async
 
 __all__ = [
     "DTensorSpec",
-    "LocalLRUCache",
     "OpSchema",
     "OutputSharding",
     "StridedShard",
     "TensorMeta",
-    "TransformInfo",
     "all_gather_base",
     "all_reduce",
     "backend_name",
     "concatenate_meshes",
     "current_graph_task_id",
+    "distribute_tensor_modules",
     "dtensor_spec",
+    "flatten_mesh",
+    "is_awaited",
     "is_profiling",
     "local_tensor",
     "make_spec",
     "maybe_run_for_local_tensor",
     "mesh_coordinate",
     "op_dispatcher",
+    "own_part",
     "pop_saved_tensors_hooks",
     "post_accumulate_grad_hooks",
     "push_saved_tensors_hooks",
@@ -195,11 +298,16 @@ __all__ = [
     "resolve_group",
     "root_mesh",
     "saved_tensors_hooks_enabled",
+    "seed_dtensor_rng",
+    "set_dtensor_handler",
     "sleep_stream",
+    "stock_dtensor_dispatch",
     "storage_use_count",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_map_only",
     "tree_unflatten",
+    "unflatten_mesh",
+    "unscale_grads_op",
     "wrap_local",
 ]

@@ -1,24 +1,28 @@
 """Bad input is refused before anything changes, on all ranks alike.
 
 Each rank checks for itself; one exchange of three numbers then tells whether all ranks passed and whether they saw the
-same model. Only a rank that is not in the mesh cannot tell the others.
+same model. Only a rank without a mesh that it is part of cannot tell the others.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from itertools import zip_longest
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from ._runtime.modules import binding_of
 from .policy import MixedPrecisionPolicy, SchedulePolicy
+
+T = TypeVar("T")
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -30,22 +34,20 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def validate_call(
     module: Any,
-    mesh: Any,
     reshard_after_forward: Any,
     shard_placement_fn: Any,
     mp_policy: Any,
     schedule: Any,
     ignored_params: Any,
 ) -> None:
-    """Check the kinds of the arguments; needs no communication.
+    """Check the kinds of the arguments.
 
     Raises:
         TypeError: An argument is of the wrong kind.
-        ValueError: The mesh does not fit.
+        ValueError: The module has no forward.
     """
     expected: tuple[tuple[str, Any, Any], ...] = (
         ("an nn.Module as module", module, nn.Module),
-        ("a DeviceMesh as mesh", mesh, DeviceMesh),
         ("a bool as reshard_after_forward", reshard_after_forward, bool),
         ("a MixedPrecisionPolicy as mp_policy", mp_policy, MixedPrecisionPolicy),
         ("a SchedulePolicy as schedule", schedule, SchedulePolicy),
@@ -66,10 +68,20 @@ def validate_call(
             f"gtp_shard expects a module with a forward, but got a {type(module).__name__}. Call it on each element or "
             "on the module that contains it."
         )
-    _validate_mesh(mesh)
 
 
-def _validate_mesh(mesh: DeviceMesh) -> None:
+def validate_mesh(mesh: Any) -> None:
+    """Check that this rank can talk to its peers over ``mesh``; needs no communication.
+
+    Raises:
+        TypeError: It is no mesh.
+        ValueError: It has the wrong rank or device, or does not contain this rank.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"gtp_shard expects a DeviceMesh as mesh, but got {type(mesh).__name__}: {mesh!r}. Build one with "
+            "init_device_mesh."
+        )
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"gtp_shard expects a 1-D (gtp) or 2-D (replicate, gtp) mesh, but got a {mesh.ndim}-D mesh with axes "
@@ -87,96 +99,156 @@ def _validate_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def validate_module(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Check the state of ``module``.
+def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh`` itself, or the mesh of the same process groups in which ranks ascend along each axis.
+
+    A process group counts its ranks in ascending order, and collectives put each rank's rows there. DTensor computes
+    offsets from coordinates in the mesh. Where the two differ a checkpoint would file a shard under another's rows.
 
     Raises:
-        ValueError: It is sharded already, or parameters or an optimizer do not fit.
+        ValueError: A 2-D mesh has no such order.
+    """
+    ranks = mesh.mesh.cpu()
+    if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)):
+        return mesh
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    rows = torch.tensor(sorted(row.sort().values.tolist() for row in ranks))
+    if {frozenset(column) for column in rows.t().tolist()} != {frozenset(column) for column in ranks.t().tolist()}:
+        raise ValueError(
+            f"gtp_shard expects a mesh whose ranks can be put in ascending order along each axis without changing its "
+            f"groups, but got {ranks.tolist()} on axes {mesh.mesh_dim_names} (rank {dist.get_rank()}): the replicas of "
+            "a shard would not meet. Build the mesh with init_device_mesh."
+        )
+    groups = mesh.get_all_groups()
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=rows, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Parameter]) -> None:
+    """Check the state of ``module``.
+
+    Args:
+        ignored: Parameters that will be left as they are.
+
+    Raises:
+        ValueError: It is wrapped or sharded already, or parameters or an optimizer do not fit.
     """
     for name, submodule in module.named_modules():
-        if isinstance(submodule, FSDPModule):
+        if isinstance(submodule, FSDPModule | FullyShardedDataParallel | DistributedDataParallel):
             raise ValueError(
-                f"gtp_shard expects modules that fully_shard has not wrapped yet, but "
-                f"'{name or type(module).__name__}' is an FSDPModule. Call gtp_shard first, then fully_shard."
+                f"gtp_shard expects modules that no other data parallelism has wrapped yet, but "
+                f"'{name or type(module).__name__}' is a {type(submodule).__name__}. Call gtp_shard first, then "
+                "fully_shard; or pass a (replicate, gtp) mesh in the place of DistributedDataParallel."
             )
     if binding_of(module) is not None:
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__} that an earlier call on it or on a module that "
             "contains it has sharded already. Call it on submodules first, on the root last, and once on each."
         )
-    device_types = {p.device.type for p in module.parameters()} - {"meta", "cpu", mesh.device_type}
-    if device_types:
-        name, param = next((n, p) for n, p in module.named_parameters() if p.device.type in device_types)
+    managed = {id(p.param) for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
+    replaced = {n: p for n, p in module.named_parameters() if p not in ignored and id(p) not in managed}
+    for name, param in replaced.items():
+        if param.device.type not in ("meta", "cpu", mesh.device_type):
+            raise ValueError(
+                f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or meta, but parameter "
+                f"'{name}' of shape {tuple(param.shape)} is on {param.device} (rank {dist.get_rank()}). Move the "
+                "module, or build the mesh for its device."
+            )
+    # An optimizer that nobody uses any more may wait in a reference cycle: collect those before it is held against us.
+    if _early_optimizer(replaced) is not None:
+        gc.collect()
+    if (early := _early_optimizer(replaced)) is not None:
+        optimizer, name = early
         raise ValueError(
-            f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or meta, but parameter "
-            f"'{name}' of shape {tuple(param.shape)} is on {param.device} (rank {dist.get_rank()})."
+            f"gtp_shard replaces parameters, but a {optimizer} optimizer already holds parameter '{name}' of shape "
+            f"{tuple(replaced[name].shape)} and would update it to no effect (rank {dist.get_rank()}). Create the "
+            "optimizer after gtp_shard."
         )
-    _refuse_early_optimizer(module)
 
 
-def _refuse_early_optimizer(module: nn.Module) -> None:
-    """An optimizer that was built before would go on to update the unsharded parameters, silently to no effect."""
-    names = {id(param): name for name, param in module.named_parameters()}
+def _early_optimizer(params: dict[str, nn.Parameter]) -> tuple[str, str] | None:
+    """Class of an optimizer that holds one of ``params``, and the parameter's name."""
+    names = {id(param): name for name, param in params.items()}
     for candidate in gc.get_objects():
         # type() does not trigger the proxies that isinstance() would.
         if not issubclass(type(candidate), torch.optim.Optimizer):
             continue
         for group in getattr(candidate, "param_groups", ()):
             for param in group["params"]:
-                if id(param) in names and binding_of_param(module, param) is None:
-                    raise ValueError(
-                        f"gtp_shard replaces parameters, but a {type(candidate).__name__} optimizer already holds "
-                        f"parameter '{names[id(param)]}' of shape {tuple(param.shape)}. Create the optimizer after "
-                        "gtp_shard."
-                    )
-
-
-def binding_of_param(module: nn.Module, param: torch.Tensor) -> Any:
-    """The manager of ``param`` if an earlier call on a submodule has sharded it: that parameter is not replaced."""
-    for submodule in module.modules():
-        binding = binding_of(submodule)
-        for managed in binding.params.values() if binding is not None else ():
-            if managed.param is param:
-                return managed
+                if id(param) in names:
+                    return type(candidate).__name__, names[id(param)]
     return None
 
 
-def agree_on_all_ranks(mesh: DeviceMesh, check: Callable[[], Any]) -> None:
+def agree_on_all_ranks(
+    mesh: DeviceMesh,
+    check: Callable[[], T],
+    describe: Callable[[T], Sequence[str]],
+    *,
+    caller: str = "gtp_shard",
+    expected: str = "the same module and policies",
+    remedy: str = "Build the same module everywhere and make shard_placement_fn and the policies independent of the rank.",
+) -> T:
     """Run ``check`` on each rank of ``mesh``; raise on all of them if one raised or their results differ.
+
+    Args:
+        mesh: Its ranks exchange three numbers, and messages if something is wrong.
+        check: Raises on bad input.
+        describe: What must be equal on all ranks, of the result of ``check``.
+        caller: The public function, for messages.
+        expected: What it expects to be equal.
+        remedy: What to do if it is not.
+
+    Returns:
+        The result of ``check``.
 
     Raises:
         Exception: Whatever ``check`` raised on this rank.
         RuntimeError: It raised on another rank (whose message is passed on), or the results differ.
     """
+    result: T | None = None
     error: Exception | None = None
-    digest = 0
+    described: Sequence[str] = ()
     try:
-        text = repr(check()).encode()
-        digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+        result = check()
+        described = describe(result)
     except Exception as caught:
         error = caught
+    digest = int.from_bytes(hashlib.sha256("\n".join(described).encode()).digest()[:7], "big")
     status = torch.tensor([error is not None, digest, -digest], dtype=torch.int64, device=device_of(mesh))
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     for group in groups:
         dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
     has_failed, highest, lowest = status.tolist()
-    messages = _exchange_messages(error, groups) if has_failed else []
-    if error is not None:
-        raise error
     if has_failed:
-        raise RuntimeError(f"gtp_shard failed on another rank of the mesh, so it fails on all: {'; '.join(messages)}")
+        errors = _exchange(f"{type(error).__name__}: {error}" if error is not None else None, groups)
+        if error is not None:
+            raise error
+        messages = "; ".join(f"rank {rank}: {message}" for rank, message in errors.items())
+        raise RuntimeError(f"{caller} failed on another rank of the mesh, so it fails on all: {messages}")
     if highest != -lowest:
         raise RuntimeError(
-            f"gtp_shard expects the same module and policies on all ranks, but rank {dist.get_rank()} sees others than "
-            f"its peers on mesh axes {mesh.mesh_dim_names}. Compare names, shapes and dtypes of the parameters, "
-            "shard_placement_fn and the policies across ranks."
+            f"{caller} expects {expected} on all ranks of mesh axes {mesh.mesh_dim_names}, but "
+            f"{_first_difference(_exchange(described, groups))}. {remedy}"
         )
+    assert error is None
+    return cast("T", result)
 
 
-def _exchange_messages(error: Exception | None, groups: list[dist.ProcessGroup]) -> list[str]:
-    mine = [f"rank {dist.get_rank()}: {type(error).__name__}: {error}"] if error is not None else []
+def _exchange(mine: Any, groups: list[dist.ProcessGroup]) -> dict[int, Any]:
+    """What each rank of the mesh has, by rank, except None."""
+    known = {dist.get_rank(): mine} if mine is not None else {}
     for group in groups:
         gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, mine, group=group)
-        mine = sorted({message for messages in gathered for message in messages})
-    return mine
+        dist.all_gather_object(gathered, known, group=group)
+        known = {rank: value for part in gathered for rank, value in part.items()}
+    return dict(sorted(known.items()))
+
+
+def _first_difference(described: dict[int, Sequence[str]]) -> str:
+    first_rank, *others = described
+    for rank in others:
+        for a, b in zip_longest(described[first_rank], described[rank], fillvalue="nothing more"):
+            if a != b:
+                return f"rank {first_rank} has {a} where rank {rank} has {b}"
+    raise AssertionError("the digests of the ranks differ, but not what they describe")

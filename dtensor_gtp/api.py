@@ -11,13 +11,14 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from . import _dtensor_random, _grad_scaler
 from ._build import Decision, decide, make_param
 from ._runtime.debug import DebugFlags
 from ._runtime.group import ShardGroup
 from ._runtime.modules import Binding, bind, binding_of
 from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.state import Runtime
-from ._validate import agree_on_all_ranks, device_of, validate_call, validate_module
+from ._validate import agree_on_all_ranks, device_of, in_rank_order, validate_call, validate_mesh, validate_module
 from .policy import MixedPrecisionPolicy, SchedulePolicy
 from .report import sharding_report
 
@@ -72,17 +73,22 @@ def gtp_shard(
 
     The design follows ``torch.distributed.fsdp.fully_shard``.
     """
-    validate_call(module, mesh, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)
-    debug = DebugFlags.from_env()
-    decisions: list[Decision] = []
+    validate_mesh(mesh)
+    mesh = in_rank_order(mesh)
 
-    def check() -> tuple[Any, ...]:
-        validate_module(module, mesh)
-        decisions.extend(decide(module, mesh, shard_placement_fn, schedule, ignored_params or set()))
-        return (mp_policy, schedule, reshard_after_forward, *(decision.digest() for decision in decisions))
+    def check() -> tuple[list[Decision], DebugFlags]:
+        validate_call(module, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)
+        ignored = ignored_params or set()
+        validate_module(module, mesh, ignored)
+        return decide(module, mesh, shard_placement_fn, schedule, ignored), DebugFlags.from_env()
 
-    agree_on_all_ranks(mesh, check)
-    _shard(module, mesh, decisions, mp_policy, schedule, reshard_after_forward, debug)
+    def describe(checked: tuple[list[Decision], DebugFlags]) -> list[str]:
+        policies = [f"{mp_policy}", f"{schedule}", f"reshard_after_forward={reshard_after_forward}"]
+        return policies + [decision.describe() for decision in checked[0]]
+
+    decisions, debug = agree_on_all_ranks(mesh, check, describe)
+    with torch.inference_mode(False):  # else the shards could never be trained
+        _shard(module, mesh, decisions, mp_policy, schedule, reshard_after_forward, debug)
     logger.info("gtp_shard: %s\n%s", type(module).__name__, sharding_report(module))
     return module
 
@@ -101,32 +107,48 @@ def _shard(
     runtime = Runtime(device, schedule, debug)
     group = ShardGroup(module, mesh, mp_policy, runtime)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
+    nested = _adopt_earlier(module, decisions, runtime)
     for decision in decisions:
         param = make_param(decision, mesh, device, mp_policy)
-        param.flags.reshard_after_forward = reshard_after_forward
         if decision.existing is None:
+            param.flags.reshard_after_forward = reshard_after_forward
             group.params.append(param)
         for site in decision.sites:
             owned.setdefault(site.module, {})[site.name] = param
-    nested = _adopt_nested(module, runtime)
     runtime.add(group.params)
     classes: dict[tuple[Any, ...], type] = {}
     for submodule in list(module.modules()):
-        if submodule in nested or not _contains_managed(submodule, owned, nested):
+        if submodule in nested or not (submodule is module or _contains_managed(submodule, owned, nested)):
             continue
         mixins = (GTPModule,) if submodule is module else ()
         bind(submodule, Binding(group, owned.get(submodule, {})), mixins, classes)
     _move_buffers(module, device)
+    _grad_scaler.install()
+    for mesh_of_param in {param.param.device_mesh for param in group.params}:  # type: ignore[attr-defined]
+        _dtensor_random.whole_draws().add_mesh(mesh_of_param)
 
 
-def _adopt_nested(module: nn.Module, runtime: Runtime) -> set[nn.Module]:
-    """Give earlier calls on submodules this runtime; returns the modules that they manage."""
-    nested = {m for m in module.modules() if binding_of(m) is not None}
-    groups = {id(b.group): b.group for m in nested if (b := binding_of(m)) is not None}
+def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
+    """Give this runtime to earlier calls on submodules, and to those that share a parameter with ``module``.
+
+    Returns:
+        The modules below ``module`` that earlier calls manage.
+    """
+    nested = {m: name for name, m in module.named_modules() if binding_of(m) is not None}
+    tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
+    # In an order that is the same on all ranks (a set of modules has none): it becomes the order of collectives.
+    groups = {id(b.group): b.group for m in (*nested, *tied) if (b := binding_of(m)) is not None}
     for group in groups.values():
         runtime.add(group.params)
         group.runtime = runtime
-    return nested
+    names: dict[ManagedParam, str] = {}
+    for submodule, prefix in nested.items():
+        binding = binding_of(submodule)
+        for name, param in binding.params.items() if binding is not None else ():
+            names.setdefault(param, f"{prefix}.{name}")
+    for param, name in names.items():
+        param.fqn = name
+    return set(nested)
 
 
 def _contains_managed(module: nn.Module, owned: dict[nn.Module, Any], nested: set[nn.Module]) -> bool:

@@ -64,7 +64,8 @@ class GTPShard(_PlacementBase):
     """DTensor placement: tensor dim ``dim`` is sharded along a gtp mesh axis in whole blocks.
 
     Args:
-        dim: tensor dim; a negative one counts from the end, as for ``Shard``.
+        dim: tensor dim. A negative one counts from the end; DTensor's own ``redistribute`` makes a plain ``Shard`` of
+            it, as it does of every ``Shard`` with a negative dim.
         split_factor: slices into which axes further right in the mesh have cut the dim before this one does.
             1 where the gtp axis stands to the right of those axes, as ``gtp_shard`` builds its meshes.
         block_size: rows of ``dim`` that must stay together on one rank, e.g. 32 for MXFP8, head_dim for attention.
@@ -72,6 +73,7 @@ class GTPShard(_PlacementBase):
     Raises:
         TypeError: an argument is not an int.
         ValueError: ``split_factor`` or ``block_size`` is below 1.
+        NotImplementedError: ``split_factor`` or ``block_size`` is above 1 and this torch's DTensor is unknown to us.
     """
 
     dim: int
@@ -92,7 +94,7 @@ class GTPShard(_PlacementBase):
         return super().__new__(cls)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.dim, self.split_factor, self.block_size)
+        return _rebuild_gtp_shard, (self.dim, self.split_factor, self.block_size)
 
     def __repr__(self) -> str:
         args = [f"dim={self.dim}"]
@@ -121,7 +123,7 @@ def _check_int(name: str, value: object, minimum: int | None = None) -> None:
         raise ValueError(f"GTPShard expects {name} >= {minimum}, but got {value}.")
 
 
-def _rebuild(dim: int, split_factor: int, block_size: int) -> GTPShard:
+def _rebuild_gtp_shard(dim: int, split_factor: int, block_size: int) -> GTPShard:
     return GTPShard(dim, split_factor=split_factor, block_size=block_size)
 
 
@@ -133,6 +135,7 @@ class _RowGTPShard(GTPShard, Shard):
 
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         Shard.__init__(self, dim)
+        _support_fused_sgd()
 
 
 class _StridedGTPShard(GTPShard, StridedShard):
@@ -146,6 +149,7 @@ class _StridedGTPShard(GTPShard, StridedShard):
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         StridedShard.__init__(self, dim, split_factor=split_factor)
         self.block_size = block_size
+        _support_fused_sgd()
         _teach_dtensor()
 
 
@@ -168,7 +172,7 @@ class _BlockGTPShard(_RowGTPShard):
         return isinstance(other, _BlockGTPShard) and (self.dim, self.block_size) == (other.dim, other.block_size)
 
     def __hash__(self) -> int:
-        return hash((_BlockGTPShard, self.dim, self.block_size))
+        return hash((self.dim, self.block_size))
 
     # torch's is a staticmethod that needs no block size; it is called on the placement wherever a subclass matters
     @maybe_run_for_local_tensor
@@ -290,7 +294,13 @@ def _teach_dtensor() -> None:
     install()
 
 
+def _support_fused_sgd() -> None:
+    from ._dtensor_ops import support_fused_sgd
+
+    support_fused_sgd()
+
+
 # torch.load(weights_only=True), its default, rebuilds only what is listed
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild_gtp_shard])
 
 __all__ = ["GTPShard", "chunk_rows", "chunk_size_and_offset"]

@@ -15,7 +15,7 @@ from ._runtime.schedule import format_plan
 
 
 class ReportRow(NamedTuple):
-    """One parameter of the report. Sizes are in bytes."""
+    """One parameter of the report. Sizes are in bytes; ``gathered_nbytes`` is 0 for a parameter that stays whole."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,10 @@ class ShardingReport:
         cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
         for row in self.rows:
             shape, dtype = "x".join(map(str, row.shape)) or "scalar", str(row.dtype).removeprefix("torch.")
-            nbytes = (_format_nbytes(row.local_nbytes), _format_nbytes(row.gathered_nbytes))
+            nbytes = (
+                _format_nbytes(row.local_nbytes),
+                _format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-",
+            )
             cells.append((row.name, shape, dtype, row.placements, *nbytes, row.use))
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
@@ -81,7 +84,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
                 seen.setdefault(id(managed), (managed, _use(submodule, inner, managed)))
             elif param is not None:
                 nbytes = param.numel() * param.element_size()
-                ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, nbytes, "ignored"))
+                ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
     rows = [_row(" = ".join(aliases[key]), managed, use) for key, (managed, use) in seen.items()]
     return ShardingReport(_describe_mesh(binding), (*rows, *ignored), _schedule(binding))
 
@@ -90,7 +93,7 @@ def _row(name: str, managed: ManagedParam, use: str) -> ReportRow:
     param, shard = managed.param, managed.shard
     placements = "(" + ", ".join(map(str, compat.dtensor_spec(param).placements)) + ")"  # type: ignore[arg-type]
     local_nbytes = shard.numel() * shard.element_size()
-    gathered = local_nbytes
+    gathered = 0
     if isinstance(managed, ShardedWeight):
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
     return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use)

@@ -64,7 +64,7 @@ PRESETS = {
         LlamaConfig(
             VOCAB_SIZE, dim=1024, num_layers=16, num_heads=16, num_kv_heads=4, hidden_dim=2816, max_seq_len=1024
         ),
-        steps=600, batch_size=48, lr=1e-3, checkpoint_every=200, log_every=10, warmup_steps=50, eval_batches=8,
+        steps=600, batch_size=24, lr=1e-3, checkpoint_every=200, log_every=10, warmup_steps=50, eval_batches=8,
     ),
 }  # fmt: skip
 
@@ -121,20 +121,21 @@ def build_mesh(place: Place, replicate: int) -> DeviceMesh:
 
 
 def build_model(config: LlamaConfig, mesh: DeviceMesh, place: Place, options: argparse.Namespace) -> Llama:
-    """Initializes the whole model with the same numbers on every process, then keeps this process's shards.
+    """Builds the model without memory, shards it, and only then initializes each process's shards.
 
-    So a seed means the same initial model on any number of processes. (A model that does not fit into one device is
-    built on the meta device, sharded, and then initialized: ``to_empty`` and ``init_weights``.)
+    Each process draws the numbers that the whole model would have drawn and keeps its own, so a seed means the same
+    initial model on any number of processes, and no process ever holds all of it.
     """
-    torch.manual_seed(options.seed)
-    with place.device:
+    with torch.device("meta"):
         model = Llama(config)
-        model.init_weights()
     mixed_precision = MixedPrecisionPolicy()
     if place.device.type == "cuda":
         mixed_precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     schedule = SchedulePolicy(prefetch_depth=options.prefetch_depth)
     gtp_shard(model, mesh, mp_policy=mixed_precision, schedule=schedule)
+    model.to_empty(device=place.device)
+    torch.manual_seed(options.seed)
+    model.init_weights()
     # From here on every process draws its own numbers, as its data are its own.
     torch.manual_seed(options.seed + 1 + place.rank)
     return model

@@ -16,6 +16,7 @@ import torch.nn as nn
 from .. import _torch_compat as compat
 from ..ops.embedding import embedding
 from ..ops.linear import linear
+from .outer import hook_unit, is_outer_module, mark, modules_of_unit
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Binding:
         # Whether the forward of this module reads sharded weights as attributes: known for owners whose forward is not
         # fused, learned in the first forward for modules that read another module's weights.
         self.reads_weights = False
+        # Whether an outer fully_shard on the module has been hooked, at its first forward.
+        self.is_hooked = False
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -66,7 +69,9 @@ class ParamAccess:
         runtime = binding.group.runtime
         if runtime.is_materializing:
             managed.follow(Site(module, self._name))
-            return runtime.read(managed)
+            # Not gathered by the outer fully_shard: it is the one who asks.
+            is_absent = managed.is_cut_again and not managed.is_readable
+            return registered if is_absent else runtime.read(managed)
         if isinstance(managed, ShardedWeight) and managed.is_pinned:
             return runtime.read_pinned(managed)
         return registered
@@ -103,17 +108,55 @@ class GTPManaged:
                 managed.follow(Site(module, name))
         return result
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Whoever is given a shard may write to it without a trace, as ``dcp.load`` does: keep nothing made of it."""
+        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
+        binding = binding_of(cast(nn.Module, self))
+        for managed in binding.params.values() if binding is not None else ():
+            if binding is not None and isinstance(managed, ShardedWeight):
+                binding.group.runtime.drop_kept(managed)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """With ``assign=True`` other parameter objects get registered: follow them, and refuse what is not a shard."""
+        module = cast(nn.Module, self)
+        binding = binding_of(module)
+        before = dict(module._parameters)
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name, managed in binding.params.items() if binding is not None else ():
+            try:
+                managed.follow_assigned(Site(module, name), before[name])
+            except RuntimeError as error:
+                error_msgs.append(str(error))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
             f"{type(self).__name__} cannot be copied after gtp_shard, because the copy would share its runtime. Copy "
             "the module before gtp_shard, or build it again and load the state dict."
         )
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be pickled or copied after gtp_shard, because it holds process groups. Save "
+            "its state_dict() and load it into a module that is built again."
+        )
+
     def extra_repr(self) -> str:
         own: str = super().extra_repr()  # type: ignore[misc]
         binding = binding_of(cast(nn.Module, self))
         shown = [f"{name}: {_placement(param)}" for name, param in binding.params.items()] if binding else []
-        return ", ".join(filter(None, (own, f"gtp=[{', '.join(shown)}]" if shown else "")))
+        separator = "\n  " if "\n" in own else ", "  # lists of parameters take a line for each
+        return separator.join(filter(None, (own, f"gtp=[{', '.join(shown)}]" if shown else "")))
 
 
 class GTPFrame(GTPManaged):
@@ -125,6 +168,8 @@ class GTPFrame(GTPManaged):
         if binding is None or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         group, runtime = binding.group, binding.group.runtime
+        if is_outer_module(module) and not binding.is_hooked:
+            _hook_outer(module, binding)
         frame = runtime.enter(module, hooks=binding.reads_weights)
         is_complete = False
         try:
@@ -137,9 +182,20 @@ class GTPFrame(GTPManaged):
         finally:
             binding.reads_weights |= frame.reads_weights
             runtime.exit(frame, is_complete)
-        if not runtime.is_materializing and torch.is_grad_enabled():
-            _watch_backward(output, runtime.note_backward)
+        if runtime.is_materializing or not torch.is_grad_enabled():
+            return output
+        if is_outer_module(module):
+            return mark(output, runtime.note_backward)
+        _watch_backward(output, runtime.note_backward)
         return output
+
+
+def _hook_outer(module: nn.Module, binding: Binding) -> None:
+    binding.is_hooked = True
+    inner = [binding_of(m) for m in modules_of_unit(module)]
+    params = list({id(p): p for b in inner if b is not None for p in b.params.values()}.values())
+    runtime = binding.group.runtime
+    hook_unit(module, lambda: runtime.publish(params), lambda: runtime.drop_prefetched_of(params))
 
 
 class GTPLinear:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -51,6 +52,18 @@ class SyncFlags:
     gradient_divide_factor: float | None = None
 
 
+class Version(NamedTuple):
+    """What tells that a shard has been written to.
+
+    In-place ops on a DTensor count in the DTensor, those on its local tensor in that; fused and foreach optimizers
+    count in neither, so their steps are counted.
+    """
+
+    param: int
+    shard: int
+    num_updates: int
+
+
 @dataclass(eq=False)
 class Gathered:
     """A full weight in a buffer, and what it was made of.
@@ -62,7 +75,7 @@ class Gathered:
     full: torch.Tensor
     done: Done
     source: torch.Tensor
-    version: int
+    version: Version
     is_alias: bool
     holds: int = 0
     _contiguous: torch.Tensor | None = None
@@ -73,9 +86,21 @@ class Gathered:
             self._contiguous = self.full.contiguous()
         return self._contiguous
 
-    def is_fresh(self, shard: torch.Tensor) -> bool:
-        """False if the shard has been replaced or written since the gather read it."""
-        return self.source is shard and self.version == shard._version
+    def is_fresh(self, weight: ShardedWeight) -> bool:
+        """False if the shard has been replaced or written since the gather read it, or if autograd would refuse it."""
+        if self.buffer.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        return self.source is weight.shard and self.version == weight.version
+
+
+class ReplacedParam(weakref.ref[nn.Parameter]):
+    """From a parameter that ``gtp_shard`` has replaced to what manages the one in its place.
+
+    A module that was tied to it, outside of the module that was passed, still holds it: this is how a later call on
+    that module finds the tie. Nothing else keeps it alive.
+    """
+
+    manager: ManagedParam
 
 
 class ManagedParam:
@@ -98,18 +123,24 @@ class ManagedParam:
         self.flags = SyncFlags()
         self.groups: Groups  # set before the first forward, when the communicators exist
         self.param = param
+        self.replaced: ReplacedParam | None = None
         self.shard = compat.local_tensor(_as_dtensor(param))
-        is_castable = param.is_floating_point()
-        self.compute_dtype: torch.dtype = (mp_policy.param_dtype if is_castable else None) or param.dtype
-        # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
-        self.reduce_dtype: torch.dtype = (mp_policy.reduce_dtype if is_castable else None) or self.compute_dtype
-        # Gradients are summed over uses and microbatches in the wider of the two dtypes.
-        self._sum_dtype = torch.promote_types(self.reduce_dtype, param.dtype)
+        # An outer fully_shard manages the parameter: what is registered is ours only while it is gathered.
+        self.is_cut_again = False
+        self._mp_policy = mp_policy
+        self._set_dtypes()
         # The reduced gradient of the backward that runs, rows of this rank.
         self.reduced: torch.Tensor | None = None
         # Sum over microbatches where .grad has a narrower dtype than the sum; else .grad itself is the sum.
         self._wide_grad: torch.Tensor | None = None
-        self._published_version = -1
+
+    def _set_dtypes(self) -> None:
+        policy = self._mp_policy if self.param.is_floating_point() else MixedPrecisionPolicy()
+        self.compute_dtype: torch.dtype = policy.param_dtype or self.param.dtype
+        # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
+        self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
+        # Gradients are summed over uses and microbatches in the wider of the two dtypes.
+        self._sum_dtype = torch.promote_types(self.reduce_dtype, self.param.dtype)
 
     @property
     def num_ranks(self) -> int:
@@ -119,26 +150,55 @@ class ManagedParam:
     def follow(self, site: Site) -> None:
         """Take over the parameter object that is registered at ``site``, if it is still the same kind of shard.
 
-        ``to_empty``, ``load_state_dict(assign=True)`` and an outer ``fully_shard`` replace the parameter object.
+        ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` and an outer ``fully_shard`` replace the object.
 
         Raises:
-            RuntimeError: The object there is not a shard as ``gtp_shard`` made it.
+            RuntimeError: The object there is not a parameter with a shard as ``gtp_shard`` made it.
         """
-        current = site.module._parameters[site.name]
+        current = site.module._parameters.get(site.name)
         if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
             return
-        if not isinstance(current, DTensor) or not self._same_layout(current):
-            raise RuntimeError(
-                f"Parameter '{self.fqn}' was replaced behind gtp_shard by {_describe(current)}, but its shape is "
-                f"{tuple(self.param.shape)} with placements {self._spec.placements} on mesh axes "
-                f"{self._spec.mesh.mesh_dim_names}. Load values with load_state_dict or copy_ into the DTensor, or "
-                "change the module before gtp_shard."
-            )
+        if isinstance(current, DTensor) and self._is_cut_again(current):
+            self.is_cut_again = True
+            return
+        # A tensor that is no parameter, as functional_call puts there, would never see its gradient.
+        if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
+            raise self._replaced_by(current)
+        if current.dtype != self.param.dtype:
+            self._wide_grad = None
         self.param = current
         self.shard = compat.local_tensor(current)
-        for other in self.sites:
-            other.module._parameters[other.name] = current
-        self._rebound()
+        if not self.is_cut_again:
+            for other in self.sites:
+                other.module._parameters[other.name] = current
+        self._set_dtypes()
+        with torch.inference_mode(False):  # what is made here is for later training, too
+            self._rebound()
+
+    def follow_assigned(self, site: Site, before: nn.Parameter | None) -> None:
+        """Take over what ``load_state_dict(assign=True)`` has put in the place of ``before``, or put that back.
+
+        Raises:
+            RuntimeError: It is not placed as ``before`` is.
+        """
+        current = site.module._parameters.get(site.name)
+        try:
+            if isinstance(before, DTensor) and isinstance(current, DTensor):
+                spec, expected = compat.dtensor_spec(current), compat.dtensor_spec(before)
+                if (spec.mesh, spec.placements) != (expected.mesh, expected.placements):
+                    raise self._replaced_by(current)
+            self.follow(site)
+        except RuntimeError:
+            site.module._parameters[site.name] = before
+            raise
+
+    def _replaced_by(self, current: object) -> RuntimeError:
+        return RuntimeError(
+            f"Parameter '{self.fqn}' was replaced behind gtp_shard by {_describe(current)}, but gtp_shard expects a "
+            f"parameter of shape {tuple(self.param.shape)} with placements {self._spec.placements} on mesh axes "
+            f"{self._spec.mesh.mesh_dim_names} (rank {dist.get_rank()}). Load values with load_state_dict or copy_ into "
+            "the DTensor, change the module before gtp_shard, and call it without functional_call."
+        )
 
     @property
     def _spec(self) -> compat.DTensorSpec:
@@ -152,6 +212,34 @@ class ManagedParam:
             and spec.placements == mine.placements
             and compat.local_tensor(other).shape == self.shard.shape
         )
+
+    def _is_cut_again(self, other: DTensor) -> bool:
+        """Whether ``other`` is this parameter as an outer ``fully_shard`` keeps it between its gathers."""
+        spec, mine = compat.dtensor_spec(other), self._spec
+        num_axes, names = mine.mesh.ndim, spec.mesh.mesh_dim_names or ()
+        return (
+            spec.mesh.ndim > num_axes
+            and other.shape == self.param.shape
+            and spec.placements[-num_axes:] == mine.placements
+            and names[-num_axes:] == mine.mesh.mesh_dim_names
+        )
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the shard is there: an outer ``fully_shard`` registers it only while it has gathered it."""
+        site = self.sites[0]
+        return site.module._parameters.get(site.name) is self.param
+
+    def check_readable(self) -> None:
+        """Raises:
+        RuntimeError: The parameter is used while an outer ``fully_shard`` has not gathered it.
+        """
+        if self.is_cut_again and not self.is_readable:
+            raise RuntimeError(
+                f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} is used outside of the forward or backward "
+                "of the fully_shard module that manages it, so its gtp shard is not gathered over the outer axes. Call "
+                "fully_shard on a module whose forward contains all uses of it."
+            )
 
     def _rebound(self) -> None:
         """Called after another parameter object has been taken over."""
@@ -169,23 +257,30 @@ class ManagedParam:
         reduced, self.reduced = self.reduced, None
         if reduced is None:
             return
-        grad = self.param.grad
+        grad, dtype = self.param.grad, self.param.dtype
+        earlier, self._wide_grad = self._wide_grad, None
         if grad is None:
-            self._wide_grad = reduced if self._sum_dtype != self.param.dtype else None
-            local = reduced.to(self.param.dtype)
-            self.param.grad = compat.wrap_local(local, self._spec)
+            self.param.grad = compat.wrap_local(reduced.to(dtype), self._spec)
         else:
             local = compat.local_tensor(_as_dtensor(grad))
-            if self._wide_grad is not None and local._version == self._published_version:
-                self._wide_grad += reduced
-                local.copy_(self._wide_grad)
-            else:
-                # The user changed .grad since (or autograd added to it): what is there is the sum so far.
-                self._wide_grad = None
-                local += reduced
-        self._published_version = local._version
+            total = local.to(reduced.dtype)  # .grad itself if it is as wide
+            if earlier is not None:
+                # Go on from the sum where .grad still is the rounded sum. Elsewhere the user has changed it (clipping,
+                # zeroing), which need not show in its version: what is there counts.
+                total = torch.where(earlier.to(dtype) == local, earlier, total)
+            total += reduced
+            if total is not local:
+                local.copy_(total)
+            reduced = total
+        if reduced.dtype != dtype:
+            self._wide_grad = reduced
         for hook in compat.post_accumulate_grad_hooks(self.param):
             hook(self.param)
+
+    def end_accumulation(self) -> None:
+        """Free the sum over microbatches if the user has dropped ``.grad``."""
+        if self._wide_grad is not None and self.param.grad is None:
+            self._wide_grad = None
 
     def reset_grads(self) -> None:
         """Forget gradients of a backward that broke off."""
@@ -223,6 +318,31 @@ class ShardedWeight(ManagedParam):
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
         self.unreplicated_grad: torch.Tensor | None = None
         self.is_pinned = False
+        # Optimizer steps that may have written to the shard.
+        self.num_updates = 0
+        self._rebound()
+
+    def _rebound(self) -> None:
+        self._leaf = torch.empty(0, dtype=self.param.dtype, device=self.shard.device)
+        if self.tp_spec is not None:
+            # It is gathered in the compute dtype.
+            spec = self.tp_spec
+            self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
+
+    @property
+    def leaf(self) -> torch.Tensor:
+        """What stands for the parameter in autograd's graph, empty.
+
+        The gradient does not go through autograd. If the parameter itself were in the graph, autograd would call its
+        post-accumulate-grad hooks all the same, long before there is a gradient.
+        """
+        if self._leaf.requires_grad != self.param.requires_grad:
+            self._leaf.requires_grad_(self.param.requires_grad)
+        return self._leaf
+
+    @property
+    def version(self) -> Version:
+        return Version(self.param._version, self.shard._version, self.num_updates)
 
     @property
     def state(self) -> WeightState:
@@ -276,6 +396,9 @@ class WholeParam(ManagedParam):
     def _rebound(self) -> None:
         value = self.shard.detach()
         if self.tp_spec is not None:
+            # It is cast when it is read.
+            spec = self.tp_spec
+            self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, value.dtype)
             value = compat.wrap_local(value, self.tp_spec)
         self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
         if self.leaf.is_floating_point() or self.leaf.is_complex():

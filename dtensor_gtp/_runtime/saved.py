@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .param import Gathered, ShardedWeight
+from .param import Gathered, ShardedWeight, Version
 
 if TYPE_CHECKING:
     from .state import Runtime
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class _WeightUse:
     """One weight in one frame: the handles saved of it, and the gather that serves them in backward."""
 
-    def __init__(self, weight: ShardedWeight, version: int) -> None:
+    def __init__(self, weight: ShardedWeight, version: Version) -> None:
         self.weight = weight
         self.version = version
         self.num_saved = 0
@@ -46,6 +46,26 @@ class _Delegated(NamedTuple):
 
     unpack: compat.UnpackHook
     packed: Any
+
+
+class _Saved(NamedTuple):
+    """Any other saved tensor, where there are no hooks around ours.
+
+    Detached, because an op that saves its own output would hold itself alive. Autograd checks no versions of what hooks
+    have packed: it is done here.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead."
+            )
+        return self.tensor
 
 
 class SavedWeights:
@@ -81,7 +101,9 @@ class SavedWeights:
         # Tensor subclasses other than DTensor may have no storage to ask for.
         use = self._uses.get(inner.untyped_storage().data_ptr()) if type(inner) in _PLAIN else None
         if use is None:
-            return tensor if self._outer is None else _Delegated(self._outer[1], self._outer[0](tensor))
+            if self._outer is not None:
+                return _Delegated(self._outer[1], self._outer[0](tensor))
+            return _Saved(tensor.detach(), tensor._version)
         use.num_saved += 1
         spec = compat.dtensor_spec(tensor) if is_dtensor else None  # type: ignore[arg-type]
         return _Handle(use, inner.size(), inner.stride(), int(inner.storage_offset()), spec)
@@ -89,9 +111,8 @@ class SavedWeights:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Delegated):
             return packed.unpack(packed.packed)
-        if not isinstance(packed, _Handle):
-            tensor: torch.Tensor = packed
-            return tensor
+        if isinstance(packed, _Saved):
+            return packed.unpack()
         gathered = self._gathered_for(packed.use)
         base = gathered.contiguous()
         view = torch.as_strided(base, packed.size, packed.stride, packed.offset).detach()
@@ -128,15 +149,14 @@ class SavedWeights:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def check_unmodified(weight: ShardedWeight, version: int) -> None:
+def check_unmodified(weight: ShardedWeight, version: Version) -> None:
     """Raises:
     RuntimeError: The weight was written between the forward that used it and this backward, as autograd raises for
         any saved tensor.
     """
-    if weight.shard._version != version:
+    if weight.version != version:
         raise RuntimeError(
             f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been modified by an inplace "
-            f"operation since its forward: its shard is at version {weight.shard._version}; expected version "
-            f"{version}. "
-            "Run backward before the optimizer step, or the forward again after it."
+            f"operation since its forward: it is at {weight.version}; expected {version}. Run backward before the "
+            "optimizer step, or the forward again after it."
         )

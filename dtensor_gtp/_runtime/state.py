@@ -11,12 +11,15 @@ this keeps its memory alive and its values right; it only costs memory.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
@@ -48,6 +51,16 @@ class Frame:
         self.reads_weights = False
 
 
+class _EndOfBackward:
+    """Runs ``finish`` at the end of a backward. Autograd alone holds it: if it is gone, that backward has failed."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        self._finish()
+
+
 class Runtime:
     """Runtime of a root module and everything below it.
 
@@ -71,10 +84,27 @@ class Runtime:
         self._forward_chain: Chain | None = None
         self._differentiable_chain: Chain | None = None
         self._is_in_backward = False
+        self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
         self._backward_chain = self._chain(ChainKey(None, True))
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
+        self._watch_optimizers()
+
+    def _watch_optimizers(self) -> None:
+        """Count optimizer steps, of which fused and foreach ones leave no trace in the tensors they write to."""
+        this = weakref.ref(self)
+
+        def note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            runtime = this()
+            if runtime is None:
+                return
+            updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            for weight in runtime.weights:
+                weight.num_updates += id(weight.param) in updated
+
+        hook = register_optimizer_step_post_hook(torch.compiler.disable(note_step))
+        weakref.finalize(self, hook.remove)
 
     def add(self, params: Iterable[ManagedParam]) -> None:
         """Take over parameters, also those of a nested ``gtp_shard`` call that had a runtime of its own."""
@@ -126,6 +156,7 @@ class Runtime:
                 self._forward_chain.end()
             else:
                 self._forward_chain.cancel()
+                self._end_keeps()
             self._forward_chain = None
 
     def _close(self, frame: Frame) -> None:
@@ -139,6 +170,9 @@ class Runtime:
             # The last backward raised before its end: its prefetches and gradients are void.
             self._abandon_backward()
         self._ensure_initialized()
+        self._end_keeps()
+        for param in self.params:
+            param.end_accumulation()
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
         self._prefetch(self._forward_chain.begin())
@@ -147,7 +181,7 @@ class Runtime:
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
         if self._is_initialized:
             return
-        meta = [param.fqn for param in self.params if self._follow(param).shard.is_meta]
+        meta = [param.fqn for param in self.params if self._is_meta(param)]
         if meta:
             raise RuntimeError(
                 f"Parameters {meta} are still on the meta device at the first forward. Materialize them with "
@@ -158,9 +192,10 @@ class Runtime:
         self._is_initialized = True
 
     @staticmethod
-    def _follow(param: ManagedParam) -> ManagedParam:
+    def _is_meta(param: ManagedParam) -> bool:
         param.follow(param.sites[0])
-        return param
+        registered = param.sites[0].module._parameters[param.sites[0].name]
+        return registered is not None and compat.local_tensor(registered).is_meta  # type: ignore[arg-type]
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
@@ -168,7 +203,8 @@ class Runtime:
         """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
         self._ensure_initialized()
         gathered = weight.live
-        if gathered is None or not gathered.is_fresh(weight.shard):
+        if gathered is None or not gathered.is_fresh(weight):
+            weight.check_readable()
             gathered = self._take_kept(weight) or self._take_prefetched(weight) or self._gather(weight)
             weight.live = gathered
             self._advance(weight)
@@ -177,6 +213,15 @@ class Runtime:
         self.comm.wait(gathered.done)
         return gathered
 
+    @contextmanager
+    def using(self, weight: ShardedWeight) -> Iterator[torch.Tensor]:
+        """A use that ends with the context: the full weight."""
+        gathered = self.acquire(weight)
+        try:
+            yield gathered.full
+        finally:
+            self.release(weight, gathered)
+
     def release(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """End a use."""
         gathered.holds -= 1
@@ -184,7 +229,7 @@ class Runtime:
             return
         if weight.live is gathered:
             weight.live = None
-        if self._is_kept_after_use(weight) and gathered.is_fresh(weight.shard):
+        if self._is_kept_after_use(weight) and gathered.is_fresh(weight):
             weight.kept = gathered
         else:
             self._free(gathered)
@@ -202,9 +247,17 @@ class Runtime:
         is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
         return is_last and self._backward_chain.plan[:1] == (weight.index,)
 
+    def _end_keeps(self) -> None:
+        """A weight is kept from a forward to its backward at most, unless the user asks for more: between passes shards
+        are also written to in ways that leave no trace (``.data``, foreach functions, ``dcp.load``)."""
+        for weight in self.weights:
+            is_lasting = weight.is_pinned or not weight.flags.reshard_after_backward
+            if weight.kept is not None and (weight.is_cut_again or not is_lasting):
+                self.drop_kept(weight)
+
     def _take_kept(self, weight: ShardedWeight) -> Gathered | None:
         kept, weight.kept = weight.kept, None
-        if kept is None or kept.is_fresh(weight.shard):
+        if kept is None or kept.is_fresh(weight):
             return kept
         self._discard(kept)
         return None
@@ -212,6 +265,7 @@ class Runtime:
     def _free(self, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
         if self.debug.poison and not gathered.is_alias:
+            gathered.done = Done()  # a background work holds its tensors also when it is complete
             full, gathered.full, gathered._contiguous = gathered.full, gathered.buffer, None
             del full
             # Two owners are ours: the buffer and the Python object of its storage that we ask with.
@@ -225,7 +279,7 @@ class Runtime:
         rows = layout.rows_of(shard)
         if layout.world == 1:
             buffer = rows if rows.dtype == dtype else rows.to(dtype)
-            return Gathered(buffer, layout.full_view(buffer), Done(), shard, shard._version, buffer is rows)
+            return Gathered(buffer, layout.full_view(buffer), Done(), shard, weight.version, buffer is rows)
         buffer = torch.empty(layout.buffer_shape, dtype=dtype, device=shard.device)
         is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
         with profiler_range("GTP::all_gather", weight.fqn), self.comm.gathering():
@@ -238,7 +292,7 @@ class Runtime:
             done = self.comm.gather_done(
                 collectives.all_gather(buffer, slot, weight.groups.gather, self.comm.has_streams)
             )
-        return Gathered(buffer, layout.full_view(buffer), done, shard, shard._version, False)
+        return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
 
     def _active_chain(self) -> Chain | None:
         return self._backward_chain if self._is_in_backward else self._forward_chain
@@ -258,13 +312,15 @@ class Runtime:
         """Launch a gather for each use in the window that has none in flight yet, in order."""
         for position, index in enumerate(window, 1):
             weight = self.weights[index]
+            if weight.is_cut_again and not weight.is_readable:
+                continue
             if weight.kept is None and len(weight.pending) < window[:position].count(index):
                 weight.pending.append(self._gather(weight))
 
     def _take_prefetched(self, weight: ShardedWeight) -> Gathered | None:
         while weight.pending:
             gathered = weight.pending.popleft()
-            if gathered.is_fresh(weight.shard):
+            if gathered.is_fresh(weight):
                 return gathered
             self._discard(gathered)
         return None
@@ -284,7 +340,7 @@ class Runtime:
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight ahead of any use, for ``unshard``."""
         self._ensure_initialized()
-        if weight.live is None and (weight.kept is None or not weight.kept.is_fresh(weight.shard)):
+        if weight.live is None and (weight.kept is None or not weight.kept.is_fresh(weight)):
             self.drop_kept(weight)
             weight.follow(weight.sites[0])
             weight.kept = self._take_prefetched(weight) or self._gather(weight)
@@ -323,7 +379,7 @@ class Runtime:
             frame.saved.watch(weight, gathered)
         if not is_differentiable:
             return weight.for_modules(gathered)
-        value: torch.Tensor = Materialize.apply(weight.param, self, weight, gathered)  # type: ignore[no-untyped-call]
+        value: torch.Tensor = Materialize.apply(weight.leaf, self, weight, gathered)  # type: ignore[no-untyped-call]
         return value
 
     def read_pinned(self, weight: ShardedWeight) -> torch.Tensor:
@@ -331,7 +387,7 @@ class Runtime:
         gathered = self.acquire(weight)
         try:
             if torch.is_grad_enabled() and weight.param.requires_grad:
-                value: torch.Tensor = Materialize.apply(weight.param, self, weight, gathered)  # type: ignore[no-untyped-call]
+                value: torch.Tensor = Materialize.apply(weight.leaf, self, weight, gathered)  # type: ignore[no-untyped-call]
                 return value
             return weight.for_modules(gathered)
         finally:
@@ -342,22 +398,32 @@ class Runtime:
     def note_backward(self) -> None:
         """Called by whatever happens first in a backward: its chain begins, and its end is awaited."""
         if self._is_in_backward:
-            return
+            if self._end_of_backward is not None and self._end_of_backward() is not None:
+                return
+            # A backward that raised, and this is another one, without a forward in between.
+            self._abandon_backward()
         self._is_in_backward = True
-        compat.queue_backward_callback(self._finish_backward)
+        end = _EndOfBackward(self._finish_backward)
+        self._end_of_backward = weakref.ref(end)
+        compat.queue_backward_callback(end)
         self._prefetch(self._backward_chain.begin())
 
     def watch_saved(self, saved: SavedWeights) -> None:
         """``saved`` holds gathered weights in this backward; they are released at its end at the latest."""
         self._backward_saved.append(saved)
 
-    def _finish_backward(self) -> None:
-        """End of backward, on the caller's stream: all gradients are in ``.grad`` when this returns."""
+    def _release_read_in_backward(self) -> None:
+        """Release what was read as an attribute or for saved tensors, and not released by its last use."""
         self._close(self._backward_frame)
         for saved in self._backward_saved:
             saved.release_all()
         self._backward_saved.clear()
+
+    def _finish_backward(self) -> None:
+        """End of backward, on the caller's stream: all gradients are in ``.grad`` when this returns."""
+        self._release_read_in_backward()
         self._drop_prefetched()
+        self._end_keeps()
         self._is_in_backward = False
         self._backward_chain.end()
         if self.is_last_backward:
@@ -365,16 +431,27 @@ class Runtime:
             self.grads.reduce_whole(self.whole)
             self.grads.publish(self.params)
 
+    def publish(self, params: Sequence[ManagedParam]) -> None:
+        """Complete the gradients of ``params`` now, within backward: an outer ``fully_shard`` is about to read them."""
+        if self.is_last_backward:
+            self.grads.flush([param for param in params if isinstance(param, ShardedWeight)])
+            self.grads.reduce_whole([param for param in params if isinstance(param, WholeParam)])
+            self.grads.publish(params)
+
+    def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
+        """Their shards are about to be freed: nothing may read them any more."""
+        for param in params:
+            while isinstance(param, ShardedWeight) and param.pending:
+                self._discard(param.pending.pop())
+
     def _abandon_backward(self) -> None:
         logger.warning("the last backward did not complete; its gradients are dropped")
         self._is_in_backward = False
         self.comm.abandon()
-        self._backward_frame = Frame()
-        self._backward_saved.clear()
+        self._release_read_in_backward()
         self._backward_chain.cancel()
-        for weight in self.weights:
-            weight.live = None
         self._drop_prefetched()
+        self._end_keeps()
         for param in self.params:
             param.reset_grads()
 
@@ -384,7 +461,7 @@ class Materialize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, param: torch.Tensor, runtime: Runtime, weight: ShardedWeight, gathered: Gathered
+        ctx: Any, leaf: torch.Tensor, runtime: Runtime, weight: ShardedWeight, gathered: Gathered
     ) -> torch.Tensor:
         ctx.runtime, ctx.weight = runtime, weight
         return weight.for_modules(gathered)

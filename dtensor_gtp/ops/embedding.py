@@ -24,11 +24,9 @@ def embedding(indices: torch.Tensor, padding_idx: int | None, runtime: Runtime, 
         Shape ``(*indices.shape, embedding_dim)``.
     """
     if not torch.is_grad_enabled() or not weight.param.requires_grad:
-        gathered = runtime.acquire(weight)
-        output = F.embedding(indices, gathered.full, padding_idx)
-        runtime.release(weight, gathered)
-        return output
-    result: torch.Tensor = _Embedding.apply(indices, weight.param, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
+        with runtime.using(weight) as full:
+            return F.embedding(indices, full, padding_idx)
+    result: torch.Tensor = _Embedding.apply(indices, weight.leaf, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -37,14 +35,13 @@ class _Embedding(torch.autograd.Function):
     def forward(
         ctx: Any,
         indices: torch.Tensor,
-        param: torch.Tensor,
+        leaf: torch.Tensor,
         padding_idx: int | None,
         runtime: Runtime,
         weight: ShardedWeight,
     ) -> torch.Tensor:
-        gathered = runtime.acquire(weight)
-        output = F.embedding(indices, gathered.full, padding_idx)
-        runtime.release(weight, gathered)
+        with runtime.using(weight) as full:
+            output = F.embedding(indices, full, padding_idx)
         ctx.runtime, ctx.weight = runtime, weight
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
         ctx.save_for_backward(indices)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_unmodified
 from .._runtime.state import Runtime
@@ -25,11 +26,9 @@ def linear(input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, wei
         Shape ``(*, out_features)``.
     """
     if not torch.is_grad_enabled():
-        gathered = runtime.acquire(weight)
-        output = F.linear(input, gathered.full, bias)
-        runtime.release(weight, gathered)
-        return output
-    result: torch.Tensor = _Linear.apply(input, weight.param, bias, runtime, weight)  # type: ignore[no-untyped-call]
+        with runtime.using(weight) as full:
+            return F.linear(input, full, bias)
+    result: torch.Tensor = _Linear.apply(input, weight.leaf, bias, runtime, weight)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -38,15 +37,14 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: torch.Tensor,
-        param: torch.Tensor,
+        leaf: torch.Tensor,
         bias: torch.Tensor | None,
         runtime: Runtime,
         weight: ShardedWeight,
     ) -> torch.Tensor:
-        gathered = runtime.acquire(weight)
-        output = F.linear(input, gathered.full, bias)
-        ctx.runtime, ctx.weight, ctx.version = runtime, weight, gathered.version
-        runtime.release(weight, gathered)
+        ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
+        with runtime.using(weight) as full:
+            output = F.linear(input, full, bias)
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(input)
         else:
@@ -59,9 +57,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         runtime: Runtime = ctx.runtime
         weight: ShardedWeight = ctx.weight
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_weight = needs_weight and compat.is_awaited(ctx, 1)
         runtime.note_backward()
         saved = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
         grad_input = grad_bias = None
         if needs_weight:
@@ -69,9 +68,8 @@ class _Linear(torch.autograd.Function):
             _wgrad(runtime, weight, grad_2d, saved[0].reshape(-1, saved[0].shape[-1]))
         if needs_input:
             check_unmodified(weight, ctx.version)
-            gathered = runtime.acquire(weight)
-            grad_input = grad_output.matmul(gathered.full)
-            runtime.release(weight, gathered)
+            with runtime.using(weight) as full:
+                grad_input = grad_output.matmul(full)
         if needs_bias:
             grad_bias = grad_2d.sum(0)
         return grad_input, None, grad_bias, None, None

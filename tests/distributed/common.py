@@ -7,15 +7,20 @@ parameters after the optimizer step; never the loss alone.
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_gtp import SchedulePolicy
 
@@ -128,6 +133,29 @@ def check_training(
             opt.zero_grad()
         assert_same_params(model, reference, "param", **tolerance)
     return model
+
+
+@contextmanager
+def fake_world(rank: int = 0, world_size: int = 4) -> Iterator[None]:
+    """Be one rank of a process group whose collectives communicate nothing, in this process."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def shared_directory() -> Iterator[Path]:
+    """A temporary directory that all ranks see, removed when all of them have left."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    try:
+        yield Path(names[0])
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(names[0])
 
 
 @contextmanager

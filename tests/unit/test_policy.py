@@ -1,0 +1,78 @@
+"""Policies and debug switches: what they accept, what they refuse and how they say it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dtensor_gtp import SchedulePolicy
+from dtensor_gtp._runtime.debug import DebugFlags
+
+
+def test_schedule_policy_defaults() -> None:
+    assert SchedulePolicy() == SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024)
+
+
+def test_schedule_policy_accepts_its_bounds() -> None:
+    policy = SchedulePolicy(prefetch_depth=0, max_inflight_reduce_scatters=1, min_shard_numel=0)
+    assert dataclasses.astuple(policy)[:3] == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("prefetch_depth", -1, 0), ("max_inflight_reduce_scatters", 0, 1), ("min_shard_numel", -5, 0)],
+)
+def test_schedule_policy_refuses_values_out_of_range(name: str, value: int, least: int) -> None:
+    with pytest.raises(ValueError, match=f"SchedulePolicy expects {name} >= {least}, but got {value}"):
+        SchedulePolicy(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["prefetch_depth", "max_inflight_reduce_scatters", "min_shard_numel"])
+@pytest.mark.parametrize("value", [1.0, True, "2", None])
+def test_schedule_policy_refuses_what_is_not_an_int(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"SchedulePolicy expects an int for {name}, but got {value!r}"):
+        SchedulePolicy(**{name: value})  # type: ignore[arg-type]
+
+
+def test_schedule_policy_is_checked_by_replace_too() -> None:
+    with pytest.raises(ValueError, match="prefetch_depth >= 0, but got -3"):
+        dataclasses.replace(SchedulePolicy(), prefetch_depth=-3)
+
+
+def test_schedule_policy_is_frozen_and_hashable() -> None:
+    policy = SchedulePolicy()
+    with pytest.raises(dataclasses.FrozenInstanceError, match="prefetch_depth"):
+        policy.prefetch_depth = 3  # type: ignore[misc]
+    assert len({policy, SchedulePolicy(), SchedulePolicy(prefetch_depth=3)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("", DebugFlags()),
+        (" , ", DebugFlags()),
+        ("poison", DebugFlags(poison=True)),
+        ("delay", DebugFlags(delay_seed=0)),
+        ("delay=17", DebugFlags(delay_seed=17)),
+        ("poison,delay=7", DebugFlags(poison=True, delay_seed=7)),
+        (" delay=7 , poison ", DebugFlags(poison=True, delay_seed=7)),
+    ],
+)
+def test_debug_flags_parse(monkeypatch: pytest.MonkeyPatch, text: str, flags: DebugFlags) -> None:
+    monkeypatch.setenv("DTENSOR_GTP_DEBUG", text)
+    assert DebugFlags.from_env() == flags
+
+
+def test_debug_flags_are_off_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DTENSOR_GTP_DEBUG", raising=False)
+    assert DebugFlags.from_env() == DebugFlags(poison=False, delay_seed=None)
+
+
+@pytest.mark.parametrize("word", ["posion", "poison=1", "delay=x", "delay=-1", "delay=1.5", "delay=\u00b2", "1"])
+def test_debug_flags_refuse_unknown_words(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("DTENSOR_GTP_DEBUG", f"poison,{word}")
+    with pytest.raises(
+        ValueError, match=f"DTENSOR_GTP_DEBUG expects 'poison', 'delay' or 'delay=SEED', but got '{word}'"
+    ):
+        DebugFlags.from_env()
