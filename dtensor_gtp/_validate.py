@@ -187,7 +187,7 @@ def agree_on_all_ranks(
     *,
     caller: str = "gtp_shard",
     expected: str = "the same module and policies",
-    remedy: str = "Build the same module everywhere and make shard_placement_fn and the policies independent of the rank.",
+    remedy: str = "Build the same module everywhere; make shard_placement_fn and the policies independent of the rank.",
 ) -> T:
     """Run ``check`` on each rank of ``mesh``; raise on all of them if one raised or their results differ.
 

@@ -15,8 +15,8 @@ from . import _dtensor_random, _grad_scaler
 from ._build import Decision, decide, make_param
 from ._runtime.debug import DebugFlags
 from ._runtime.group import ShardGroup
-from ._runtime.modules import Binding, bind, binding_of
-from ._runtime.param import ManagedParam, ShardedWeight
+from ._runtime.modules import Binding, bind, binding_of, unmanaged_params
+from ._runtime.param import ManagedParam, ShardedWeight, Site
 from ._runtime.state import Runtime
 from ._validate import agree_on_all_ranks, device_of, in_rank_order, validate_call, validate_mesh, validate_module
 from .policy import MixedPrecisionPolicy, SchedulePolicy
@@ -46,6 +46,9 @@ def gtp_shard(
     While a forward or backward of the module runs, ``submodule.weight`` reads as the full weight; else it is the
     sharded DTensor, with which optimizers, ``clip_grad_norm_`` and ``torch.distributed.checkpoint`` work.
     Create the optimizer after this call.
+
+    Each use of a weight is a collective: all ranks of the mesh run the same modules in the same order. A module that a
+    rank has no data for, such as an expert of a mixture that got no tokens there, runs on none.
 
     Args:
         module: Any module, on CPU, on the mesh's device or on the meta device. Parameters may be plain tensors, equal
@@ -121,7 +124,10 @@ def _shard(
         if submodule in nested or not (submodule is module or _contains_managed(submodule, owned, nested)):
             continue
         mixins = (GTPModule,) if submodule is module else ()
-        bind(submodule, Binding(group, owned.get(submodule, {})), mixins, classes)
+        bind(submodule, Binding(submodule, group, owned.get(submodule, {})), mixins, classes)
+    known = {site for m in nested if (b := binding_of(m)) is not None for site in b.group.unmanaged}
+    sites = {Site(owner, name) for _, owner, name in unmanaged_params(module)}
+    group.unmanaged = {site for site in sites if site.module not in nested or site in known}
     _move_buffers(module, device)
     _grad_scaler.install()
     for mesh_of_param in {param.param.device_mesh for param in group.params}:  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
-from .param import ManagedParam
+from .param import ManagedParam, Site
 from .state import Runtime
 
 
@@ -30,6 +30,9 @@ class ShardGroup:
         self.mp_policy = mp_policy
         self.runtime = runtime
         self.params: list[ManagedParam] = []
+        # Parameters below the module that nobody manages, as gtp_shard found them: the ignored ones.
+        self.unmanaged: set[Site] = set()
+        self.is_checked = False
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = self.mp_policy.param_dtype

@@ -8,12 +8,17 @@ and hooks are those of ``nn.Module``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _torch_compat as compat
+from ..ops.compiled import CompiledWeight, materialize
+from ..ops.compiled import embedding as compiled_embedding
+from ..ops.compiled import linear as compiled_linear
 from ..ops.embedding import embedding
 from ..ops.linear import linear
 from .outer import hook_unit, is_outer_module, mark, modules_of_unit
@@ -29,13 +34,20 @@ class Binding:
     """What ``gtp_shard`` attaches to a module.
 
     Args:
+        module: The module.
         group: The ``gtp_shard`` call that manages the module.
         params: Managed parameters that are registered on this very module, by attribute name.
     """
 
-    def __init__(self, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
+    def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
         self.group = group
         self.params = params
+        # The same weights as compiled code names them.
+        self.compiled = {
+            name: CompiledWeight(lambda: group.runtime, param, Site(module, name))
+            for name, param in params.items()
+            if isinstance(param, ShardedWeight)
+        }
         # Whether the forward of this module reads sharded weights as attributes: known for owners whose forward is not
         # fused, learned in the first forward for modules that read another module's weights.
         self.reads_weights = False
@@ -66,6 +78,8 @@ class ParamAccess:
         if managed is None or registered is None:
             return registered
         assert binding is not None
+        if torch.compiler.is_compiling():
+            return managed.value() if isinstance(managed, WholeParam) else materialize(binding.compiled[self._name])
         runtime = binding.group.runtime
         if runtime.is_materializing:
             managed.follow(Site(module, self._name))
@@ -170,6 +184,8 @@ class GTPFrame(GTPManaged):
         group, runtime = binding.group, binding.group.runtime
         if is_outer_module(module) and not binding.is_hooked:
             _hook_outer(module, binding)
+        if not group.is_checked:
+            _refuse_added_params(group)
         frame = runtime.enter(module, hooks=binding.reads_weights)
         is_complete = False
         try:
@@ -190,6 +206,28 @@ class GTPFrame(GTPManaged):
         return output
 
 
+def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Parameters below ``module`` that no call manages: fully qualified name, owner and attribute name."""
+    for prefix, owner in module.named_modules():
+        binding = binding_of(owner)
+        for name, param in owner._parameters.items():
+            if param is not None and (binding is None or name not in binding.params):
+                yield f"{prefix}.{name}" if prefix else name, owner, name
+
+
+def _refuse_added_params(group: ShardGroup) -> None:
+    """First forward: a parameter that nobody manages nor ignores would train on this rank's data alone, silently."""
+    for fqn, owner, name in unmanaged_params(group.module):
+        param = owner._parameters[name]
+        if param is not None and param.requires_grad and Site(owner, name) not in group.unmanaged:
+            raise RuntimeError(
+                f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
+                f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
+                "before gtp_shard, and pass the parameter in ignored_params if it is to stay local."
+            )
+    group.is_checked = True
+
+
 def _hook_outer(module: nn.Module, binding: Binding) -> None:
     binding.is_hooked = True
     inner = [binding_of(m) for m in modules_of_unit(module)]
@@ -207,6 +245,9 @@ class GTPLinear:
         assert binding is not None
         weight, bias = binding.params["weight"], binding.params.get("bias")
         runtime = binding.group.runtime
+        if torch.compiler.is_compiling():
+            # Reads the bias as an attribute: whichever it is, the graph gets its value.
+            return compiled_linear(input, module.bias, binding.compiled["weight"])
         is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
         if not is_plain or torch.is_autocast_enabled(input.device.type) or module._parameters["weight"] is None:
             return _in_frame(self, GTPLinear, input)
@@ -229,6 +270,8 @@ class GTPEmbedding:
         assert binding is not None
         weight = binding.params["weight"]
         assert isinstance(weight, ShardedWeight)
+        if torch.compiler.is_compiling():
+            return compiled_embedding(input, module.padding_idx, binding.compiled["weight"])
         weight.follow(Site(module, "weight"))
         return embedding(input, module.padding_idx, binding.group.runtime, weight)
 

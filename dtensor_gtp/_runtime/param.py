@@ -125,6 +125,8 @@ class ManagedParam:
         self.param = param
         self.replaced: ReplacedParam | None = None
         self.shard = compat.local_tensor(_as_dtensor(param))
+        # What stands for the parameter in autograd's graph.
+        self.leaf: torch.Tensor
         # An outer fully_shard manages the parameter: what is registered is ours only while it is gathered.
         self.is_cut_again = False
         self._mp_policy = mp_policy
@@ -157,6 +159,7 @@ class ManagedParam:
         """
         current = site.module._parameters.get(site.name)
         if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
+            self._follow_frozen()
             return
         if isinstance(current, DTensor) and self._is_cut_again(current):
             self.is_cut_again = True
@@ -196,8 +199,8 @@ class ManagedParam:
         return RuntimeError(
             f"Parameter '{self.fqn}' was replaced behind gtp_shard by {_describe(current)}, but gtp_shard expects a "
             f"parameter of shape {tuple(self.param.shape)} with placements {self._spec.placements} on mesh axes "
-            f"{self._spec.mesh.mesh_dim_names} (rank {dist.get_rank()}). Load values with load_state_dict or copy_ into "
-            "the DTensor, change the module before gtp_shard, and call it without functional_call."
+            f"{self._spec.mesh.mesh_dim_names} (rank {dist.get_rank()}). Load values with load_state_dict or copy_ "
+            "into the DTensor, change the module before gtp_shard, and call it without functional_call."
         )
 
     @property
@@ -277,10 +280,16 @@ class ManagedParam:
         for hook in compat.post_accumulate_grad_hooks(self.param):
             hook(self.param)
 
-    def end_accumulation(self) -> None:
-        """Free the sum over microbatches if the user has dropped ``.grad``."""
+    def begin_forward(self) -> None:
+        """What may have changed since the last pass: a sum over microbatches that the user has dropped with ``.grad``,
+        and whether the parameter is frozen."""
         if self._wide_grad is not None and self.param.grad is None:
             self._wide_grad = None
+        self._follow_frozen()
+
+    def _follow_frozen(self) -> None:
+        if self.leaf.requires_grad != self.param.requires_grad:
+            self.leaf.requires_grad_(self.param.requires_grad)
 
     def reset_grads(self) -> None:
         """Forget gradients of a backward that broke off."""
@@ -323,22 +332,16 @@ class ShardedWeight(ManagedParam):
         self._rebound()
 
     def _rebound(self) -> None:
-        self._leaf = torch.empty(0, dtype=self.param.dtype, device=self.shard.device)
+        # What stands for the parameter in autograd's graph, empty. The gradient does not go through autograd. If the
+        # parameter itself were in the graph, autograd would call its post-accumulate-grad hooks all the same, long
+        # before there is a gradient.
+        self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.shard.device)
+        if self.param.is_floating_point():
+            self.leaf.requires_grad_(self.param.requires_grad)
         if self.tp_spec is not None:
             # It is gathered in the compute dtype.
             spec = self.tp_spec
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
-
-    @property
-    def leaf(self) -> torch.Tensor:
-        """What stands for the parameter in autograd's graph, empty.
-
-        The gradient does not go through autograd. If the parameter itself were in the graph, autograd would call its
-        post-accumulate-grad hooks all the same, long before there is a gradient.
-        """
-        if self._leaf.requires_grad != self.param.requires_grad:
-            self._leaf.requires_grad_(self.param.requires_grad)
-        return self._leaf
 
     @property
     def version(self) -> Version:
@@ -410,22 +413,18 @@ class WholeParam(ManagedParam):
 
     def value(self) -> torch.Tensor:
         """The parameter as modules see it, in the compute dtype."""
-        if self.leaf.requires_grad != self.param.requires_grad:
-            self.leaf.requires_grad_(self.param.requires_grad)
         return self.leaf if self.leaf.dtype == self.compute_dtype else self.leaf.to(self.compute_dtype)
 
     def take_local_grad(self) -> torch.Tensor | None:
         """The local gradient since the last reduction, in reduce_dtype, and forget it."""
         grad, self.leaf.grad = self.leaf.grad, None
-        if grad is not None:
-            if isinstance(grad, DTensor):
-                assert self.tp_spec is not None
-                grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
-            grad = grad.to(self.reduce_dtype)
+        if isinstance(grad, DTensor):
+            assert self.tp_spec is not None
+            grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
         unsynced, self.unsynced_grad = self.unsynced_grad, None
         if unsynced is None or grad is None:
-            return grad if unsynced is None else unsynced
-        return unsynced.add_(grad)
+            return unsynced if grad is None else grad.to(self.reduce_dtype)
+        return unsynced.add_(grad)  # rounded once, after the addition
 
     def reset_grads(self) -> None:
         super().reset_grads()

@@ -172,7 +172,7 @@ class Runtime:
         self._ensure_initialized()
         self._end_keeps()
         for param in self.params:
-            param.end_accumulation()
+            param.begin_forward()
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
         self._prefetch(self._forward_chain.begin())

@@ -53,9 +53,16 @@ class _Embedding(torch.autograd.Function):
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()
         (indices,) = ctx.saved_tensors
-        # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.
-        grad = torch.ops.aten.embedding_dense_backward(
-            grad_output.contiguous(), indices, weight.layout.num_rows, ctx.padding_idx, False
-        )
-        ctx.runtime.grads.add_full(weight, grad, is_owned=True)
+        embedding_grad(ctx.runtime, weight, grad_output, indices, ctx.padding_idx)
         return None, None, None, None, None
+
+
+def embedding_grad(
+    runtime: Runtime, weight: ShardedWeight, grad_output: torch.Tensor, indices: torch.Tensor, padding_idx: int
+) -> None:
+    """Compute the table's gradient and reduce it; ``padding_idx`` is -1 if there is none."""
+    # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.
+    grad = torch.ops.aten.embedding_dense_backward(
+        grad_output.contiguous(), indices, weight.layout.num_rows, padding_idx, False
+    )
+    runtime.grads.add_full(weight, grad, is_owned=True)

@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
         grad_input = grad_bias = None
         if needs_weight:
             # wgrad first: it needs no weight, so it hides this gather, and its scatter then hides behind dgrad.
-            _wgrad(runtime, weight, grad_2d, saved[0].reshape(-1, saved[0].shape[-1]))
+            wgrad(runtime, weight, grad_2d, saved[0].reshape(-1, saved[0].shape[-1]))
         if needs_input:
             check_unmodified(weight, ctx.version)
             with runtime.using(weight) as full:
@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, None, grad_bias, None, None
 
 
-def _wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: torch.Tensor, input_MK: torch.Tensor) -> None:
+def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: torch.Tensor, input_MK: torch.Tensor) -> None:
     """The weight's gradient, by the GEMM's own output into the buffer that the reduce-scatter sends."""
     buffer, is_accumulating = runtime.grads.target(weight)
     view_NK = weight.layout.full_view(buffer)
