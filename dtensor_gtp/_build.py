@@ -153,24 +153,39 @@ def check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
             f"gtp_shard does not support parameter '{fqn}' of shape {tuple(param.shape)} and layout {param.layout}. "
             "Convert it with to_dense() or pass it in ignored_params."
         )
-    if not isinstance(param, DTensor):
-        return
-    axes = param.device_mesh.mesh_dim_names or ()
-    what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a DTensor with placements {param.placements}"
-    if compat.root_mesh(param.device_mesh) != compat.root_mesh(mesh):
+    if isinstance(param, DTensor):
+        _check_meshes(fqn, param, mesh)
+
+
+def _check_meshes(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
+    axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names
+    what = (
+        f"parameter '{fqn}' of shape {tuple(param.shape)} is a DTensor with placements {param.placements} on mesh axes "
+        f"{axes}"
+    )
+    if axes is None or gtp_axes is None:
         raise ValueError(
-            f"gtp_shard expects parameters on meshes with the same root as its own, but {what} on mesh axes {axes} of "
-            f"another root than axis '{axis_name(mesh)}' (rank {dist.get_rank()}). Build one mesh with "
-            "init_device_mesh and pass its sub-meshes to parallelize_module and gtp_shard."
+            f"gtp_shard expects meshes with named axes, but {what} and its own mesh has axes {gtp_axes} (rank "
+            f"{dist.get_rank()}). Pass mesh_dim_names to init_device_mesh."
         )
+    # Equal ranks in an equal order make the same root; that the objects differ says nothing, as DTensor may have
+    # replaced the parameter's mesh by an equal one of an earlier root.
+    if not torch.equal(*(compat.root_mesh(m).mesh.flatten() for m in (param.device_mesh, mesh))):
+        raise ValueError(
+            f"gtp_shard expects parameters on meshes with the same root as its own, but {what} of another root than "
+            f"axis '{axis_name(mesh)}' (rank {dist.get_rank()}). Build one mesh with init_device_mesh and pass its "
+            "sub-meshes to parallelize_module and gtp_shard."
+        )
+    is_overlapping = bool(set(axes) & set(gtp_axes))
     try:
         compat.concatenate_meshes([param.device_mesh, mesh])
-    except RuntimeError as error:
+    except RuntimeError:
+        is_overlapping = True
+    if is_overlapping:
         raise ValueError(
-            f"gtp_shard expects a mesh whose ranks are not used by a parameter yet, but {what} on mesh axes {axes}, "
-            f"which overlap with {mesh.mesh_dim_names} (rank {dist.get_rank()}). Pass a mesh with other axes, e.g. "
-            "mesh['gtp'] beside mesh['tp']."
-        ) from error
+            f"gtp_shard expects a mesh whose axes no parameter uses yet, but {what}, which overlap with {gtp_axes} "
+            f"(rank {dist.get_rank()}). Pass a mesh of other axes, e.g. mesh['gtp'] beside mesh['tp']."
+        )
 
 
 def _check_sites(decision: Decision) -> None:

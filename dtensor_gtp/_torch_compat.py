@@ -233,6 +233,23 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def muon_orthogonalize(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> torch.Tensor:
+    """``torch.optim.Muon``'s Newton-Schulz iteration on a whole matrix; the result is bfloat16."""
+    module: Any = import_module("torch.optim._muon")  # here, not at the top: a release may move it
+    result: torch.Tensor = module._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
+    return result
+
+
+def muon_adjust_lr(lr: Any, adjust_lr_fn: str | None, shape: torch.Size) -> Any:
+    """``torch.optim.Muon``'s learning rate for a matrix of ``shape``."""
+    return cast("Any", import_module("torch.optim._muon"))._adjust_lr(lr, adjust_lr_fn, shape)
+
+
 # --- communication ----------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +304,8 @@ __all__ = [
     "make_spec",
     "maybe_run_for_local_tensor",
     "mesh_coordinate",
+    "muon_adjust_lr",
+    "muon_orthogonalize",
     "op_dispatcher",
     "own_part",
     "pop_saved_tensors_hooks",

@@ -47,8 +47,8 @@ def gtp_shard(
     sharded DTensor, with which optimizers, ``clip_grad_norm_`` and ``torch.distributed.checkpoint`` work.
     Create the optimizer after this call.
 
-    Each use of a weight is a collective: all ranks of the mesh run the same modules in the same order. A module that a
-    rank has no data for, such as an expert of a mixture that got no tokens there, runs on none.
+    Each use of a weight is a collective: all ranks of the mesh must run the same modules in the same order. A module
+    that a rank has no data for, such as an expert that no token was sent to, runs on an empty input there.
 
     Args:
         module: Any module, on CPU, on the mesh's device or on the meta device. Parameters may be plain tensors, equal

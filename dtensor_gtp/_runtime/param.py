@@ -393,6 +393,8 @@ class WholeParam(ManagedParam):
         self.reason = reason
         # Local gradient of microbatches without gradient sync, in reduce_dtype.
         self.unsynced_grad: torch.Tensor | None = None
+        # Local gradient of uses in a compute dtype that is wider than the leaf.
+        self._wide_local_grad: torch.Tensor | None = None
         self.on_local_grad: Callable[[], None] | None = None
         self._rebound()
 
@@ -413,11 +415,22 @@ class WholeParam(ManagedParam):
 
     def value(self) -> torch.Tensor:
         """The parameter as modules see it, in the compute dtype."""
-        return self.leaf if self.leaf.dtype == self.compute_dtype else self.leaf.to(self.compute_dtype)
+        if self.leaf.dtype == self.compute_dtype:
+            return self.leaf
+        value = self.leaf.to(self.compute_dtype)
+        if value.requires_grad and torch.promote_types(value.dtype, self.leaf.dtype) != self.leaf.dtype:
+            # Autograd would round the gradient on its way to the leaf.
+            value = value.detach().requires_grad_()
+            this = weakref.ref(self)
+            value.register_post_accumulate_grad_hook(lambda used: _take_wide(this(), used))
+        return value
 
     def take_local_grad(self) -> torch.Tensor | None:
         """The local gradient since the last reduction, in reduce_dtype, and forget it."""
         grad, self.leaf.grad = self.leaf.grad, None
+        wide, self._wide_local_grad = self._wide_local_grad, None
+        if wide is not None:
+            grad = wide if grad is None else wide + grad
         if isinstance(grad, DTensor):
             assert self.tp_spec is not None
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
@@ -430,11 +443,19 @@ class WholeParam(ManagedParam):
         super().reset_grads()
         self.leaf.grad = None
         self.unsynced_grad = None
+        self._wide_local_grad = None
 
 
 def _notify(param: WholeParam | None) -> None:
     if param is not None and param.on_local_grad is not None:
         param.on_local_grad()
+
+
+def _take_wide(param: WholeParam | None, used: torch.Tensor) -> None:
+    grad, used.grad = used.grad, None
+    if param is not None and grad is not None:
+        param._wide_local_grad = grad if param._wide_local_grad is None else param._wide_local_grad + grad
+        _notify(param)
 
 
 def _as_dtensor(tensor: torch.Tensor) -> DTensor:

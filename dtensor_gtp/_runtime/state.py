@@ -102,6 +102,9 @@ class Runtime:
             updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
             for weight in runtime.weights:
                 weight.num_updates += id(weight.param) in updated
+            for param in runtime.whole:
+                if id(param.param) in updated:
+                    torch.autograd.graph.increment_version(param.leaf)
 
         hook = register_optimizer_step_post_hook(torch.compiler.disable(note_step))
         weakref.finalize(self, hook.remove)
@@ -375,7 +378,7 @@ class Runtime:
         gathered = self.acquire(weight)
         frame.held.append((weight, gathered))
         frame.reads_weights = True
-        if frame.saved is not None and not gathered.is_alias:
+        if frame.saved is not None:
             frame.saved.watch(weight, gathered)
         if not is_differentiable:
             return weight.for_modules(gathered)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, check_training
+from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import GTPShard, gtp_shard
 
 
 class Zoo(nn.Module):
@@ -37,6 +42,61 @@ class Zoo(nn.Module):
         return logits
 
 
+class Tied(nn.Module):
+    """An embedding tied to a head, and a matrix that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(33, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.layers[1].weight = self.layers[0].weight
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 33, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+    def assert_tied(self) -> None:
+        assert self.head.weight is self.embedding.weight
+        assert self.layers[1].weight is self.layers[0].weight
+        assert len(list(self.parameters())) == 6
+
+
+class Products(nn.Module):
+    """Multiplies its input with a matrix of each shape and layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = {
+            "even": torch.randn(6, 8),
+            "uneven": torch.randn(6, 9),
+            "few": torch.randn(6, 2),
+            "transposed": torch.randn(7, 6).t(),
+            "strided": torch.randn(6, 14)[:, ::2],
+            "stack": torch.randn(3, 6, 5),
+        }
+        self.weights = nn.ParameterDict({name: nn.Parameter(value) for name, value in values.items()})
+        self.gain = nn.Parameter(torch.ones(6) + 0.1 * torch.randn(6))
+        self.hollow = nn.Parameter(torch.randn(0, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x * self.gain, x @ self.hollow.t() @ self.hollow], 1)[:, :6]
+        parts = [x @ (weight.sum(0) if weight.ndim == 3 else weight) for weight in self.weights.values()]
+        return torch.cat(parts, 1)
+
+
+def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).abs().pow(2).mean()
+
+
+def float_batch(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(8, 6, generator=generator)
+
+
 def token_batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 33, (8, 6), generator=generator)
 
@@ -62,6 +122,123 @@ class TestTraining(GlooTest):
         check_training(
             Zoo(), lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, token_batch, next_token_loss, num_microbatches=3
         )
+
+    def test_root_call_or_calls_on_submodules(self) -> None:
+        """One call, calls on children and then on the root, or on children alone: the same training, and weights
+        that are tied across the calls stay tied."""
+
+        def some_children(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            for child in (model.layers[0], model.embedding):
+                gtp_shard(child, mesh, schedule=ALL)
+            return gtp_shard(model, mesh, schedule=ALL)
+
+        def all_children(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            for child in (*model.layers, model.head, model.norm, model.embedding):
+                gtp_shard(child, mesh, schedule=ALL)
+            return model
+
+        def all_children_and_root(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            return gtp_shard(all_children(model, mesh), mesh, schedule=ALL)
+
+        def root(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            return gtp_shard(model, mesh, schedule=ALL)
+
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            for shard in (root, some_children, all_children, all_children_and_root):
+                torch.manual_seed(0)
+                model = check_training(
+                    Tied(), lambda m, s=shard, on=mesh: s(m, on), mesh, token_batch, next_token_loss, steps=2
+                )
+                model.assert_tied()
+                kinds = {str(param.placements[-1]) for param in model.parameters() if param.ndim == 2}
+                self.assertEqual(kinds, {"G(0)"})
+
+    def test_submodules_alone(self) -> None:
+        """Without a call on the root each child runs by itself; what no call covers is the user's business."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = nn.Sequential(
+            nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5)), nn.Linear(5, 3)
+        )
+
+        def shard(model: nn.Module) -> nn.Module:
+            for index in (0, 2, 3):
+                gtp_shard(model[index], mesh, schedule=ALL)
+            return model
+
+        model = check_training(reference, shard, mesh, float_batch, square_loss, steps=2)
+        self.assertIs(type(model), nn.Sequential)
+
+    def test_weights_of_any_shape_train(self) -> None:
+        placements: list[Callable[[nn.Parameter], Placement | None]] = [
+            lambda param: None,
+            lambda param: GTPShard(1) if param.ndim > 1 else GTPShard(0),
+            lambda param: GTPShard(-1, block_size=2),
+            lambda param: Shard(0) if param.ndim == 2 else Replicate(),
+        ]
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            for place in placements:
+
+                def shard(
+                    model: nn.Module,
+                    mesh: DeviceMesh = mesh,
+                    place: Callable[[nn.Parameter], Placement | None] = place,
+                ) -> nn.Module:
+                    return gtp_shard(model, mesh, schedule=ALL, shard_placement_fn=place)
+
+                torch.manual_seed(0)
+                check_training(Products(), shard, mesh, float_batch, square_loss, steps=2)
+
+    def test_mixed_and_complex_dtypes_train(self) -> None:
+        class Mixed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.wide = nn.Linear(6, 6, dtype=torch.float64)
+                self.phases = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+                self.order = nn.Parameter(torch.randperm(6), requires_grad=False)
+                self.out = nn.Linear(6, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.wide(x.double()).float()[:, self.order]
+                return self.out((x.to(torch.complex64) @ self.phases).abs())
+
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            torch.manual_seed(0)
+            check_training(Mixed(), lambda m, on=mesh: gtp_shard(m, on, schedule=ALL), mesh, float_batch, square_loss)
+
+    def test_ignored_parameters(self) -> None:
+        """They stay the objects they are, train on each rank's own gradient, and nobody touches it."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Tied()
+        model = copy.deepcopy(reference)
+        ignored = {model.norm.weight, model.layers[0].weight}
+        gtp_shard(model, mesh, schedule=ALL, ignored_params=ignored)
+        tokens = token_batch(torch.Generator().manual_seed(0))
+        next_token_loss(model, rows_of_rank(tokens, mesh)).backward()
+        local_reference = copy.deepcopy(reference)
+        next_token_loss(local_reference, rows_of_rank(tokens, mesh)).backward()
+        next_token_loss(reference, tokens).backward()
+        self.assertEqual(model.norm.weight.grad, local_reference.norm.weight.grad)
+        self.assertEqual(model.layers[1].weight.grad, local_reference.layers[1].weight.grad)
+        self.assertEqual(full(model.layers[1].bias.grad), reference.layers[1].bias.grad)
+        self.assertEqual(full(model.head.weight.grad), reference.head.weight.grad)
+
+    def test_two_models_that_share_a_module(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        shared = nn.Linear(6, 6)
+        references = [nn.Sequential(shared, nn.Linear(6, 5)), nn.Sequential(nn.Linear(6, 6), shared)]
+        models = copy.deepcopy(references)
+        for model in models:
+            gtp_shard(model, mesh, schedule=ALL)
+        for step in range(2):
+            batch = float_batch(torch.Generator().manual_seed(step))
+            for model, reference in zip(models, references, strict=True):
+                square_loss(reference, batch).backward()
+                square_loss(model, rows_of_rank(batch, mesh)).backward()
+        for model, reference in zip(models, references, strict=True):
+            assert_same_params(model, reference, "grad")
 
 
 if __name__ == "__main__":
