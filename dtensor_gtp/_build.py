@@ -79,6 +79,7 @@ def decide(
             fqn = f"{module_name}.{name}" if module_name else name
             existing = managed.get(id(param)) or _manager_of_replaced(param)
             if existing is not None:
+                _check_tie(fqn, existing, mesh)
                 decisions[id(param)] = Decision(fqn, [site], param, Replicate(), existing=existing)
                 continue
             check_param(fqn, param, mesh)
@@ -87,6 +88,19 @@ def decide(
     for decision in decisions.values():
         _check_sites(decision)
     return list(decisions.values())
+
+
+def _check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
+    """The gradient of a parameter is averaged over one mesh, that of the first call."""
+    before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))
+    if before != now:
+        raise ValueError(
+            f"gtp_shard expects a parameter that modules of two calls share to have the same ranks in both, but "
+            f"parameter '{fqn}' of shape {tuple(existing.param.shape)} is '{existing.fqn}' of an earlier call on ranks "
+            f"{before} of mesh axes {existing.mesh.mesh_dim_names}, and this call's mesh axes {mesh.mesh_dim_names} "
+            f"have ranks {now} (rank {dist.get_rank()}). Shard both modules over the same mesh, put tied weights on "
+            "one pipeline stage, or untie them and add up their gradients."
+        )
 
 
 def _manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:

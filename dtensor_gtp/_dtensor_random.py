@@ -62,7 +62,7 @@ class WholeDraws:
         """Run the in-place random ``op`` on ``args[0]``."""
         target = args[0]
         is_ours = isinstance(target, DTensor) and hash(target.device_mesh) in self._meshes and not _is_partial(target)
-        if not is_ours or compat.local_tensor(target).is_meta:
+        if not is_ours or compat.local_tensor(target).is_meta or not compat.is_real_rank(target.device_mesh):
             with compat.stock_dtensor_dispatch(op):
                 return op(*args, **kwargs)
         local = compat.local_tensor(target)

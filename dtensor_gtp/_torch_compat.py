@@ -8,14 +8,17 @@ release it is for.
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -168,6 +171,11 @@ def stock_dtensor_dispatch(op: Any) -> Iterator[None]:
         handlers[op] = handler
 
 
+def is_real_rank(mesh: DeviceMesh) -> bool:
+    """Whether this process is one rank of ``mesh``; not so in a mode that simulates several ranks in one process."""
+    return all(type(index) is int for index in mesh.get_coordinate() or ())
+
+
 def own_part(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
     """This rank's part of ``full`` under ``placements``, without communication."""
     coordinate = mesh.get_coordinate()
@@ -253,6 +261,21 @@ def muon_adjust_lr(lr: Any, adjust_lr_fn: str | None, shape: torch.Size) -> Any:
 # --- communication ----------------------------------------------------------------------------------------------------
 
 
+def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
+    """A second communicator of the ranks of ``group``. Collective over them, and over nobody else.
+
+    ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the process
+    knows. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet; and a name
+    could come twice after a group has been destroyed. So the ranks agree on a name first.
+    """
+    name = torch.tensor(secrets.randbits(62), device=device)
+    dist.broadcast(name, group=group, group_src=0)
+    agreed = f"{desc}_{int(name):x}"
+    ranks = dist.get_process_group_ranks(group)
+    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=agreed):
+        return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
+
+
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The live process group of that name."""
     return _resolve_process_group(cast("Any", name))
@@ -300,6 +323,7 @@ __all__ = [
     "flatten_mesh",
     "is_awaited",
     "is_profiling",
+    "is_real_rank",
     "local_tensor",
     "make_spec",
     "maybe_run_for_local_tensor",
@@ -326,6 +350,7 @@ __all__ = [
     "tree_flatten",
     "tree_map_only",
     "tree_unflatten",
+    "twin_group",
     "unflatten_mesh",
     "unscale_grads_op",
     "wrap_local",

@@ -112,9 +112,7 @@ class CommContext:
             gather = mesh.get_group(mesh.ndim - 1)
             scatter = gather
             if gather.size() > 1:
-                scatter = dist.new_group(
-                    dist.get_process_group_ranks(gather), use_local_synchronization=True, group_desc="gtp_scatter"
-                )
+                scatter = compat.twin_group(gather, self.device, "gtp_scatter")
             has_replicas = mesh.ndim == 2 and mesh.size(0) > 1
             self._groups[names] = Groups(names[-1], scatter.group_name, names[0] if has_replicas else None)
         return self._groups[names]

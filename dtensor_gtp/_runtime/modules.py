@@ -103,10 +103,33 @@ class FlatWeights:
         """RNNBase assigns the list when a parameter changes; it is derived here."""
 
 
+class TensorParallelRefusal:
+    """Answers torch's question whether a module is tensor parallel already.
+
+    Args:
+        module: Class name, for the message.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(
+            f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a {self._module}: tensor "
+            "parallelism would cut again what gtp_shard has cut. Call parallelize_module first, then gtp_shard, then "
+            "fully_shard."
+        )
+
+
 class GTPManaged:
     """Mixin of every module that holds or contains managed parameters."""
 
     _gtp_original: type[nn.Module]
+
+    @property
+    def _distribute_module_applied(self) -> TensorParallelRefusal:
+        """What ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks first."""
+        return TensorParallelRefusal(self._gtp_original.__name__)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Containers build slices with their own class (``sequential[:2]``): give them the original one."""

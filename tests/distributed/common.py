@@ -7,6 +7,7 @@ parameters after the optimizer step; never the loss alone.
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -50,11 +51,17 @@ class GlooTest(MultiProcContinuousTest):
         super()._init_pg(rank, world_size, rdvz_file)
 
     def gtp_mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("gtp",))
+        return _mesh((self.world_size,), ("gtp",))
 
     def hsdp_mesh(self, replicate: int = 2) -> DeviceMesh:
         shape = (replicate, self.world_size // replicate)
-        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "gtp"))
+        return _mesh(shape, ("replicate", "gtp"))
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Each mesh once for all tests of a worker: to connect its process groups takes longer than a small test."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,396 @@
+"""``init_weight_mesh``: from sizes of axes to named meshes over all ranks, with device, process group and RNG set up.
+
+The same ranks are seen in two ways ("parallel folding"): dense layers use the axes
+
+    (replicate, dp, cp, gtp, tp)                                 replicate * dp * cp * gtp * tp == number of ranks
+
+and mixture-of-experts layers the axes
+
+    (replicate, expert_dp, ep, expert_gtp, expert_tp)            expert_dp is what the other four leave
+
+Both are row-major over one list of ranks: the axis on the right changes fastest, so that tp (expert_tp) groups are
+neighbours. ``replicate`` is the same axis in both. The other expert axes fold dp, cp, gtp and tp together: with
+``expert_tp=1``, ranks that share a dense layer along tp work on different experts, or on different rows of them.
+
+Both views, and all meshes made of their axes, are sub-meshes of one 1-D root, so that tensor-parallel DTensors can be
+sharded again by ``gtp_shard`` and by ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from . import _torch_compat as compat
+from ._validate import agree_on_all_ranks
+from .random import DATA_AXES, DENSE_AXES, EXPERT_AXES, MeshRNG
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Groups of an axis that are printed.
+_MAX_GROUPS = 8
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightMesh:
+    """Named meshes over the same ranks, and this rank's random number streams. Made by :func:`init_weight_mesh`.
+
+    ``mesh["gtp"]``, ``mesh["dp", "gtp"]`` or ``mesh["ep"]`` is the sub-mesh of these axes. ``print(mesh)`` shows the
+    groups of every axis.
+
+    Args:
+        dense: Axes (replicate, dp, cp, gtp, tp), for all layers but experts.
+        expert: Axes (replicate, expert_dp, ep, expert_gtp, expert_tp) over the same ranks, for experts.
+        data: 1-D over replicate, dp, cp and gtp: the ranks that see different data, over which a loss is averaged.
+        batch: 1-D over replicate, dp and gtp: the ranks that see different samples, for a sampler's rank and number of
+            replicas. Ranks along cp see different parts of the same sequences.
+        weights: For ``gtp_shard``: 2-D, all ranks that hold copies of a shard (replicate, dp and cp) by gtp; the 1-D
+            gtp axis if there are no copies. Under an outer ``fully_shard`` over dp pass ``mesh["gtp"]`` instead.
+        expert_weights: The same for experts: the ranks along replicate and expert_dp, by expert_gtp.
+        rng: Random number streams of this rank; put it into checkpoints.
+
+    A flattened axis of which only one part is larger than 1 is that part, under its own name: no group is made twice.
+    """
+
+    dense: DeviceMesh
+    expert: DeviceMesh
+    data: DeviceMesh
+    batch: DeviceMesh
+    weights: DeviceMesh
+    expert_weights: DeviceMesh
+    rng: MeshRNG
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """The sub-mesh of one axis or of several, which must be named in the order of their view.
+
+        Raises:
+            KeyError: Unknown axes, axes of both views, or another order.
+        """
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for view, of_view in ((self.dense, DENSE_AXES), (self.expert, EXPERT_AXES)):
+            if names and names == tuple(axis for axis in of_view if axis in names):
+                return view[names]
+        raise KeyError(
+            f"WeightMesh expects axes of one view in its order, {DENSE_AXES} or {EXPERT_AXES}, but got {names}."
+        )
+
+    def flatten(self, *axes: str) -> DeviceMesh:
+        """A 1-D mesh over several axes of one view, e.g. ``flatten("dp", "cp")`` for an outer ``fully_shard``.
+
+        Makes a process group unless there is one already: call it on all ranks.
+
+        Args:
+            axes: Names in the order of their view.
+
+        Raises:
+            KeyError: As for ``mesh[axes]``.
+        """
+        return _flatten(self[axes], "_".join(axes))
+
+    def fork_rng(self, *axes: str) -> AbstractContextManager[None]:
+        """Draw unlike along ``axes`` and alike along all others within the context: see :meth:`MeshRNG.fork`.
+
+        ``fork_rng("params")`` is for building and initializing models, ``fork_rng("sequence_parallel")`` for dropout on
+        activations that are split along tp, ``fork_rng("gtp", "tp")`` for code that fills its own weight shards.
+        """
+        return self.rng.fork(*axes)
+
+    def __repr__(self) -> str:
+        rank = int(self.dense.mesh[self.dense.get_coordinate()])
+        lines = [f"WeightMesh of {self.dense.size()} {self.dense.device_type} ranks (this is rank {rank})"]
+        for title, view in (("dense", self.dense), ("expert", self.expert)):
+            lines.append(f"  {title}")
+            width = max(map(len, EXPERT_AXES))
+            for axis, (name, size) in enumerate(zip(view.mesh_dim_names or (), view.shape, strict=True)):
+                groups = view.mesh.movedim(axis, -1).reshape(-1, size).tolist() if size > 1 else []
+                shown = " ".join(map(_format_group, groups[:_MAX_GROUPS]))
+                more = f" and {len(groups) - _MAX_GROUPS} more" if len(groups) > _MAX_GROUPS else ""
+                lines.append(f"    {name:<{width}} {size:>4}  {shown}{more}".rstrip())
+        return "\n".join(lines)
+
+
+def init_weight_mesh(
+    device_type: str,
+    *,
+    replicate: int = 1,
+    dp: int = 1,
+    gtp: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    expert_gtp: int = 1,
+    expert_tp: int = 1,
+    rank_order: Sequence[int] | None = None,
+    seed: int = 0,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> WeightMesh:
+    """Build the meshes of a model that is sharded over several axes, and all that must exist before it is built.
+
+    In this order: the arguments are checked; this process's device is set from ``LOCAL_RANK``; the default process
+    group is initialized, if there is none, from what ``torchrun`` puts into the environment; all ranks compare their
+    arguments; the groups are made; torch's default generators are seeded, unlike along the data axes (replicate, dp,
+    cp, gtp) and alike along tp. Build the model under ``mesh.fork_rng("params")``, which is alike on all ranks.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"`` or another device type of torch.
+        replicate: Copies of everything.
+        dp: Outer data parallelism, e.g. for ``fully_shard``.
+        gtp: Ranks over which ``gtp_shard`` splits weights; they see different data.
+        tp: Tensor-parallel ranks; they see the same data.
+        cp: Context-parallel ranks; they see different parts of the same sequences.
+        ep: Ranks over which experts are distributed.
+        expert_gtp: Ranks over which ``gtp_shard`` splits the weights of each expert.
+        expert_tp: Tensor-parallel ranks of each expert. ``replicate * ep * expert_gtp * expert_tp`` divides the number
+            of ranks; the quotient is the axis ``expert_dp``, along which experts are replicated.
+        rank_order: Which process stands where, in row-major order of the dense axes: a permutation of the numbers in
+            ``RANK``. The process group that this call initializes counts ranks in this order, so that
+            ``dist.get_rank()`` is the place in it (``RANK`` stays as it was). Torch's subgroups count their ranks in
+            ascending order, whatever the mesh says; so a group that exists already cannot be put in another order.
+        seed: Of the random number streams; the same on all ranks.
+        backend: For ``init_process_group``. Default: ``"nccl"`` for cuda, ``"gloo"`` for cpu, else torch's choice.
+        timeout: For ``init_process_group``, of collectives and of the rendezvous.
+
+    Returns:
+        The meshes and the random number streams.
+
+    Raises:
+        TypeError, ValueError: A size is not a positive integer, the sizes do not fill the ranks, or another argument
+            does not fit; the message says which sizes would.
+        RuntimeError: Variables of the environment are missing, or ranks got different arguments.
+    """
+    sizes = {"replicate": replicate, "dp": dp, "cp": cp, "gtp": gtp, "tp": tp}
+    expert_sizes = {"ep": ep, "expert_gtp": expert_gtp, "expert_tp": expert_tp}
+
+    has_group = dist.is_initialized()
+
+    def check() -> _Layout:
+        _check_others(device_type, seed, timeout)
+        layout = _Layout.of(sizes, expert_sizes, _world_size(), rank_order)
+        if has_group and layout.rank_order != tuple(range(len(layout.rank_order))):
+            raise ValueError(
+                f"init_weight_mesh cannot put the ranks of the process group that exists in the order {rank_order}, "
+                "because its subgroups count ranks in ascending order. Leave init_process_group to init_weight_mesh, "
+                "or pass it the rank that this process is to have."
+            )
+        _set_device(device_type)
+        return layout
+
+    if not has_group:
+        _init_process_group(device_type, backend, timeout, check().rank_order)
+    layout = agree_on_all_ranks(
+        _world_mesh(device_type),
+        check,
+        lambda checked: [f"device_type={device_type!r}, {checked}, seed={seed}"],
+        caller="init_weight_mesh",
+        expected="the same arguments",
+        remedy="Pass the same everywhere.",
+    )
+    return _build(device_type, layout, seed)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Sizes of both views in the order of their axes, and the processes in row-major order of either."""
+
+    dense: tuple[int, ...]
+    expert: tuple[int, ...]
+    rank_order: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        sizes: dict[str, int],
+        expert_sizes: dict[str, int],
+        world_size: int,
+        rank_order: Sequence[int] | None,
+    ) -> _Layout:
+        """Check and complete."""
+        for name, size in (sizes | expert_sizes).items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"init_weight_mesh expects an int as {name}, but got {type(size).__name__}: {size!r}.")
+            if size < 1:
+                raise ValueError(f"init_weight_mesh expects {name} to be at least 1, but got {size}.")
+        _check_dense_sizes(sizes, world_size)
+        _check_expert_sizes(expert_sizes, world_size // sizes["replicate"])
+        dense = tuple(sizes[axis] for axis in DENSE_AXES)
+        inner = math.prod(expert_sizes.values())
+        expert = (sizes["replicate"], world_size // sizes["replicate"] // inner, *expert_sizes.values())
+        order = tuple(range(world_size)) if rank_order is None else tuple(rank_order)
+        if sorted(order) != list(range(world_size)):
+            raise ValueError(
+                f"init_weight_mesh expects rank_order to be a permutation of the ranks 0 to {world_size - 1}, but got "
+                f"{list(order)}."
+            )
+        return _Layout(dense, expert, order)
+
+
+def _check_dense_sizes(sizes: dict[str, int], world_size: int) -> None:
+    num_ranks = math.prod(sizes.values())
+    if num_ranks == world_size:
+        return
+    off = [f"{axis}={size}" for axis, size in sizes.items() if world_size % size]
+    fits = []
+    for axis, size in sizes.items():
+        others = num_ranks // size
+        if world_size % others == 0:
+            fits.append(f"{axis}={world_size // others}")
+    problem = f"{' and '.join(off)} {'do' if len(off) > 1 else 'does'} not divide {world_size}. " if off else ""
+    remedy = f"What would fit, changing one: {', '.join(fits)}. " if fits else "No change of one of them would fit. "
+    raise ValueError(
+        f"init_weight_mesh expects {' * '.join(sizes)} to be the number of ranks, {world_size} (WORLD_SIZE), but got "
+        f"{' * '.join(map(str, sizes.values()))} = {num_ranks}. {problem}{remedy}Or start {num_ranks} processes "
+        "(torchrun --nproc-per-node)."
+    )
+
+
+def _check_expert_sizes(sizes: dict[str, int], num_ranks: int) -> None:
+    inner = math.prod(sizes.values())
+    if num_ranks % inner == 0:
+        return
+    fits = []
+    for name, size in sizes.items():
+        rest, remainder = divmod(num_ranks, inner // size)
+        if remainder == 0:
+            values = [str(value) for value in range(1, rest + 1) if rest % value == 0]
+            fits.append(f"{name} in {{{', '.join(values)}}}")
+    remedy = f"What would fit, changing one: {' or '.join(fits)}." if fits else "No change of one of them would fit."
+    raise ValueError(
+        f"init_weight_mesh expects {' * '.join(sizes)} to divide dp * cp * gtp * tp = {num_ranks}, but got "
+        f"{' * '.join(map(str, sizes.values()))} = {inner}. {remedy}"
+    )
+
+
+def _check_others(device_type: str, seed: Any, timeout: Any) -> None:
+    if not isinstance(device_type, str) or not device_type.isalpha():
+        raise ValueError(
+            f"init_weight_mesh expects a device type without an index, e.g. 'cuda', but got {device_type!r}. "
+            "LOCAL_RANK chooses the device."
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"init_weight_mesh expects an int as seed, but got {type(seed).__name__}: {seed!r}.")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"init_weight_mesh expects a timedelta as timeout, but got {type(timeout).__name__}.")
+    if dist.is_initialized():
+        config = dist.get_backend_config()
+        if device_type not in _device_types(config):
+            raise ValueError(
+                f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the one that "
+                f"exists has the backends '{config}'. Leave init_process_group to init_weight_mesh, or pass it "
+                f"backend='{device_type}:...'."
+            )
+
+
+def _device_types(config: str) -> list[str]:
+    """Of a backend configuration such as ``cpu:gloo,cuda:nccl``."""
+    return [part.partition(":")[0] for part in config.split(",")]
+
+
+def _world_size() -> int:
+    """Number of ranks; from the environment as long as there is no process group.
+
+    Raises:
+        RuntimeError: There is no process group, and the environment does not say how to initialize it.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size()
+    missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
+    if missing:
+        raise RuntimeError(
+            f"init_weight_mesh expects a process group, or the variables {', '.join(_RENDEZVOUS)} in the environment "
+            f"to initialize it from, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set. Start the "
+            "processes with torchrun, or call torch.distributed.init_process_group before."
+        )
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _set_device(device_type: str) -> None:
+    """Make the device of index LOCAL_RANK this process's current one; the CPU has no index."""
+    if device_type == "cpu" or (dist.is_initialized() and dist.get_backend() == "fake"):
+        return
+    module = torch.get_device_module(device_type)
+    if not module.is_available():
+        raise ValueError(
+            f"init_weight_mesh expects a device that this process has, but there is no '{device_type}' here. Pass "
+            "'cpu', or install a torch for this device."
+        )
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is None:
+        raise RuntimeError(
+            "init_weight_mesh expects the variable LOCAL_RANK in the environment, the index of this process's device "
+            "on its host, but it is not set. Start the processes with torchrun, or set it."
+        )
+    num_devices = module.device_count()
+    if not 0 <= int(local_rank) < num_devices:
+        raise ValueError(
+            f"init_weight_mesh expects a device of its own for each process, but LOCAL_RANK is {local_rank} and there "
+            f"are {num_devices} '{device_type}' devices. Start at most {num_devices} processes on a host (torchrun "
+            "--nproc-per-node), or set LOCAL_RANK=0 where each process sees only its own device."
+        )
+    module.set_device(int(local_rank))
+
+
+def _init_process_group(
+    device_type: str, backend: str | None, timeout: timedelta | None, rank_order: tuple[int, ...]
+) -> None:
+    """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""
+    backend = backend or {"cuda": "nccl", "cpu": "gloo"}.get(device_type)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
+    dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
+
+
+def _world_mesh(device_type: str) -> DeviceMesh:
+    """1-D mesh of all ranks, on a device that the process group can communicate on."""
+    device_types = _device_types(dist.get_backend_config())
+    device_type = device_type if device_type in device_types else device_types[0]
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("world",))
+
+
+def _build(device_type: str, layout: _Layout, seed: int) -> WeightMesh:
+    root = _world_mesh(device_type)
+    dense = compat.unflatten_mesh(root, layout.dense, DENSE_AXES)
+    expert = compat.unflatten_mesh(root, layout.expert, EXPERT_AXES)
+    copies = _flatten(dense["replicate", "dp", "cp"], "copies")
+    expert_copies = _flatten(expert["replicate", "expert_dp"], "expert_copies")
+    return WeightMesh(
+        dense=dense,
+        expert=expert,
+        data=_flatten(dense[DATA_AXES], "data"),
+        batch=_flatten(dense["replicate", "dp", "gtp"], "batch"),
+        weights=_with_copies(copies, dense["gtp"]),
+        expert_weights=_with_copies(expert_copies, expert["expert_gtp"]),
+        rng=MeshRNG(dense, expert, seed),
+    )
+
+
+def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """``mesh`` as one axis ``name``; the axis itself if only one is larger than 1, instead of a group of its own."""
+    assert mesh.mesh_dim_names is not None
+    large = [axis for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1]
+    if len(large) <= 1:
+        return mesh[large[0] if large else mesh.mesh_dim_names[-1]]
+    return compat.flatten_mesh(mesh, name)
+
+
+def _with_copies(copies: DeviceMesh, gtp: DeviceMesh) -> DeviceMesh:
+    return gtp if copies.size() == 1 else compat.concatenate_meshes([copies, gtp])
+
+
+def _format_group(ranks: list[int]) -> str:
+    """``[0-3]`` for consecutive ranks, else ``[0,4]``."""
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"[{ranks[0]}-{ranks[-1]}]"
+    return f"[{','.join(map(str, ranks))}]"
+
+
+__all__ = ["WeightMesh", "init_weight_mesh"]

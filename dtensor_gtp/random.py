@@ -1,0 +1,222 @@
+"""Random numbers per mesh axis: alike on the ranks that must agree, unlike on those that must not.
+
+Two streams are kept on every rank:
+
+- torch's default generators (CPU and this rank's device), from which stock code draws. ``MeshRNG`` seeds them unlike
+  along the data axes and alike along ``tp``: what dropout needs outside of sequence-parallel regions.
+- a CPU generator that is alike on all ranks and that only ``fork`` draws from.
+
+``fork(*axes)`` seeds torch's default generators, for as long as it lasts, with a hash of one number from one of the two
+and of this rank's coordinates on ``axes``. So what is drawn inside is unlike along ``axes`` and alike along all others.
+The number comes from the default CPU generator where that is alike on the ranks that must agree (``axes`` contains all
+data axes), and from the common one elsewhere.
+
+Why no state per region, as other trackers keep it: activation checkpointing restores torch's default generators when it
+recomputes, and nothing else. A region that starts from them draws the same numbers again without being told, under
+reentrant, non-reentrant and selective checkpointing alike. And a checkpoint holds two states instead of one per region.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _torch_compat as compat
+
+DENSE_AXES = ("replicate", "dp", "cp", "gtp", "tp")
+EXPERT_AXES = ("replicate", "expert_dp", "ep", "expert_gtp", "expert_tp")
+DATA_AXES = ("replicate", "dp", "cp", "gtp")
+
+_REGIONS = {"params": (), "sequence_parallel": DENSE_AXES}
+
+# Of the common generator; any number that is not a seed a user would pick for something else.
+_COMMON = "common"
+
+
+class MeshRNG:
+    """The random number streams of one rank of a :class:`WeightMesh`. It is ``Stateful``: put it into a checkpoint.
+
+    Making one seeds torch's default generators of this process.
+
+    Args:
+        dense: Mesh with the axes (replicate, dp, cp, gtp, tp).
+        expert: Mesh of the same ranks with the axes (replicate, expert_dp, ep, expert_gtp, expert_tp).
+        seed: The same integer on all ranks.
+
+    Source: the tracker of named states is known from Megatron-LM (``CudaRNGStatesTracker``); states here are derived.
+    """
+
+    def __init__(self, dense: DeviceMesh, expert: DeviceMesh, seed: int) -> None:
+        self._coordinates = _coordinates(expert) | _coordinates(dense)
+        self._sizes = dict(zip(DENSE_AXES, dense.shape, strict=True))
+        self._device_type = dense.device_type
+        self._device_index: int | None = None
+        if self._device_type != "cpu" and self._device_module().is_available():
+            self._device_index = self._device_module().current_device()
+            compat.seed_dtensor_rng(seed, dense)
+        self._common = torch.Generator()
+        self._num_open_forks = 0
+        self.manual_seed(seed)
+
+    def manual_seed(self, seed: int) -> None:
+        """Start all streams anew, e.g. after a load onto another mesh, whose ranks have no saved streams.
+
+        Args:
+            seed: The same integer on all ranks.
+        """
+        self._common.manual_seed(_mix(seed, _COMMON))
+        self._seed_default(_mix(seed, "data", *(self._coordinates[axis] for axis in DATA_AXES)))
+
+    @contextmanager
+    def fork(self, *axes: str) -> Iterator[None]:
+        """Draw unlike along ``axes`` and alike along all other axes, then go on as if nothing had been drawn.
+
+        Inside, torch's default generators of the CPU and of this rank's device are seeded for the region; at the end
+        they are put back. All ranks that are to agree must enter the same regions in the same order. Each entry draws
+        other numbers than the one before.
+
+        Recomputation by activation checkpointing draws the same numbers again if ``axes`` contains all data axes
+        (``preserve_rng_state`` must be on, as it is by default); in other regions it is refused. Not supported: a
+        region entered while a CUDA graph is captured, or in a function under ``torch.compile(fullgraph=True)``.
+
+        Args:
+            axes: Names of axes of one view of the mesh, dense or expert; or one of
+
+                - ``"params"``: alike everywhere. For building a model that is sharded afterwards, and for the random
+                  initialization of DTensors, of which each rank then keeps or draws other elements.
+                - ``"sequence_parallel"``: unlike along all axes, for activations that are split along tp too.
+
+        Raises:
+            ValueError: Unknown names, or axes of both views.
+            RuntimeError: In a recomputation or while a CUDA graph is captured, as said above.
+        """
+        names = self._resolve(axes)
+        seed = _mix(self._draw(names), *((axis, self._coordinates[axis]) for axis in names))
+        devices = [] if self._device_index is None else [self._device_index]
+        with torch.random.fork_rng(devices=devices, device_type=self._device_type if devices else "cuda"):
+            self._seed_default(seed)
+            self._num_open_forks += 1
+            try:
+                yield
+            finally:
+                self._num_open_forks -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of this rank's streams, under a key that names the sizes of the mesh and the rank's place in it.
+
+        So each rank of a mesh finds its own states, also with permuted ranks. A mesh of other sizes has no use for
+        them: ``dcp.load`` says that the key is missing. Leave the streams out of what is loaded there, and seed them.
+
+        Returns:
+            ``{sizes: {place: {"common": ..., "cpu": ..., device type: ...}}}``, uint8 tensors on the CPU.
+
+        Raises:
+            RuntimeError: Inside a region.
+        """
+        self._refuse_in_region("state_dict")
+        states = {_COMMON: self._common.get_state(), "cpu": torch.get_rng_state()}
+        if self._device_index is not None:
+            states[self._device_type] = self._device_module().get_rng_state(self._device_index)
+        return {self._mesh_key(): {self._place_key(): states}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the streams stood when ``state_dict`` was made, bit for bit.
+
+        Raises:
+            ValueError: It was made on a mesh of other sizes, by another rank, or for another device.
+            RuntimeError: Inside a region.
+        """
+        self._refuse_in_region("load_state_dict")
+        places = state_dict.get(self._mesh_key())
+        states = places.get(self._place_key()) if places is not None else None
+        if states is None:
+            raise ValueError(
+                f"MeshRNG expects the states of place {self._place_key()} on a mesh with {self._mesh_key()}, but got "
+                f"{ {mesh: list(places) for mesh, places in state_dict.items()} }. On a mesh of other sizes leave the "
+                "streams out of what is loaded and call manual_seed."
+            )
+        devices = {"cpu"} if self._device_index is None else {"cpu", self._device_type}
+        if set(states) != devices | {_COMMON}:
+            raise ValueError(
+                f"MeshRNG expects states for {sorted(devices)}, but got {sorted(set(states) - {_COMMON})}. Random "
+                "numbers cannot go on on another kind of device: leave the streams out and call manual_seed."
+            )
+        self._common.set_state(states[_COMMON].cpu())
+        torch.set_rng_state(states["cpu"].cpu())
+        if self._device_index is not None:
+            self._device_module().set_rng_state(states[self._device_type].cpu(), self._device_index)
+
+    # --- private ------------------------------------------------------------------------------------------------------
+
+    def _device_module(self) -> Any:
+        return torch.get_device_module(self._device_type)
+
+    def _mesh_key(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self._sizes.items())
+
+    def _place_key(self) -> str:
+        return "-".join(str(self._coordinates[axis]) for axis in DENSE_AXES)
+
+    @torch.compiler.disable(reason="fork_rng seeds torch's generators")  # type: ignore[untyped-decorator]
+    def _seed_default(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self._device_index is not None:
+            # Of the current device only: the others may belong to other ranks' processes or to the user.
+            with self._device_module().device(self._device_index):
+                self._device_module().manual_seed(seed)
+
+    def _resolve(self, axes: Sequence[str]) -> tuple[str, ...]:
+        if len(axes) == 1 and axes[0] in _REGIONS:
+            return _REGIONS[axes[0]]
+        for view in (DENSE_AXES, EXPERT_AXES):
+            if axes and set(axes) <= set(view):
+                return tuple(axis for axis in view if axis in axes)
+        raise ValueError(
+            f"fork_rng expects axes of one view, {DENSE_AXES} or {EXPERT_AXES}, or one of {tuple(_REGIONS)}, but got "
+            f"{tuple(axes)}."
+        )
+
+    @torch.compiler.disable(reason="fork_rng reads a random number on the host")  # type: ignore[untyped-decorator]
+    def _draw(self, names: tuple[str, ...]) -> int:
+        """A number that is alike on all ranks with the same coordinates on ``names``, another one each time."""
+        if self._device_type == "cuda" and self._device_index is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
+                "numbers again. Enter it around the capture, or leave the region out of the graph."
+            )
+        generator = None
+        if set(names) not in (set(DENSE_AXES), set(EXPERT_AXES)) and not set(DATA_AXES) <= set(names):
+            # Gradients are enabled in a recomputation, and off in a backward of the user's own that draws.
+            if compat.current_graph_task_id() != -1 and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"fork_rng expects a region that is unlike along all data axes {DATA_AXES} in a function that "
+                    f"activation checkpointing recomputes, but got {names or ('params',)}, which would draw other "
+                    "numbers than the first time. Draw before the checkpointed function and pass the result to it."
+                )
+            generator = self._common
+        return int(torch.randint(2**63 - 1, (), generator=generator, device="cpu").item())
+
+    def _refuse_in_region(self, what: str) -> None:
+        if self._num_open_forks:
+            raise RuntimeError(f"MeshRNG.{what} was called inside fork_rng, whose states end with it. Call it outside.")
+
+
+def _coordinates(mesh: DeviceMesh) -> dict[str, int]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    assert mesh.mesh_dim_names is not None
+    return dict(zip(mesh.mesh_dim_names, coordinate, strict=True))
+
+
+def _mix(*parts: Any) -> int:
+    """A seed in [0, 2**63) from integers and strings; any change of any of them gives an unrelated one."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+__all__ = ["DATA_AXES", "DENSE_AXES", "EXPERT_AXES", "MeshRNG"]

@@ -1,0 +1,155 @@
+"""What the tests of checkpoints and optimizers share: a model of awkward weights, its training, and three probes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, rows_of_rank
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtensor_gtp import GTPShard, gtp_shard
+
+RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Small(nn.Module):
+    """Tied embedding and head, a blocked weight, one sharded on dim 1, whole parameters, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.linear = nn.Linear(8, 10)
+        self.norm = nn.LayerNorm(10)
+        self.columns = nn.Parameter(torch.randn(10, 9) * 0.3)
+        self.out = nn.Linear(9, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(9) + 0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.linear(self.embedding(tokens))))
+        logits: torch.Tensor = self.head(self.out(x @ self.columns * self.scale.to(x.dtype)))
+        return logits
+
+
+def make(seed: int) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def shard(model: Small, mesh: DeviceMesh, **kwargs: Any) -> Small:
+    placements = {model.linear.weight: GTPShard(0, block_size=4), model.columns: GTPShard(1)}
+    gtp_shard(model, mesh, schedule=ALL, shard_placement_fn=placements.get, **kwargs)
+    return model
+
+
+def make_sharded(seed: int, mesh: DeviceMesh, **kwargs: Any) -> Small:
+    return shard(make(seed), mesh, **kwargs)
+
+
+def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
+def tokens_of_step(step: int) -> torch.Tensor:
+    return torch.randint(0, 11, (8, 5), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], mesh: DeviceMesh | None) -> None:
+    for step in steps:
+        tokens = tokens_of_step(step) if mesh is None else rows_of_rank(tokens_of_step(step), mesh)
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of all that training changes, local parts."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = local(param).detach().clone()
+        found |= {f"{name}/{key}": local(value).clone() for key, value in optimizer.state[param].items()}
+    return found
+
+
+def job_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> dict[str, Any]:
+    state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    return state if scheduler is None else state | {"scheduler": scheduler.state_dict()}
+
+
+@contextmanager
+def held_back_writes() -> Iterator[threading.Event]:
+    """No byte of a checkpoint is written before the event is set."""
+    go = threading.Event()
+    write_data = dcp.FileSystemWriter.write_data
+
+    def wait_and_write(*args: Any) -> Any:
+        assert go.wait(60)
+        return write_data(*args)
+
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", wait_and_write):
+        yield go
+
+
+class PeakBytes(TorchDispatchMode):
+    """Peak of the memory of tensors that come into being under this mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in known:
+                storage = local(tensor).untyped_storage()
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        if self._live_nbytes() > self.nbytes:
+            time.sleep(0.01)  # gloo's threads let go of a tensor a little after the collective has been waited for
+            self.nbytes = max(self.nbytes, self._live_nbytes())
+        return result
+
+    def _live_nbytes(self) -> int:
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self._live.values())
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return inner.untyped_storage()._cdata
+
+
+class RecordingPlanner(dcp.DefaultSavePlanner):
+    """Counts who writes what; only the coordinator sees the global plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: Counter[tuple[Any, ...]] = Counter()
+
+    def create_global_plan(self, all_plans: list[Any]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        items = [item for plan in plans for item in plan.items]
+        empty = [item for item in items if item.tensor_data is not None and 0 in item.tensor_data.chunk.sizes]
+        self.writes = Counter((i.index.fqn, i.index.offset) for i in items if i not in empty)
+        return plans, metadata

@@ -1,0 +1,221 @@
+"""What the tests of the runtime share: small models, one training step beside one process, counts and idle checks."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, assert_same_params, rows_of_rank
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp._runtime.modules import binding_of
+from dtensor_gtp._runtime.param import ShardedWeight, WeightState
+from dtensor_gtp._runtime.state import Runtime
+
+VOCABULARY = 31  # 4 * 8 - 1: the last rank's shard is short
+WIDTH = 12
+
+Step = Callable[[nn.Module, torch.Tensor], Any]
+
+
+class Raw(nn.Module):
+    """Reads its weights as attributes: the generic path."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.second = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.first) @ self.second
+
+
+class Net(nn.Module):
+    """Fused and generic weights, many of one shape, a whole parameter, and a tied head of uneven rows."""
+
+    def __init__(self, num_pairs: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        pairs = [(nn.Linear(WIDTH, WIDTH), Raw()) for _ in range(num_pairs)]
+        self.layers = nn.ModuleList([module for pair in pairs for module in pair])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def small_model() -> nn.Sequential:
+    """Fused and generic weights and whole parameters; ``square_step`` on ``make_rows`` trains it."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def make_tokens(seed: int, rows: int = 8) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def make_rows(seed: int, rows: int = 8, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def square_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(rows).square().mean()
+    return loss
+
+
+def token_step(model: nn.Module, tokens: torch.Tensor) -> None:
+    token_loss(model, tokens).backward()
+
+
+def square_step(model: nn.Module, rows: torch.Tensor) -> None:
+    square_loss(model, rows).backward()
+
+
+def shard_copy(reference: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+    return gtp_shard(copy.deepcopy(reference), mesh, **{"schedule": ALL, **options})
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    binding = binding_of(module)
+    assert binding is not None
+    return binding.group.runtime
+
+
+def weight_of(module: nn.Module, fqn: str) -> ShardedWeight:
+    (weight,) = [weight for weight in runtime_of(module).weights if weight.fqn == fqn]
+    return weight
+
+
+def num_gathers(module: nn.Module) -> dict[str, int]:
+    return {weight.fqn: weight.num_gathers for weight in runtime_of(module).weights}
+
+
+def assert_idle(module: nn.Module) -> None:
+    """Nothing is gathered, in flight, half reduced or left open."""
+    runtime = runtime_of(module)
+    left: dict[str, Any] = {
+        "frames": runtime._frames,
+        "is_in_backward": runtime._is_in_backward,
+        "saved weights": runtime._backward_saved,
+        "weights read in backward": runtime._backward_frame.held,
+        "values read in backward": runtime._backward_frame.values,
+        "reductions": runtime.comm._reductions,
+    }
+    for param in runtime.params:
+        left[f"reduced {param.fqn}"] = param.reduced
+    for weight in runtime.weights:
+        left[f"gathered {weight.fqn}"] = [*weight.pending, *filter(None, (weight.live, weight.kept))]
+        left[f"unsharded_grad {weight.fqn}"] = weight.unsharded_grad
+        left[f"unreplicated_grad {weight.fqn}"] = weight.unreplicated_grad
+        assert weight.state is WeightState.SHARDED, f"{weight.fqn} is {weight.state}"
+    for param in runtime.whole:
+        left[f"local gradient {param.fqn}"] = param.leaf.grad
+        left[f"unsynced_grad {param.fqn}"] = param.unsynced_grad
+    left = {name: value for name, value in left.items() if value is not None and (torch.is_tensor(value) or value)}
+    assert not left, left
+
+
+def check_step(
+    reference: nn.Module,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    batch: torch.Tensor,
+    step: Step,
+    *,
+    lr: float = 0.1,
+    is_idle: bool = True,
+    **tolerance: float,
+) -> None:
+    """``step`` runs forward and backward, on the reference with the whole batch, on the model with this rank's rows.
+
+    Gradients must agree, then parameters after an SGD step; then both are ready for the next step.
+    """
+    step(reference, batch)
+    step(model, rows_of_rank(batch, mesh))
+    assert_same_params(model, reference, "grad", **tolerance)
+    for module in (reference, model):
+        optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_params(model, reference, "param", **tolerance)
+    if is_idle:
+        assert_idle(model)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train_record(model: nn.Module, mesh: DeviceMesh, loss_fn: Step = token_loss, steps: int = 3) -> list[torch.Tensor]:
+    """Every loss, gradient shard and parameter shard of a few steps, to be compared bit by bit."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    record = []
+    for step in range(steps):
+        loss = loss_fn(model, rows_of_rank(make_tokens(step), mesh))
+        loss.backward()
+        record.append(loss.detach().clone())
+        record.extend(local(p.grad).clone() for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        record.extend(local(p.detach()).clone() for p in model.parameters())
+        assert_idle(model)
+    return record
+
+
+def assert_bit_equal(actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    assert len(actual) == len(expected), f"{what}: {len(actual)} tensors instead of {len(expected)}"
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.isfinite().all(), f"{what}: tensor {index} is not finite"
+        assert torch.equal(a, b), f"{what}: tensor {index} differs by {(a - b).abs().max()}"
+
+
+class Counts(NamedTuple):
+    """Collectives of this rank."""
+
+    all_gathers: int
+    reduce_scatters: int
+    all_reduces: int
+
+
+class counted(TorchDispatchMode):
+    """Counts this rank's collectives inside of the block: call what ``with`` returns for the counts so far.
+
+    Like CommDebugMode, which fails on a module that is called several times with inputs that need gradients:
+    its module tracker, not used here, loses count of its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # DTensor comes back with the collectives that it consists of
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.dtypes.setdefault(func._opname, set()).update(tensor.dtype for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+    def __call__(self) -> Counts:
+        names = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
+        assert self.counts.keys() <= set(names), self.counts
+        return Counts(*(self.counts[name] for name in names))

@@ -1,0 +1,499 @@
+"""Bad input is refused on all ranks, before anything is changed, in words that name what is wrong and the remedy.
+
+A fake process group lets this process be rank 1 of 4. What must reach other ranks runs on four real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import time
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from common import ALL, GlooTest, environment, fake_world
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPModule, GTPShard, SchedulePolicy, gtp_shard, sharding_report
+
+NUM_RANKS = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.head = nn.Linear(8, 6)
+        self.register_buffer("offset", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x)) + self.offset
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """Everything that ``gtp_shard`` changes: classes, attributes, and the very parameter and buffer objects."""
+    state: dict[str, Any] = {}
+    for name, submodule in module.named_modules():
+        tensors = {**submodule._parameters, **submodule._buffers}
+        state[name] = (
+            type(submodule),
+            sorted(submodule.__dict__),
+            {key: id(value) for key, value in tensors.items()},
+            {key: (type(value), value.requires_grad) for key, value in tensors.items() if value is not None},
+        )
+    return state
+
+
+@contextmanager
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    before = [snapshot(module) for module in modules]
+    yield
+    assert [snapshot(module) for module in modules] == before
+
+
+class TestRefusals(unittest.TestCase):
+    """``gtp_shard`` itself, on rank 1 of 4."""
+
+    def setUp(self) -> None:
+        self.enterContext(fake_world(rank=1, world_size=NUM_RANKS))
+        self.mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+        torch.manual_seed(0)
+        self.net = Net()
+
+    def refuses(
+        self, exception: type[Exception], message: str, module: Any = None, mesh: Any = None, **options: Any
+    ) -> None:
+        """The call raises, the module is as it was, trains, and can be sharded after all."""
+        module = self.net if module is None else module
+        modules = [module] if isinstance(module, nn.Module) else []
+        with unchanged(*modules), self.assertRaisesRegex(exception, message):
+            gtp_shard(module, self.mesh if mesh is None else mesh, **options)
+        if module is self.net:
+            module(torch.randn(2, 6)).sum().backward()
+            for param in module.parameters():
+                self.assertIsNotNone(param.grad)
+            module.zero_grad()
+
+    # --- meshes -------------------------------------------------------------------------------------------------------
+
+    def test_mesh_of_wrong_rank(self) -> None:
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "gtp", "tp"))
+        self.refuses(
+            ValueError, r"1-D \(gtp\) or 2-D .* 3-D mesh with axes \('replicate', 'gtp', 'tp'\).*sub-mesh", mesh=mesh
+        )
+
+    def test_no_mesh(self) -> None:
+        self.refuses(TypeError, "expects a DeviceMesh as mesh, but got str: 'gtp'", mesh="gtp")
+        self.refuses(
+            TypeError, "expects a DeviceMesh as mesh, but got ProcessGroup.*init_device_mesh", mesh=dist.group.WORLD
+        )
+
+    def test_mesh_of_a_device_that_is_not_there(self) -> None:
+        device = next(d for d in ("cuda", "xpu") if not torch.get_device_module(d).is_available())
+        mesh = DeviceMesh(device, torch.arange(NUM_RANKS), mesh_dim_names=("gtp",), _init_backend=False)
+        self.refuses(
+            ValueError, f"a device that this process has, but got a '{device}' mesh.*init_device_mesh", mesh=mesh
+        )
+
+    def test_mesh_without_this_rank(self) -> None:
+        mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("gtp",))
+        self.refuses(ValueError, r"contains this rank, but rank 1 is not among the ranks \[0, 2\]", mesh=mesh)
+
+    def test_parameter_on_another_device(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            self.net.head.weight = nn.Parameter(torch.empty(6, 8, device="cuda"))
+        message = r"on 'cpu' \(the mesh's device\).*'head.weight' of shape \(6, 8\) is on cuda:0 \(rank 1\). Move"
+        with unchanged(self.net), self.assertRaisesRegex(ValueError, message):
+            gtp_shard(self.net, self.mesh)
+
+    # --- modules ------------------------------------------------------------------------------------------------------
+
+    def test_module_of_wrong_kind(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            scripted = torch.jit.script(Net())
+        self.refuses(TypeError, "expects an nn.Module as module, but got function", module=lambda x: x)
+        self.refuses(TypeError, "eager nn.Module, but got a ScriptModule. Shard it before", scripted)
+        for container in (nn.ModuleList([Net()]), nn.ModuleDict({"a": Net()}), nn.ParameterList([torch.ones(2, 2)])):
+            message = f"a module with a forward, but got a {type(container).__name__}. Call it on each element"
+            self.refuses(ValueError, message, container)
+
+    def test_module_sharded_already(self) -> None:
+        gtp_shard(self.net, self.mesh)
+        for module in (self.net, self.net.inner, self.net.head):
+            message = rf"called on a {type(module).__name__} that an earlier call .* submodules first, on the root last"
+            with unchanged(self.net), self.assertRaisesRegex(ValueError, message):
+                gtp_shard(module, self.mesh)
+
+    def test_module_wrapped_by_other_data_parallelism(self) -> None:
+        fully_shard(self.net.inner, mesh=self.mesh)
+        with (
+            unchanged(self.net),
+            self.assertRaisesRegex(ValueError, "'inner' is a FSDPSequential. Call gtp_shard first"),
+        ):
+            gtp_shard(self.net, self.mesh)
+        wrapped = nn.parallel.DistributedDataParallel(Net())
+        message = "'DistributedDataParallel' is a DistributedDataParallel.*a \\(replicate, gtp\\) mesh"
+        self.refuses(ValueError, message, wrapped)
+
+    def test_optimizer_built_before(self) -> None:
+        optimizer = torch.optim.AdamW(self.net.head.parameters())
+        message = r"AdamW optimizer already holds parameter 'head.weight' of shape \(6, 8\).*\(rank 1\). Create the opt"
+        self.refuses(ValueError, message)
+        del optimizer
+        gtp_shard(self.net, self.mesh)
+
+    def test_optimizers_that_do_no_harm(self) -> None:
+        """Of another model, of ignored parameters, of a submodule sharded before, and one that only waits for the
+        garbage collector."""
+        other = torch.optim.SGD(Net().parameters())
+        ignored = torch.optim.SGD([self.net.head.bias])
+        gtp_shard(self.net.inner, self.mesh, schedule=ALL)
+        inner = torch.optim.SGD(self.net.inner.parameters())
+        dead = torch.optim.SGD(self.net.head.parameters())
+        dead.cycle = dead  # type: ignore[attr-defined]
+        del dead
+        gtp_shard(self.net, self.mesh, ignored_params={self.net.head.bias})
+        for optimizer in (other, ignored, inner):
+            self.assertTrue(optimizer.param_groups[0]["params"])
+
+    def test_embedding_options(self) -> None:
+        for make in (nn.Embedding, nn.EmbeddingBag):
+            for option, value in (("max_norm", 1.0), ("sparse", True), ("scale_grad_by_freq", True)):
+                module = nn.Sequential(make(9, 4, **{option: value}), nn.Linear(4, 4))
+                message = (
+                    rf"{make.__name__}\({option}={value}\) for parameter '0.weight' of shape \(9, 4\).*ignored_params"
+                )
+                for schedule in (ALL, SchedulePolicy()):  # sharded, or whole because it is small
+                    self.refuses(NotImplementedError, message, module, schedule=schedule)
+                gtp_shard(module, self.mesh, ignored_params={module[0].weight})
+
+    def test_lazy_and_sparse_parameters(self) -> None:
+        lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+        self.refuses(ValueError, "'0.weight' of a lazy module has none yet. Run one forward before", lazy)
+        self.net.table = nn.Parameter(torch.eye(4).to_sparse())
+        message = r"'table' of shape \(4, 4\) and layout torch.sparse_coo. Convert it with to_dense\(\)"
+        self.refuses_without_training(NotImplementedError, message)
+
+    # --- other arguments ----------------------------------------------------------------------------------------------
+
+    def test_arguments_of_wrong_kind(self) -> None:
+        self.refuses(TypeError, "a bool as reshard_after_forward, but got int: 2", reshard_after_forward=2)
+        self.refuses(TypeError, "a MixedPrecisionPolicy as mp_policy, but got dtype", mp_policy=torch.bfloat16)
+        self.refuses(TypeError, "a SchedulePolicy as schedule, but got int: 3", schedule=3)
+        self.refuses(TypeError, "a callable as shard_placement_fn, but got GTPShard", shard_placement_fn=GTPShard(0))
+        weight = self.net.head.weight
+        self.refuses(TypeError, "a set of parameters as ignored_params, but got list", ignored_params=[weight])
+        self.refuses(TypeError, "parameters in ignored_params, but got str", ignored_params={"head.weight"})
+
+    def test_schedule_out_of_range(self) -> None:
+        for name, value in (("prefetch_depth", -1), ("max_inflight_reduce_scatters", 0), ("min_shard_numel", -1)):
+            with self.assertRaisesRegex(ValueError, f"SchedulePolicy expects {name} >= {value + 1}, but got {value}"):
+                SchedulePolicy(**{name: value})
+            for wrong in (1.0, True, "2", None):
+                with self.assertRaisesRegex(TypeError, f"SchedulePolicy expects an int for {name}, but got {wrong!r}"):
+                    SchedulePolicy(**{name: wrong})
+
+    def test_placement_fn_returns_nonsense(self) -> None:
+        where = r"for parameter 'inner.0.weight' of shape \(8, 6\)"
+        for nonsense in (0, "Shard(0)", Partial(), [Shard(0)]):
+            message = f"a GTPShard, a Shard, a Replicate or None, but got .*{where}"
+            self.refuses(TypeError, message, shard_placement_fn=lambda param, value=nonsense: value)
+        for dim in (2, -3):
+            for asked in (Shard(dim), GTPShard(dim)):
+                message = rf"a dim in \[-2, 2\) {where} on mesh axis 'gtp', but .* returned {re.escape(repr(asked))}"
+                self.refuses(ValueError, message, shard_placement_fn=lambda p, value=asked: value)
+        strided = GTPShard(0, split_factor=2)
+        self.refuses(
+            ValueError, "split factor of parameter 'inner.0.weight'.*Leave", shard_placement_fn=lambda p: strided
+        )
+        self.refuses(ValueError, "expects block_size >= 1", shard_placement_fn=lambda p: GTPShard(0, block_size=0))
+
+    def test_environment_names_an_unknown_aid(self) -> None:
+        with environment(DTENSOR_GTP_DEBUG="poisson"):
+            self.refuses(ValueError, "DTENSOR_GTP_DEBUG expects 'poison', 'delay' or 'delay=SEED', but got 'poisson'")
+
+    # --- parameters on other meshes -----------------------------------------------------------------------------------
+
+    def test_parameters_of_another_root(self) -> None:
+        tp = DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))
+        parallelize_module(self.net, tp, {"head": ColwiseParallel()})
+        message = (
+            r"'head.weight' of shape \(6, 8\) is a DTensor with .* on mesh axes \('tp',\) of another root than axis "
+        )
+        self.refuses_without_training(ValueError, message + r"'gtp' \(rank 1\). Build one mesh")
+
+    def test_axes_without_names(self) -> None:
+        root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+        parallelize_module(self.net, root["tp"], {"head": ColwiseParallel()})
+        message = r"named axes, but parameter 'head.weight' .* \('tp',\) and its own mesh has axes None.*mesh_dim_names"
+        self.refuses_without_training(ValueError, message, init_device_mesh("cpu", (NUM_RANKS,)))
+
+    def test_equal_roots_are_one(self) -> None:
+        """A mesh that was built twice, as DTensor's caches may mix them up anyway."""
+        roots = [init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp")) for name in ("outer", "gtp")]
+        parallelize_module(self.net, roots[0]["tp"], {"head": ColwiseParallel()})
+        gtp_shard(self.net, roots[1]["gtp"], schedule=ALL)
+        self.assertEqual(self.net.head.weight.placements, (Shard(0), GTPShard(0)))
+
+    def test_mesh_axes_that_a_parameter_uses(self) -> None:
+        root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+        parallelize_module(self.net, root["tp"], {"head": ColwiseParallel()})
+        message = (
+            r"'head.weight' of shape \(6, 8\) is a DTensor with placements .* on mesh axes \('tp',\), which overlap "
+        )
+        for mesh, names in ((root["tp"], r"\('tp',\)"), (root["gtp", "tp"]._flatten("all"), r"\('all',\)")):
+            self.refuses_without_training(ValueError, message + rf"with {names} \(rank 1\)", mesh)
+
+    def refuses_without_training(
+        self, exception: type[Exception], message: str, mesh: DeviceMesh | None = None
+    ) -> None:
+        with unchanged(self.net), self.assertRaisesRegex(exception, message):
+            gtp_shard(self.net, mesh or self.mesh)
+
+
+class TestRefusalsLater(unittest.TestCase):
+    """What is wrong with a sharded module shows at its next use."""
+
+    def setUp(self) -> None:
+        self.enterContext(fake_world(rank=1, world_size=NUM_RANKS))
+        self.mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+        torch.manual_seed(0)
+        self.net = gtp_shard(Net(), self.mesh, schedule=ALL)
+        self.x = torch.randn(2, 6)
+
+    def test_meta_parameters_at_the_first_forward(self) -> None:
+        with torch.device("meta"):
+            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+        net.head.to_empty(device="cpu")
+        message = (
+            r"\['inner.0.weight', 'inner.0.bias'\] are still on the meta device .* module.to_empty\(device='cpu'\)"
+        )
+        for use in (lambda: net(self.x), lambda: net.head(self.x), net.unshard):
+            with self.assertRaisesRegex(RuntimeError, message):
+                use()
+        net.to_empty(device="cpu")(self.x).sum().backward()
+
+    def test_swapped_parameter(self) -> None:
+        """Plain, of another shape, of another layout, no parameter at all; before and after the first forward."""
+        head = self.net.head
+        kept = head.weight
+        other = gtp_shard(nn.Linear(8, 6), self.mesh, shard_placement_fn=lambda p: GTPShard(p.ndim - 1)).weight
+        wrong = {
+            r"a Parameter of shape \(6, 8\)": nn.Parameter(torch.randn(6, 8)),
+            r"a DTensor of shape \(8, 6\) with placements": nn.Parameter(
+                gtp_shard(Net(), self.mesh, schedule=ALL).inner[0].weight
+            ),
+            r"a DTensor of shape \(6, 8\) with placements \(GTPShard\(dim=1\),\)": other,
+            r"a DTensor of shape \(6, 8\) with placements": kept.detach(),
+        }
+        for described, param in wrong.items():
+            for _ in range(2):
+                head._parameters["weight"] = param
+                message = (
+                    rf"'head.weight' was replaced behind gtp_shard by {described}.*of shape \(6, 8\) .* \('gtp',\) "
+                )
+                with self.assertRaisesRegex(RuntimeError, message + r"\(rank 1\). Load values"):
+                    self.net(self.x)
+                head.weight = kept
+                self.net(self.x).sum().backward()  # and the module works on
+
+    def test_removed_parameter(self) -> None:
+        del self.net.inner[0].bias
+        with self.assertRaisesRegex(RuntimeError, "'inner.0.bias' was replaced behind gtp_shard by None"):
+            self.net(self.x)
+
+    def test_added_parameters(self) -> None:
+        """Of a new module, on an old one, by a parametrization: nobody would reduce their gradients."""
+        changes: dict[str, Callable[[nn.Module], Any]] = {
+            "head.weight": lambda net: setattr(net, "head", nn.Linear(8, 6)),
+            "inner.0.lora": lambda net: net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8))),
+            "head.parametrizations.weight.original0": lambda net: parametrizations.weight_norm(net.head),
+        }
+        for name, change in changes.items():
+            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+            change(net)
+            message = (
+                rf"'{name}' of shape .* was added after gtp_shard.* \('gtp',\) \(rank 1\). Change the module before"
+            )
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, message):
+                    net(self.x)
+        gtp_shard(net := Net(), self.mesh, ignored_params=set(net.head.parameters()))
+        net.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
+        net(self.x).sum().backward()
+
+    def test_added_parameters_in_a_nested_call(self) -> None:
+        net = Net()
+        ignored = net.inner[0].bias
+        gtp_shard(net.inner, self.mesh, schedule=ALL, ignored_params={ignored})
+        net.inner.append(nn.Linear(8, 8))  # the call on the root will take it
+        gtp_shard(net, self.mesh, schedule=ALL)(self.x).sum().backward()
+        self.assertIs(net.inner[0].bias, ignored)
+        net = Net()
+        gtp_shard(net.inner, self.mesh, schedule=ALL)
+        net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8)))  # it will not take this one
+        gtp_shard(net, self.mesh, schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, "'inner.0.lora' of shape .* was added after gtp_shard"):
+            net(self.x)
+
+    def test_resized_shard(self) -> None:
+        self.net(self.x)
+        local = self.net.head.weight.to_local()
+        with torch.no_grad():
+            self.net.head.weight._local_tensor = torch.cat([local, local]).detach()
+        with self.assertRaisesRegex(RuntimeError, "'head.weight' was replaced behind gtp_shard"):
+            self.net(self.x)
+
+    def test_backward_twice(self) -> None:
+        loss = self.net(self.x).sum()
+        loss.backward()
+        with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
+            loss.backward()
+        self.net(self.x).sum().backward()
+
+    def test_copies(self) -> None:
+        for module in (self.net, self.net.head, self.net.inner):
+            with self.assertRaisesRegex(
+                RuntimeError, "cannot be copied after gtp_shard.*Copy the module before gtp_shard"
+            ):
+                copy.deepcopy(module)
+            for attempt in (copy.copy, pickle.dumps):
+                with self.assertRaisesRegex(
+                    RuntimeError, r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"
+                ):
+                    attempt(module)
+
+    def test_methods(self) -> None:
+        assert isinstance(self.net, GTPModule)
+        for factor in (0, -1.0):
+            with self.assertRaisesRegex(ValueError, f"expects a positive factor, but got {factor}"):
+                self.net.set_gradient_divide_factor(factor)
+        with self.assertRaisesRegex(ValueError, "a module after gtp_shard, but got a plain Net"):
+            sharding_report(Net())
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
+
+
+class TestOneRankFails(GlooTest):
+    """What one rank alone finds wrong raises on all, at once: nobody waits for it in a collective."""
+
+    timeout = timedelta(seconds=20)
+
+    def all_refuse(self, mine: str, others: str, module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+        """Rank 1 raises a TypeError or ValueError that matches ``mine``, the others a RuntimeError with ``others``."""
+        is_culprit = dist.get_rank() == 1
+        kind: Any = (TypeError, ValueError) if is_culprit else RuntimeError
+        with within(5), unchanged(module), self.assertRaisesRegex(kind, mine if is_culprit else others):
+            gtp_shard(module, mesh, **options)
+
+    def test_placement_fn_raises_on_one_rank(self) -> None:
+        def place(param: nn.Parameter) -> None:
+            if dist.get_rank() == 1 and param.shape == (6, 8):
+                raise ValueError("not today")
+
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            others = "failed on another rank of the mesh, so it fails on all: rank 1: ValueError: not today"
+            self.all_refuse("^not today$", others, Net(), mesh, shard_placement_fn=place)
+
+    def test_arguments_and_environment_wrong_on_one_rank(self) -> None:
+        mesh = self.gtp_mesh()
+        others = "rank 1: TypeError: gtp_shard expects a SchedulePolicy as schedule, but got int: 1"
+        self.all_refuse("a SchedulePolicy", others, Net(), mesh, schedule=1 if self.rank == 1 else ALL)
+        with environment(DTENSOR_GTP_DEBUG="x" if self.rank == 1 else ""):
+            self.all_refuse("but got 'x'", "rank 1: ValueError: DTENSOR_GTP_DEBUG expects", Net(), mesh)
+
+    def test_optimizer_on_one_rank(self) -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters()) if self.rank == 1 else None
+        self.all_refuse("SGD optimizer already", "rank 1: ValueError: .* SGD optimizer already", net, self.gtp_mesh())
+        del optimizer
+
+    def test_all_ranks_fail_each_with_its_own_error(self) -> None:
+        def place(param: nn.Parameter) -> None:
+            raise ValueError(f"from rank {dist.get_rank()}")
+
+        with within(5), self.assertRaisesRegex(ValueError, f"^from rank {self.rank}$"):
+            gtp_shard(Net(), self.gtp_mesh(), shard_placement_fn=place)
+
+    def test_models_that_differ(self) -> None:
+        def differing(change: Callable[[nn.Module], Any]) -> nn.Module:
+            net = Net()
+            if self.rank == 2:
+                change(net)
+            return net
+
+        changes: dict[str, Callable[[nn.Module], Any]] = {
+            r"rank 0 has parameter 'head.weight' of shape \(6, 8\).* where rank 2 has .*\(7, 8\)": lambda net: setattr(
+                net, "head", nn.Linear(8, 7)
+            ),
+            "float32 .* where rank 2 has parameter 'head.weight' .* torch.float64": lambda net: net.head.double(),
+            "requires_grad=True.* where rank 2 has .*requires_grad=False": lambda net: net.head.weight.requires_grad_(
+                False
+            ),
+            "rank 0 has nothing more where rank 2 has parameter 'extra.weight'": lambda net: net.add_module(
+                "extra", nn.Linear(2, 2)
+            ),
+            "where rank 2 has nothing more": lambda net: setattr(net, "head", nn.Identity()),
+        }
+        for message, change in changes.items():
+            for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+                net = differing(change)
+                with (
+                    within(5),
+                    unchanged(net),
+                    self.assertRaisesRegex(RuntimeError, f"{message}.*Build the same module"),
+                ):
+                    gtp_shard(net, mesh)
+
+    def test_policies_that_differ(self) -> None:
+        mesh = self.gtp_mesh()
+        options: list[dict[str, Any]] = [
+            {"schedule": SchedulePolicy(prefetch_depth=self.rank)},
+            {"reshard_after_forward": self.rank != 3},
+            {"shard_placement_fn": lambda param: Replicate() if self.rank == 3 else None, "schedule": ALL},
+        ]
+        for option in options:
+            with (
+                within(5),
+                self.assertRaisesRegex(RuntimeError, "the same module and policies on all ranks .*rank 0 has"),
+            ):
+                gtp_shard(Net(), mesh, **option)
+
+    def test_other_meshes_are_not_asked(self) -> None:
+        """Ranks of other rows of the mesh may do something else altogether."""
+        mesh = self.hsdp_mesh()["gtp"]
+        net = Net() if mesh.get_group() and self.rank < 2 else nn.Linear(3, 3)
+        gtp_shard(net, mesh, schedule=ALL)
+
+    def test_swapped_parameter_on_all_ranks(self) -> None:
+        net = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)
+        x = torch.randn(2, 6)
+        net(x).sum().backward()
+        net.inner[0].weight = nn.Parameter(torch.randn(8, 6))
+        with within(5), self.assertRaisesRegex(RuntimeError, "'inner.0.weight' was replaced behind gtp_shard"):
+            net(x)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,281 @@
+"""What is in memory when: gathered weights between passes, buffers in flight, nothing that grows with the steps."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, rows_of_rank
+from runtime_common import (
+    WIDTH,
+    Net,
+    Raw,
+    assert_idle,
+    check_step,
+    make_rows,
+    make_tokens,
+    runtime_of,
+    shard_copy,
+    square_loss,
+    square_step,
+    token_loss,
+    token_step,
+)
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp._runtime.param import Gathered, ShardedWeight
+
+
+class Generic(nn.Module):
+    """Weights of modules without a fused op, in ops that save them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = Raw()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.raw(x.unflatten(0, (-1, 2)))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        output: torch.Tensor = self.recurrent(torch.tanh(self.bilinear(x, x)))[0]
+        return output
+
+
+class Gathers:
+    """Weak references to all gathers of a model."""
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[str, StorageWeakRef]] = []
+        self.gathered: list[weakref.ref[Gathered]] = []
+        self.most_held = 0
+
+    def assert_alive(self, names: Sequence[str]) -> None:
+        """The weights whose gathered buffer is in memory, whoever holds it.
+
+        gloo's threads hold a buffer a moment longer than its collective takes.
+        """
+        end = time.monotonic() + 2
+        while (alive := [name for name, buffer in self.buffers if not buffer.expired()]) != names:
+            assert time.monotonic() < end, f"in memory: {alive}, expected {names}"
+            time.sleep(1e-3)
+
+    def note(self, name: str, gathered: Gathered) -> None:
+        self.buffers.append((name, StorageWeakRef(gathered.buffer.untyped_storage())))
+        self.gathered.append(weakref.ref(gathered))
+        self.most_held = max(self.most_held, sum(ref() is not None for ref in self.gathered))
+
+
+@contextmanager
+def watched_gathers(model: nn.Module) -> Iterator[Gathers]:
+    runtime, gathers = runtime_of(model), Gathers()
+    gather = runtime._gather
+
+    def watch(weight: ShardedWeight) -> Gathered:
+        gathered = gather(weight)
+        gathers.note(weight.fqn, gathered)
+        return gathered
+
+    runtime._gather = watch  # type: ignore[method-assign]
+    try:
+        yield gathers
+    finally:
+        del runtime._gather  # type: ignore[method-assign]
+
+
+def num_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(candidate), torch.Tensor) for candidate in gc.get_objects())
+
+
+class TestMemory(GlooTest):
+    def test_no_weight_stays_gathered_between_forward_and_backward(self) -> None:
+        """Not in autograd's hands either, which saves what matmuls and convolutions have read."""
+        for model in (Generic(), nn.Sequential(Raw(), nn.Linear(WIDTH, WIDTH), Raw())):
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+            x = make_rows(0).requires_grad_()
+            for step in range(3):
+                with watched_gathers(model) as gathers:
+                    loss = square_loss(model, x)
+                    assert len(gathers.buffers) >= len(runtime_of(model).weights)
+                    # What the forward uses last and the backward first is kept, once that is known.
+                    kept = [weight.fqn for weight in runtime_of(model).weights if weight.kept is not None]
+                    assert len(kept) == (step > 0), kept
+                    gathers.assert_alive(kept)
+                    loss.backward()
+                    gathers.assert_alive([])
+                assert_idle(model)
+
+    def test_autocast_saves_no_gathered_weight(self) -> None:
+        """Under autocast a linear layer goes the generic way; its cast copy of the weight is saved by autograd."""
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH))
+        mesh = self.gtp_mesh()
+        model = shard_copy(reference, mesh)
+
+        def step(module: nn.Module, x: torch.Tensor) -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = module(x.clone().requires_grad_())
+            y.float().square().mean().backward()
+
+        for seed in range(2):
+            with watched_gathers(model) as gathers:
+                check_step(reference, model, mesh, make_rows(seed), step, rtol=2e-2, atol=2e-3)
+                gathers.assert_alive([])
+
+    def test_reshard_after_forward_false_keeps_each_weight_once(self) -> None:
+        model = gtp_shard(Generic(), self.gtp_mesh(), schedule=ALL, reshard_after_forward=False)
+        names = sorted(weight.fqn for weight in runtime_of(model).weights)
+        for _ in range(3):
+            with watched_gathers(model) as gathers:
+                loss = square_loss(model, make_rows(0))
+                gathers.assert_alive([name for name, _ in gathers.buffers])
+                assert sorted(name for name, _ in gathers.buffers) == names
+                loss.backward()
+                gathers.assert_alive([])
+
+    def test_gathered_weights_are_bounded_by_the_prefetch_depth(self) -> None:
+        for depth in (0, 1, 3):
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+            gtp_shard(model, self.gtp_mesh(), schedule=SchedulePolicy(prefetch_depth=depth, min_shard_numel=0))
+            x = make_rows(0).requires_grad_()
+            for step in range(3):
+                with watched_gathers(model) as gathers:
+                    square_step(model, x)
+                # The one in use and those ahead of it; in the first pass nothing is known ahead.
+                assert gathers.most_held == (1 if step == 0 else depth + 1), (step, depth, gathers.most_held)
+
+    def test_reductions_in_flight_are_bounded(self) -> None:
+        for max_inflight in (1, 3):
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+            policy = SchedulePolicy(max_inflight_reduce_scatters=max_inflight, min_shard_numel=0)
+            gtp_shard(model, self.gtp_mesh(), schedule=policy)
+            comm, seen = runtime_of(model).comm, []
+            launched = comm.reduction_launched
+
+            def watch(*args: Any, c: Any = comm, f: Any = launched, s: list[int] = seen) -> None:
+                f(*args)
+                s.append(len(c._reductions))
+
+            comm.reduction_launched = watch
+            square_step(model, make_rows(0))
+            assert max(seen) == max_inflight, seen
+
+    def test_memory_does_not_grow_over_fifty_steps(self) -> None:
+        mesh = self.gtp_mesh()
+        model = gtp_shard(Net(num_pairs=1), mesh, schedule=ALL)
+        # DTensor of torch 2.11 remembers every new scalar that it is called with: AdamW has some in each step.
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        counts = []
+        for step in range(50):
+            model(make_tokens(step))  # a forward without a backward, too
+            token_step(model, rows_of_rank(make_tokens(step), mesh))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(make_tokens(step))
+            if step % 15 == 4:
+                counts.append((num_tensors(), len(gc.get_objects())))
+        tensors = [count[0] for count in counts]
+        objects = [count[1] for count in counts]
+        # A background work may hold a buffer for a moment longer; 15 steps that leak would show as 15.
+        assert max(tensors) - min(tensors) < 3, tensors
+        assert max(objects) - min(objects) < 20, objects
+        assert {len(chain.plan) for chain in runtime_of(model).chains.values()} <= {4, 5}
+
+    def test_dropped_model_frees_its_runtime_and_weights(self) -> None:
+        mesh = self.gtp_mesh()
+        before = num_tensors()
+        model = gtp_shard(Net(), mesh, schedule=ALL)
+        for seed in range(2):
+            token_step(model, make_tokens(seed))
+        model.unshard()
+        runtime = weakref.ref(runtime_of(model))
+        shards = [StorageWeakRef(param.to_local().untyped_storage()) for param in model.parameters()]
+        buffers = [StorageWeakRef(weight.kept.buffer.untyped_storage()) for weight in runtime_of(model).weights]
+        del model
+        assert num_tensors() <= before
+        assert runtime() is None
+        assert all(storage.expired() for storage in (*shards, *buffers))
+
+    def test_dropped_graph_frees_what_it_saved(self) -> None:
+        model = gtp_shard(Generic(), self.gtp_mesh(), schedule=ALL, reshard_after_forward=False)
+        square_step(model, make_rows(0))
+        loss = square_loss(model, make_rows(0))
+        del loss
+        before = num_tensors()
+        for _ in range(5):
+            square_loss(model, make_rows(0))
+        assert num_tensors() == before
+
+    def test_saved_tensor_hooks_around_a_step(self) -> None:
+        """They get what others save, never a gathered weight, and gradients stay right."""
+        torch.manual_seed(1)
+        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Generic())
+        mesh = self.gtp_mesh()
+        model = shard_copy(reference, mesh)
+
+        def offloaded(module: nn.Module, x: torch.Tensor) -> None:
+            with save_on_cpu():
+                square_loss(module, x).backward()
+
+        def offloaded_forward(module: nn.Module, x: torch.Tensor) -> None:
+            with save_on_cpu():
+                loss = square_loss(module, x)
+            loss.backward()
+
+        for seed in range(2):
+            for step in (offloaded, offloaded_forward):
+                check_step(reference, model, mesh, make_rows(seed), step)
+        packed: list[torch.Size] = []
+        with watched_gathers(model) as gathers:
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                packed.append(tensor.shape)
+                addresses = [buffer for _, buffer in gathers.buffers if not buffer.expired()]
+                assert StorageWeakRef(tensor.untyped_storage()) not in addresses, tensor.shape
+                return tensor
+
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = square_loss(model, make_rows(0))
+            loss.backward()
+        assert packed
+
+    def test_saved_tensor_hooks_disabled(self) -> None:
+        """Then autograd keeps the gathered weights until backward: more memory, the same result."""
+        torch.manual_seed(2)
+        reference = Generic()
+        mesh = self.gtp_mesh()
+        model = shard_copy(reference, mesh)
+
+        def step(module: nn.Module, x: torch.Tensor) -> None:
+            with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+                loss = square_loss(module, x)
+            loss.backward()
+
+        for seed in range(2):
+            check_step(reference, model, mesh, make_rows(seed), step)
+
+    def test_evaluation_keeps_no_weight(self) -> None:
+        model = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)
+        for grad_mode in (torch.no_grad, torch.inference_mode):
+            with watched_gathers(model) as gathers, grad_mode():
+                token_loss(model, make_tokens(0))
+                gathers.assert_alive([])
+                assert gathers.buffers
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,493 @@
+"""Every kind of module trains under ``gtp_shard`` as it does in one process.
+
+Gradients and parameters after each optimizer step are compared with the unsharded model on the concatenated batch, in
+float64: a key's bias has no gradient but rounding noise, which AdamW would blow up in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.utils import parametrizations
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+from dtensor_gtp import GTPShard, gtp_shard
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(2).mean()
+
+
+def loss_of_output(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return mean_square(model(batch))
+
+
+@dataclass
+class Case:
+    """A model and what it eats: floats of a shape, or indices below ``num_indices``."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (6,)
+    num_indices: int = 0
+    loss: Callable[[nn.Module, Any], torch.Tensor] = loss_of_output
+
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        shape = (8, *self.shape)
+        if self.num_indices:
+            return torch.randint(0, self.num_indices, shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class RawParameters(nn.Module):
+    """Parameters of every rank, used without any module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(6, 5))
+        self.cube = nn.Parameter(torch.randn(3, 5, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,ij->bj", x, self.matrix) @ self.cube.sum(0) * self.scale + self.shift
+
+
+class UsesOthersWeights(nn.Module):
+    """Its forward reads the weights of its children, which also run themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.never_called = nn.Linear(6, 6)
+        self.bilinear = nn.Bilinear(6, 6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.b.weight.t(), self.a.bias) + self.a(x)
+        y = F.linear(y, self.never_called.weight, self.never_called.bias)
+        return self.bilinear(y, torch.tanh(self.b(x)))
+
+
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dict = nn.ParameterDict({"query": torch.randn(6, 6), "key": torch.randn(6, 5), "shift": torch.randn(5)})
+        self.list = nn.ParameterList([torch.randn(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.list:
+            x = torch.tanh(x @ weight)
+        return x @ self.dict["query"] @ self.dict["key"] + self.dict["shift"]
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key, value = x[..., : self.attention.kdim], x[..., : self.attention.vdim]
+        return self.attention(x, key, value)[0]
+
+
+class FirstOutput(nn.Module):
+    """Of a recurrent layer: the sequence alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+class Experts(nn.Module):
+    """Each rank has tokens for some experts only; the others run on nothing, and still take part in collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), Projection()) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = (x[:, 0] * 100).long() % len(self.experts)
+        output = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            (rows,) = torch.where(choice == index)
+            output = output.index_add(0, rows, expert(x[rows]))
+        return output
+
+
+class Projection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) @ self.matrix
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 10)
+        self.down = nn.Linear(10, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class TokenModel(nn.Module):
+    """Embedding, feed-forward blocks and a head, tied or not."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(18, 8)
+        self.blocks = nn.ModuleList([FeedForward() for _ in range(2)])
+        self.head = nn.Linear(8, 18, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tensor_parallel(model: TokenModel, tp: DeviceMesh, is_tied: bool) -> None:
+    """Sequence-parallel norms, vocabulary-parallel embedding and head."""
+    sequence = Shard(1)
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=sequence),
+        "blocks.*.down": RowwiseParallel(output_layouts=sequence),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, plan)
+    if is_tied:
+        model.head.weight = model.embedding.weight
+
+
+class AssignedForward(nn.Module):
+    """A child whose forward is an attribute of the instance, so that the fused op must not take its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(x))
+
+
+def assign_forward(model: nn.Module) -> nn.Module:
+    inner = model.inner
+    inner.forward = lambda x: F.linear(x, inner.weight * 2, inner.bias)
+    return model
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    extra: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class StructuredOutput(nn.Module):
+    """Keyword arguments in, a dataclass with a nested dict out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.raw = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, *, x: torch.Tensor, factor: float) -> Result:
+        logits = self.linear(x) * factor
+        return Result(logits, {"hidden": [logits @ self.raw]})
+
+
+def structured_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result = model(x=x, factor=0.5)
+    return mean_square(result.logits) + mean_square(result.extra["hidden"][0])
+
+
+def children_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Calls the children one by one, never the root."""
+    for child in model:
+        x = child(x)
+    return mean_square(x)
+
+
+def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, **options)
+
+
+def with_head(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, nn.Linear(6, 4))
+
+
+def conv_norms() -> nn.Module:
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1))
+    return nn.Sequential(*layers, nn.InstanceNorm2d(4, affine=True), nn.LayerNorm((4, 4, 4)), nn.PReLU(4))
+
+
+CASES = {
+    "assigned_forward": Case(AssignedForward),
+    "attention": Case(Attention, (5, 8)),
+    "attention_bias_kv": Case(lambda: Attention(add_bias_kv=True, add_zero_attn=True), (5, 8)),
+    "attention_eval_mode": Case(lambda: Attention().eval(), (5, 8)),
+    "attention_kdim_vdim": Case(lambda: Attention(kdim=6, vdim=4), (5, 8)),
+    "bilinear_and_foreign_weights": Case(UsesOthersWeights),
+    "children_outside_root": Case(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Conv1d(4, 4, 1), nn.Linear(8, 4)), (4, 6), loss=children_loss
+    ),
+    "conv1d": Case(lambda: nn.Conv1d(3, 8, 3), (3, 10)),
+    "conv2d": Case(lambda: nn.Conv2d(3, 7, 3), (3, 6, 6)),
+    "conv2d_channels_last": Case(lambda: nn.Conv2d(3, 7, 3).to(memory_format=torch.channels_last), (3, 6, 6)),
+    "conv2d_groups": Case(lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 6, 6)),
+    "conv3d": Case(lambda: nn.Conv3d(2, 5, 2), (2, 4, 4, 4)),
+    "conv_norms": Case(lambda: conv_norms().eval(), (3, 6, 6)),
+    "conv_transpose1d": Case(lambda: nn.ConvTranspose1d(3, 5, 3), (3, 6)),
+    "conv_transpose2d": Case(lambda: nn.ConvTranspose2d(3, 5, 3), (3, 6, 6)),
+    "conv_transpose3d": Case(lambda: nn.ConvTranspose3d(3, 5, 3), (3, 4, 4, 4)),
+    "embedding_bag_max": Case(lambda: nn.EmbeddingBag(13, 6, mode="max"), (4,), 13),
+    "embedding_bag_mean": Case(lambda: nn.EmbeddingBag(13, 6, mode="mean"), (4,), 13),
+    "embedding_bag_sum": Case(lambda: nn.EmbeddingBag(13, 6, mode="sum", padding_idx=3), (4,), 13),
+    "embedding_padding": Case(lambda: nn.Sequential(nn.Embedding(13, 6, padding_idx=2), nn.Linear(6, 3)), (4,), 13),
+    "encoder": Case(lambda: nn.TransformerEncoder(encoder_layer(), 2), (5, 8)),
+    "encoder_layer": Case(encoder_layer, (5, 8)),
+    "encoder_layer_eval_mode": Case(lambda: encoder_layer().eval(), (5, 8)),
+    "encoder_layer_norm_first": Case(lambda: encoder_layer(norm_first=True, activation="gelu"), (5, 8)),
+    "experts": Case(Experts),
+    "gru": Case(lambda: FirstOutput(nn.GRU(6, 5, batch_first=True)), (4, 6)),
+    "lstm": Case(lambda: FirstOutput(nn.LSTM(6, 5, batch_first=True)), (4, 6)),
+    "lstm_cell": Case(lambda: FirstOutput(nn.LSTMCell(6, 5))),
+    "lstm_stacked": Case(
+        lambda: FirstOutput(nn.LSTM(6, 5, batch_first=True, num_layers=2, bidirectional=True, proj_size=3)), (4, 6)
+    ),
+    "parameter_containers": Case(Containers),
+    "parametrized_orthogonal": Case(lambda: with_head(parametrizations.orthogonal(nn.Linear(6, 6)))),
+    "parametrized_spectral_norm": Case(lambda: with_head(parametrizations.spectral_norm(nn.Linear(6, 6)))),
+    "parametrized_weight_norm": Case(lambda: with_head(parametrizations.weight_norm(nn.Linear(6, 6)))),
+    "raw_parameters": Case(RawParameters),
+    "rnn": Case(lambda: FirstOutput(nn.RNN(6, 5, batch_first=True)), (4, 6)),
+    "spectral_norm_hook": Case(lambda: with_head(torch.nn.utils.spectral_norm(nn.Linear(6, 6)))),
+    "structured_output": Case(StructuredOutput, loss=structured_loss),
+    "transformer": Case(
+        lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True),
+        (5, 8),
+        loss=lambda model, x: mean_square(model(x, x.flip(1))),
+    ),
+}
+
+
+# Of these, eval mode without gradients takes other code paths (one fused kernel), or derives the weight differently.
+EVAL_CASES = (
+    "attention",
+    "attention_kdim_vdim",
+    "conv_norms",
+    "encoder",
+    "encoder_layer",
+    "encoder_layer_norm_first",
+    "gru",
+    "lstm_stacked",
+    "parametrized_orthogonal",
+    "parametrized_spectral_norm",
+    "spectral_norm_hook",
+)
+
+
+def wide(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class TestModels(GlooTest):
+    @parametrize("name", sorted(CASES))
+    def test_trains(self, name: str) -> None:
+        mesh = self.gtp_mesh()
+        case = CASES[name]
+        torch.manual_seed(0)
+        reference = case.make().double()
+
+        def shard(model: nn.Module) -> nn.Module:
+            if name == "assigned_forward":
+                assign_forward(reference)
+                assign_forward(model)
+            return gtp_shard(model, mesh, schedule=ALL)
+
+        check_training(reference, shard, mesh, case.batch, case.loss, steps=2)
+
+    @parametrize("name", EVAL_CASES)
+    def test_eval_without_gradient(self, name: str) -> None:
+        case = CASES[name]
+        torch.manual_seed(0)
+        reference = case.make().double().eval()
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+        batch = case.batch(torch.Generator().manual_seed(self.rank))
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                output = model(batch)
+                self.assertEqual(output, reference(batch))
+            self.assertFalse(output.requires_grad)
+
+    def test_encoder_with_padding_takes_nested_tensors(self) -> None:
+        torch.manual_seed(0)
+        reference = CASES["encoder"].make().double().eval()
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+        mask = torch.zeros(4, 5, dtype=torch.bool)
+        mask[self.rank, 3:] = True
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*nested tensors")
+            batch = wide(4, 5, 8, seed=self.rank)
+            self.assertEqual(model(batch, src_key_padding_mask=mask), reference(batch, src_key_padding_mask=mask))
+
+    def test_batch_norm_training_statistics_are_local(self) -> None:
+        """In train mode BatchNorm sees the rows of its rank, as in any data parallelism; its buffers stay local."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = conv_norms().double()
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        batch = wide(8, 3, 6, 6)
+        mean_square(model(rows_of_rank(batch, mesh))).backward()
+        for param in reference.parameters():
+            param.grad = torch.zeros_like(param)
+        for index, rows in enumerate(batch.chunk(self.world_size)):
+            local = copy.deepcopy(reference)
+            local.zero_grad()
+            mean_square(local(rows)).backward()
+            for mean, term in zip(reference.parameters(), local.parameters(), strict=True):
+                mean.grad += term.grad / self.world_size
+            if index == self.rank:
+                self.assertEqual(dict(model.named_buffers()), dict(local.named_buffers()))
+        assert_same_params(model, reference, "grad")
+
+    def test_dropout_draws_what_one_process_draws(self) -> None:
+        """Sharding takes no random numbers of its own: with one seed and one batch the masks are the same."""
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).double()
+        model = gtp_shard(copy.deepcopy(layer), self.gtp_mesh(), schedule=ALL)
+        batch = wide(3, 5, 8)
+        for seed in range(2):
+            for module in (layer, model):
+                torch.manual_seed(seed)
+                mean_square(module(batch)).backward()
+            assert_same_params(model, layer, "grad")
+
+    def test_autocast(self) -> None:
+        """Under autocast the fused op steps back: autocast decides about each weight, gradients stay float32."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(4, 4, 1), nn.Linear(8, 4))
+        dtypes = []
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(batch)
+            dtypes.append(output.dtype)
+            return mean_square(output.float())
+
+        tolerance = {"rtol": 3e-2, "atol": 2e-3}
+        model = check_training(
+            reference,
+            lambda module: gtp_shard(module, mesh, schedule=ALL),
+            mesh,
+            lambda generator: torch.randn(8, 4, 6, generator=generator),
+            loss,
+            make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            tolerance=tolerance,
+        )
+        self.assertEqual(set(dtypes), {torch.bfloat16})
+        self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})
+
+    def test_functional_call(self) -> None:
+        """With the module's own parameters it is a call; other tensors would not see their gradients: refused."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(6, 6), nn.Conv1d(4, 4, 1)).double()
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        batch = wide(8, 4, 6)
+        rows = rows_of_rank(batch, mesh)
+        mean_square(reference(batch)).backward()
+        own = dict(model.named_parameters())
+        mean_square(torch.func.functional_call(model, own, (rows,))).backward()
+        assert_same_params(model, reference, "grad")
+        others = (
+            {name: param.detach().clone().requires_grad_() for name, param in own.items()},
+            {name: param * 2 for name, param in own.items()},
+            dict(reference.named_parameters()),
+        )
+        for tensors in others:
+            message = r"Parameter '0\.weight' was replaced behind gtp_shard by a .* without functional_call"
+            with self.assertRaisesRegex(RuntimeError, message):
+                torch.func.functional_call(model, tensors, (rows,))
+        model.zero_grad()
+        mean_square(model(rows)).backward()
+        assert_same_params(model, reference, "grad")
+
+    def test_double_backward_is_refused(self) -> None:
+        model = gtp_shard(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Containers()), self.gtp_mesh(), schedule=ALL)
+        batch = torch.randn(3, 6, requires_grad=True)
+        (grad,) = torch.autograd.grad(mean_square(model(batch)), batch, create_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+            mean_square(grad).backward()
+
+    def test_tensor_parallel(self) -> None:
+        """A weight that tp has cut is cut again; both orders of the axes in the root mesh, column- and rowwise."""
+        for names in (("gtp", "tp"), ("tp", "gtp")):
+            root = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            torch.manual_seed(0)
+            reference = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.LayerNorm(7)).double()
+
+            def shard(model: nn.Module, root: DeviceMesh = root) -> nn.Module:
+                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(model, root["tp"], plan)
+                return gtp_shard(model, root["gtp"], schedule=ALL)
+
+            model = check_training(reference, shard, root["gtp"], lambda g: Case(nn.Identity).batch(g), loss_of_output)
+            weight = model[0].weight
+            self.assertEqual(weight.device_mesh.mesh_dim_names, ("tp", "gtp"))
+            self.assertEqual(weight.placements, (Shard(0), GTPShard(0)))
+            self.assertEqual(model[2].weight.placements, (Shard(1), GTPShard(0)))
+            sizes = [tuple(param.to_local().shape) for param in model.parameters()]
+            rows = (4, 3)[root["gtp"].get_local_rank()]  # of 7, uneven
+            self.assertEqual(sizes, [(3 if rows == 4 else 2, 6), (5,), (rows, 5), (7,), (7,), (7,)])
+
+    def test_tensor_parallel_model(self) -> None:
+        """Everything on one tp mesh, tied or not, beside gtp alone and beside (replicate, gtp)."""
+        for shape, axes in (((2, 2), "gtp"), ((2, 1, 2), ("replicate", "gtp"))):
+            root = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "gtp", "tp")[-len(shape) :])
+            mesh = root[axes]
+            for is_tied in (False, True):
+                torch.manual_seed(0)
+
+                def shard(
+                    model: nn.Module, root: DeviceMesh = root, mesh: DeviceMesh = mesh, is_tied: bool = is_tied
+                ) -> nn.Module:
+                    tensor_parallel(model, root["tp"], is_tied)
+                    return gtp_shard(model, mesh, schedule=ALL)
+
+                batch = Case(nn.Identity, (6,), 18).batch
+                model = check_training(TokenModel(is_tied).double(), shard, mesh, batch, loss_of_output, steps=2)
+                self.assertEqual(model.head.weight is model.embedding.weight, is_tied)
+
+
+instantiate_parametrized_tests(TestModels)
+
+if __name__ == "__main__":
+    run_tests()

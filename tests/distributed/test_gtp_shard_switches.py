@@ -1,0 +1,310 @@
+"""The methods of ``GTPModule``, hooks, several models, nested calls, permuted meshes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from runtime_common import (
+    WIDTH,
+    Net,
+    Raw,
+    assert_bit_equal,
+    assert_idle,
+    check_step,
+    counted,
+    make_rows,
+    make_tokens,
+    num_gathers,
+    runtime_of,
+    shard_copy,
+    small_model,
+    square_loss,
+    square_step,
+    token_step,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPModule, MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp._runtime.param import WeightState
+
+
+class TestSwitches(GlooTest):
+    """The methods of ``GTPModule``, hooks, and several models."""
+
+    def test_microbatches_without_sync_communicate_nothing(self) -> None:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            torch.manual_seed(0)
+            reference = Net()
+            model = shard_copy(reference, mesh, mp_policy=policy)
+
+            def step(module: Any, tokens: torch.Tensor) -> None:
+                for index in range(3):
+                    if isinstance(module, GTPModule):
+                        module.set_requires_gradient_sync(index == 2)
+                    with counted() as counts:
+                        token_step(module, tokens.roll(index, 1))
+                        if isinstance(module, GTPModule) and index < 2:
+                            assert counts()[1:] == (0, 0), counts()
+                            assert all(param.grad is None for param in module.parameters())
+
+            for seed in range(2):
+                check_step(reference, model, mesh, make_tokens(seed), step)
+
+    def test_replicas_are_reduced_in_the_last_microbatch_alone(self) -> None:
+        mesh = self.hsdp_mesh()
+        torch.manual_seed(1)
+        reference = Net()
+        model = shard_copy(reference, mesh)
+        num_weights = len(runtime_of(model).weights)
+
+        def step(module: Any, tokens: torch.Tensor) -> None:
+            for index in range(3):
+                if isinstance(module, GTPModule):
+                    module.set_requires_all_reduce(index == 2)
+                with counted() as counts:
+                    token_step(module, tokens.roll(index, 1))
+                    if isinstance(module, GTPModule):
+                        # The tied weight has two uses: each is reduce-scattered, their sum is all-reduced with the
+                        # first one that is complete. Whole parameters: one call over each axis.
+                        expected = num_weights + 1 + 2 if index == 2 else 0
+                        assert counts()[1:] == (num_weights + 1, expected), counts()
+
+        for seed in range(2):
+            check_step(reference, model, mesh, make_tokens(seed), step)
+
+    def test_gradients_stay_in_flight_until_the_last_backward(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            torch.manual_seed(2)
+            reference = Net()
+            model = shard_copy(reference, mesh)
+
+            def step(module: Any, tokens: torch.Tensor) -> None:
+                for index in range(3):
+                    if isinstance(module, GTPModule):
+                        module.set_is_last_backward(index == 2)
+                    token_step(module, tokens.roll(index, 1))
+                    if isinstance(module, GTPModule) and index < 2:
+                        assert all(param.grad is None for param in module.parameters())
+
+            for seed in range(2):
+                check_step(reference, model, mesh, make_tokens(seed), step)
+
+    def test_weights_kept_after_backward_serve_the_next_microbatch(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(3)
+        reference = small_model()
+        model = shard_copy(reference, mesh, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        for seed in range(3):
+            # What is kept is dropped when the optimizer has written to it, so each step gathers each weight once.
+            before = num_gathers(model)
+            x = make_rows(seed)
+
+            def step(module: nn.Module, x: torch.Tensor) -> None:
+                for _ in range(3):
+                    square_step(module, x)
+
+            check_step(reference, model, mesh, x, step, is_idle=False)
+            used = {name: value - before[name] for name, value in num_gathers(model).items()}
+            assert used == dict.fromkeys(used, 1), used
+        model.set_reshard_after_backward(True)
+        check_step(reference, model, mesh, make_rows(9), square_step)
+
+    def test_unshard_and_reshard(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(4)
+        reference = small_model()
+        model = shard_copy(reference, mesh)
+        weights = list(runtime_of(model).weights)
+        for is_async in (False, True):
+            assert isinstance(model[0].weight, DTensor)
+            with counted() as counts:
+                handle = model.unshard(async_op=is_async)
+                assert (handle is not None) == is_async
+                if handle is not None:
+                    handle.wait()
+                    handle.wait()
+                assert counts() == (len(weights), 0, 0)
+                assert all(weight.state is WeightState.GATHERED for weight in weights)
+                torch.testing.assert_close(model[0].weight, reference[0].weight)
+                torch.testing.assert_close(model[1].first, reference[1].first)
+                model.unshard()
+                model(make_rows(0))
+                assert counts() == (len(weights), 0, 0), "a forward after unshard() must not gather"
+            assert isinstance(dict(model.named_parameters())["0.weight"], DTensor)
+            check_step(reference, model, mesh, make_rows(0), square_step, is_idle=False)
+            torch.testing.assert_close(model[0].weight, reference[0].weight)
+            model.reshard()
+            model.reshard()
+            assert_idle(model)
+            assert isinstance(model[0].weight, DTensor)
+            # Thrown away while it is still in flight.
+            model.unshard(async_op=True)
+            model.reshard()
+            assert_idle(model)
+            check_step(reference, model, mesh, make_rows(1), square_step)
+
+    def test_hooks_fire_once_with_the_right_values(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(5)
+        reference = small_model()
+        model = shard_copy(reference, mesh)
+        calls: dict[nn.Module, list[str]] = {reference: [], model: []}
+        grads: dict[str, torch.Tensor] = {}
+
+        def note(root: nn.Module, what: str, *args: Any) -> None:
+            calls[root].append(what)
+
+        for root in (reference, model):
+            for name, module in root.named_modules():
+                for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+                    register = getattr(module, f"register_{kind}_hook")
+                    register(lambda *args, r=root, w=f"{kind} {name}": note(r, w))
+        for name, param in model.named_parameters():
+
+            def keep(param: torch.Tensor, name: str = name) -> None:
+                assert name not in grads, f"second call for {name}"
+                grads[name] = full(param.grad).clone()
+
+            param.register_post_accumulate_grad_hook(keep)
+        for seed in range(2):
+            square_step(reference, make_rows(seed))
+            square_step(model, rows_of_rank(make_rows(seed), mesh))
+            assert calls[model] == calls[reference], calls[model]
+            assert_same_params(model, reference, "grad")
+            assert grads.keys() == {name for name, _ in model.named_parameters()}
+            for name, param in model.named_parameters():
+                assert torch.equal(grads[name], full(param.grad)), name
+            for container in (calls[reference], calls[model], grads):
+                container.clear()
+        check_step(reference, model, mesh, make_rows(3), lambda m, x: m.zero_grad() or square_step(m, x))
+
+    def test_optimizer_step_in_backward(self) -> None:
+        """One optimizer for each parameter, which steps in its post-accumulate-grad hook and frees the gradient."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(5)
+        reference = small_model()
+        model = shard_copy(reference, mesh)
+
+        def step_at_once(root: nn.Module) -> None:
+            for param in root.parameters():
+                optimizer = torch.optim.AdamW([param], lr=0.01)
+
+                def hook(param: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                param.register_post_accumulate_grad_hook(hook)
+
+        step_at_once(reference)
+        step_at_once(model)
+        for seed in range(3):
+            square_step(reference, make_rows(seed))
+            square_step(model, rows_of_rank(make_rows(seed), mesh))
+            assert all(param.grad is None for param in model.parameters())
+            assert_same_params(model, reference)
+            assert_idle(model)
+
+    def test_anomaly_mode(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(6)
+        reference = small_model()
+        model = shard_copy(reference, mesh)
+        with torch.autograd.detect_anomaly(check_nan=True):
+            for seed in range(2):
+                check_step(reference, model, mesh, make_rows(seed), square_step)
+
+    def test_two_models_in_one_process(self) -> None:
+        meshes = (self.gtp_mesh(), self.hsdp_mesh())
+        torch.manual_seed(6)
+        references = (small_model(), small_model())
+        models = [shard_copy(reference, mesh) for reference, mesh in zip(references, meshes, strict=True)]
+
+        def step(pair: Any, batch: torch.Tensor) -> None:
+            first, second = pair
+            square_loss(second, first(batch)).backward()  # one graph through both
+            (square_loss(first, batch) + square_loss(second, batch + 1)).backward()
+
+        for seed in range(3):
+            step(references, make_rows(seed))
+            step(models, rows_of_rank(make_rows(seed), meshes[0]))
+            for model, reference in zip(models, references, strict=True):
+                assert_same_params(model, reference, "grad")
+                for module in (model, reference):
+                    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference)
+                assert_idle(model)
+
+    def test_nested_calls_with_meshes_of_their_own(self) -> None:
+        """Submodules first, each with its mesh and policy; the root then runs all of them."""
+        meshes = (self.gtp_mesh(), self.hsdp_mesh())
+        for outer, inner in (meshes, meshes[::-1]):
+            torch.manual_seed(7)
+            reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), small_model(), Raw())
+            model = copy.deepcopy(reference)
+            gtp_shard(model[1], inner, schedule=ALL, reshard_after_forward=False)
+            check_alone = copy.deepcopy(reference[1])
+            self.check_inner(check_alone, model[1], inner)
+            with torch.no_grad():
+                for a, b in zip(reference[1].parameters(), check_alone.parameters(), strict=True):
+                    a.copy_(b)
+            gtp_shard(model, outer, schedule=ALL)
+            assert runtime_of(model[1]) is runtime_of(model)
+            params = dict(model.named_parameters())
+            assert params["0.weight"].device_mesh == outer
+            assert params["1.0.weight"].device_mesh == inner
+            for seed in range(3):
+                check_step(reference, model, outer, make_rows(seed), square_step)
+            # A managed submodule may be called on its own.
+            self.check_inner(reference[1], model[1], inner)
+            check_step(reference, model, outer, make_rows(9), square_step)
+
+    def check_inner(self, reference: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
+        for seed in range(2):
+            check_step(reference, model, mesh, make_rows(seed), square_step)
+
+    def permuted_record(self, ranks: Any) -> list[torch.Tensor]:
+        """Logical gradients and parameters of two steps; each rank has data of its own, whatever its coordinate."""
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "gtp")[2 - torch.tensor(ranks).ndim :])
+        torch.manual_seed(8)
+        model = gtp_shard(Net(), mesh, schedule=ALL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = []
+        for seed in range(2):
+            token_step(model, make_tokens(seed).chunk(self.world_size)[self.rank])
+            record.extend(full(param.grad) for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            record.extend(full(param.detach()) for param in model.parameters())
+        return record
+
+    def test_permuted_ranks_give_the_bits_of_the_default_mesh(self) -> None:
+        for default, permuted in (
+            ([0, 1, 2, 3], [[2, 0, 3, 1], [3, 2, 1, 0]]),
+            ([[0, 1], [2, 3]], [[[2, 3], [0, 1]], [[3, 2], [1, 0]], [[1, 0], [3, 2]]]),
+            ([[0, 2], [1, 3]], [[[1, 3], [0, 2]], [[2, 0], [3, 1]]]),
+        ):
+            expected = self.permuted_record(default)
+            for ranks in permuted:
+                assert_bit_equal(self.permuted_record(ranks), expected, f"ranks {ranks}")
+
+    def test_ranks_that_no_order_of_groups_fits_are_refused(self) -> None:
+        mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "gtp"))
+        model = small_model()
+        with self.assertRaisesRegex(ValueError, "ranks can be put in ascending order .* Build the mesh with"):
+            gtp_shard(model, mesh, schedule=ALL)
+        assert type(model) is nn.Sequential
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,441 @@
+"""``MeshRNG`` without communication: what each rank of a fake process group draws, and what its states restore."""
+
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from mesh_common import fake_world, on_each_rank
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from dtensor_gtp import MeshRNG, WeightMesh, init_weight_mesh
+from dtensor_gtp.random import DATA_AXES, DENSE_AXES, EXPERT_AXES
+
+
+def draw() -> float:
+    return torch.rand(()).item()
+
+
+# --- who draws what ---------------------------------------------------------------------------------------------------
+
+SIZES = {"replicate": 2, "cp": 2, "gtp": 2, "tp": 2, "ep": 2, "expert_gtp": 2}
+NUM_RANKS = 16
+
+
+def check_alike(values: list[Any], unlike: tuple[str, ...], view: tuple[str, ...] = DENSE_AXES) -> None:
+    """Equal on exactly those ranks whose coordinates on the axes ``unlike`` are equal."""
+    shapes = {DENSE_AXES: (2, 1, 2, 2, 2), EXPERT_AXES: (2, 2, 2, 2, 1)}
+    places = list(product(*map(range, shapes[view])))
+    keys = [tuple(c for axis, c in zip(view, place, strict=True) if axis in unlike) for place in places]
+    for (a, key_a), (b, key_b) in product(zip(values, keys, strict=True), repeat=2):
+        assert (a == b) == (key_a == key_b), f"{a} at {key_a}, {b} at {key_b}"
+
+
+def test_stock_code_draws_unlike_along_data_axes_only() -> None:
+    check_alike(on_each_rank(NUM_RANKS, lambda mesh: draw(), **SIZES), DATA_AXES)
+    dropped = on_each_rank(NUM_RANKS, lambda mesh: F.dropout(torch.ones(64), 0.5).tolist(), **SIZES)
+    check_alike(dropped, DATA_AXES)
+
+
+@pytest.mark.parametrize(
+    ("region", "unlike", "view"),
+    [
+        (("params",), (), DENSE_AXES),
+        (("sequence_parallel",), DENSE_AXES, DENSE_AXES),
+        (("gtp",), ("gtp",), DENSE_AXES),
+        (("tp", "gtp"), ("gtp", "tp"), DENSE_AXES),
+        (("replicate", "cp"), ("replicate", "cp"), DENSE_AXES),
+        (DATA_AXES, DATA_AXES, DENSE_AXES),
+        (("ep", "expert_gtp"), ("ep", "expert_gtp"), EXPERT_AXES),
+        (("expert_dp",), ("expert_dp",), EXPERT_AXES),
+        (EXPERT_AXES, EXPERT_AXES, EXPERT_AXES),
+    ],
+)
+def test_regions_draw_unlike_along_their_axes_only(
+    region: tuple[str, ...], unlike: tuple[str, ...], view: tuple[str, ...]
+) -> None:
+    def draws(mesh: WeightMesh) -> tuple[float, float, float]:
+        draw()
+        with mesh.fork_rng(*region):
+            first = draw()
+        with mesh.fork_rng(*region):
+            second = draw()
+        assert first != second
+        return first, second, draw()
+
+    values = on_each_rank(NUM_RANKS, draws, **SIZES)
+    for index in (0, 1):
+        check_alike([value[index] for value in values], unlike, view)
+    check_alike([value[2] for value in values], DATA_AXES)
+
+
+def test_regions_leave_the_stream_outside_alone() -> None:
+    def without(mesh: WeightMesh) -> list[float]:
+        return [draw() for _ in range(3)]
+
+    def with_regions(mesh: WeightMesh) -> list[float]:
+        values = []
+        for region in ("params", "tp", "gtp"):
+            with mesh.fork_rng(region):
+                torch.rand(1000)
+            values.append(draw())
+        return values
+
+    assert on_each_rank(4, without, gtp=2, tp=2) == on_each_rank(4, with_regions, gtp=2, tp=2)
+
+
+def test_parameters_are_the_same_on_every_mesh() -> None:
+    def weight(mesh: WeightMesh) -> list[float]:
+        with mesh.fork_rng("params"):
+            return nn.Linear(3, 2).weight.flatten().tolist()  # type: ignore[no-any-return]
+
+    expected = on_each_rank(1, weight)[0]
+    assert on_each_rank(4, weight, gtp=4) == [expected] * 4
+    assert on_each_rank(8, weight, dp=2, cp=2, tp=2, ep=4) == [expected] * 8
+    other = on_each_rank(1, lambda mesh: (mesh.rng.manual_seed(1), weight(mesh))[1])[0]
+    assert other != expected
+
+
+def test_regions_nest_and_end_with_an_exception() -> None:
+    def nested(mesh: WeightMesh) -> tuple[float, float, float]:
+        with mesh.fork_rng("params"):
+            outer = draw()
+            with mesh.fork_rng("sequence_parallel"):
+                inner = draw()
+            after = draw()
+        return outer, inner, after
+
+    values = on_each_rank(4, nested, gtp=2, tp=2)
+    assert len({outer for outer, _, _ in values}) == 1
+    assert len({inner for _, inner, _ in values}) == 4
+    assert len({after for _, _, after in values}) == 1
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=4)
+        before = torch.get_rng_state()
+        with pytest.raises(ZeroDivisionError), mesh.fork_rng("params"):
+            draw_and_fail()
+        assert torch.equal(torch.get_rng_state(), before)
+        mesh.rng.state_dict()  # no region is open
+
+
+def draw_and_fail() -> None:
+    torch.rand(3)
+    raise ZeroDivisionError
+
+
+def test_unknown_regions() -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=4)
+        for axes in ((), ("gpt",), ("gtp", "ep"), ("params", "gtp")):
+            with pytest.raises(
+                ValueError, match=r"fork_rng expects axes of one view, .* or one of \('params', 'sequence"
+            ):
+                mesh.fork_rng(*axes).__enter__()
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Draws in a region; records what it drew, once in forward and once in each recomputation."""
+
+    def __init__(self, mesh: WeightMesh, *axes: str) -> None:
+        super().__init__()
+        self.mesh, self.axes = mesh, axes
+        self.masks: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(x.sin(), 0.5)
+        with self.mesh.fork_rng(*self.axes):
+            x = F.dropout(x.cos(), 0.5)
+        x = F.dropout(x, 0.5)
+        self.masks.append(x.detach() != 0)
+        return x.sin()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("axes", [("sequence_parallel",), DATA_AXES])
+def test_recomputation_draws_the_same_numbers(use_reentrant: bool, axes: tuple[str, ...]) -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+        layers = [Dropping(mesh, *axes) for _ in range(2)]
+        x = torch.rand(64, requires_grad=True)
+        y = x
+        for layer in layers:
+            y = checkpoint(layer, y, use_reentrant=use_reentrant)
+        torch.rand(7)
+        state = torch.get_rng_state()
+        y.sum().backward()
+        for layer in layers:
+            assert len(layer.masks) == 2
+            assert torch.equal(layer.masks[0], layer.masks[1])
+        assert not torch.equal(layers[0].masks[0], layers[1].masks[0])
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kept", ["sin", "cos"])
+def test_selective_recomputation_draws_the_same_numbers(kept: str) -> None:
+    seen = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = op.name().partition(".")[0] == f"aten::{kept}"
+        seen.append(is_kept)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradient(mesh: WeightMesh, selective: bool) -> torch.Tensor:
+        mesh.rng.manual_seed(0)
+        x = torch.linspace(0, 1, 64, requires_grad=True)
+        layer = Dropping(mesh, "sequence_parallel")
+        options: Any = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if selective else {}
+        y = checkpoint(layer, x, use_reentrant=False, **options) if selective else layer(x)
+        torch.rand(7)
+        y.sum().backward()
+        assert len(layer.masks) == (2 if selective else 1)
+        assert x.grad is not None
+        return x.grad
+
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+        assert torch.equal(gradient(mesh, selective=True), gradient(mesh, selective=False))
+        assert any(seen)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("axes", ["tp", "params"])
+def test_regions_that_would_draw_anew_are_refused_in_recomputation(use_reentrant: bool, axes: str) -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+        y = checkpoint(Dropping(mesh, axes), torch.rand(64, requires_grad=True), use_reentrant=use_reentrant)
+        with pytest.raises(
+            RuntimeError, match=r"a function that activation checkpointing recomputes, but got .*Draw bef"
+        ):
+            y.sum().backward()
+
+
+class Rounding(torch.autograd.Function):
+    """Draws in a backward of its own, which is no recomputation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: WeightMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with ctx.mesh.fork_rng("gtp"):
+            return grad + torch.rand_like(grad), None
+
+
+def test_a_backward_may_draw() -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=4)
+        x = torch.zeros(3, requires_grad=True)
+        Rounding.apply(x, mesh).sum().backward()
+        assert x.grad is not None
+        assert ((x.grad > 1) & (x.grad < 2)).all()
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def use_all(mesh: WeightMesh) -> list[float]:
+    values = [draw(), torch.randn(()).item()]
+    for region in ("params", "sequence_parallel", "gtp"):
+        with mesh.fork_rng(region):
+            values += [draw(), torch.randn(()).item()]
+    return values
+
+
+def test_states_restore_exactly() -> None:
+    def run(mesh: WeightMesh) -> None:
+        use_all(mesh)
+        states = mesh.rng.state_dict()
+        expected = [use_all(mesh) for _ in range(3)]
+        assert [use_all(mesh) for _ in range(3)] != expected
+        mesh.rng.load_state_dict(states)
+        assert [use_all(mesh) for _ in range(3)] == expected
+        # a program that starts again, with another seed
+        again = init_weight_mesh("cpu", gtp=2, tp=2, seed=17)
+        assert use_all(again) != expected[0]
+        again.rng.load_state_dict(states)
+        assert [use_all(again) for _ in range(3)] == expected
+
+    on_each_rank(4, run, gtp=2, tp=2)
+
+
+def test_states_are_copies_under_a_key_of_their_place() -> None:
+    with fake_world(4, rank=2):
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+        assert isinstance(mesh.rng, Stateful)
+        assert isinstance(mesh.rng, MeshRNG)
+        states = mesh.rng.state_dict()
+        assert list(states) == ["replicate=1,dp=1,cp=1,gtp=2,tp=2"]
+        assert list(states["replicate=1,dp=1,cp=1,gtp=2,tp=2"]) == ["0-0-0-1-0"]
+        cpu = states["replicate=1,dp=1,cp=1,gtp=2,tp=2"]["0-0-0-1-0"]["cpu"]
+        before = cpu.clone()
+        torch.rand(700)
+        assert torch.equal(cpu, before)
+
+
+def test_states_of_another_place_or_mesh_are_refused() -> None:
+    states = on_each_rank(4, lambda mesh: mesh.rng.state_dict(), gtp=2, tp=2)
+    with fake_world(4, rank=1):
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+        with pytest.raises(ValueError, match=r"place 0-0-0-0-1 on a mesh with .*gtp=2,tp=2, but got .*0-0-0-1-1"):
+            mesh.rng.load_state_dict(states[3])
+        other = init_weight_mesh("cpu", gtp=4)
+        with pytest.raises(
+            ValueError, match="On a mesh of other sizes leave the streams out of what is loaded and call"
+        ):
+            other.rng.load_state_dict(states[1])
+        of_cuda = {mesh: {place: {**s, "cuda": s["cpu"]} for place, s in p.items()} for mesh, p in states[1].items()}
+        with pytest.raises(
+            ValueError, match=r"states for \['cpu'\], but got \['cpu', 'cuda'\]. .* leave the streams out"
+        ):
+            mesh.rng.load_state_dict(of_cuda)
+        mesh.rng.load_state_dict(states[1])
+
+
+def test_states_inside_a_region_are_refused() -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=4)
+        states = mesh.rng.state_dict()
+        with mesh.fork_rng("params"):
+            with pytest.raises(RuntimeError, match=r"MeshRNG.state_dict was called inside fork_rng"):
+                mesh.rng.state_dict()
+            with pytest.raises(RuntimeError, match=r"MeshRNG.load_state_dict was called inside fork_rng"):
+                mesh.rng.load_state_dict(states)
+
+
+def test_seeding_again_starts_all_streams_anew() -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=4, seed=3)
+        first = [use_all(mesh) for _ in range(2)]
+        mesh.rng.manual_seed(3)
+        assert [use_all(mesh) for _ in range(2)] == first
+        mesh.rng.manual_seed(4)
+        assert [use_all(mesh) for _ in range(2)] != first
+
+
+# --- a device ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
+    """Stands in for the default generator of device 1; touching another device's fails."""
+    generator = torch.Generator()
+
+    def of(index: int) -> torch.Generator:
+        assert index == 1
+        return generator
+
+    replacements: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 1,
+        "is_current_stream_capturing": lambda: False,
+        "manual_seed": generator.manual_seed,
+        "device": lambda index: nullcontext(of(index)),
+        "get_rng_state": lambda index: of(index).get_state(),
+        "set_rng_state": lambda state, index: of(index).set_state(state),
+    }
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    return generator
+
+
+def rng_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> MeshRNG:
+    """Streams of rank 1 of (gtp=2, tp=2), whose DTensor tracker is not made, since it needs the device."""
+    monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda seed, mesh: None)
+    dense = init_device_mesh("cuda", (1, 1, 1, 2, 2), mesh_dim_names=DENSE_AXES)
+    expert = init_device_mesh("cuda", (1, 4, 1, 1, 1), mesh_dim_names=EXPERT_AXES)
+    return MeshRNG(dense, expert, seed)
+
+
+def test_regions_hold_for_the_device_too(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw_both() -> tuple[float, float]:
+        return draw(), torch.rand((), generator=device).item()
+
+    drawn = {}
+    for rank in range(4):
+        with fake_world(4, rank):
+            rng = rng_on_device(monkeypatch)
+            outside = draw_both()
+            states = rng.state_dict()
+            with rng.fork("tp"):
+                inside = draw_both()
+            again = draw_both()
+            drawn[rank] = (outside, inside)
+            other = rng_on_device(monkeypatch, seed=1)
+            other.load_state_dict(states)
+            with other.fork("tp"):
+                assert draw_both() == inside
+            assert draw_both() == again
+    assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
+    assert drawn[0][1] == drawn[2][1] != drawn[1][1] == drawn[3][1]
+
+
+def test_states_name_the_device(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4, rank=1):
+        rng = rng_on_device(monkeypatch)
+        ((states,),) = [list(places.values()) for places in rng.state_dict().values()]
+        assert sorted(states) == ["common", "cpu", "cuda"]
+        assert torch.equal(states["cuda"], device.get_state())
+
+
+def test_regions_are_refused_in_a_capture(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4):
+        rng = rng_on_device(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        states = rng.state_dict()
+        with pytest.raises(RuntimeError, match="fork_rng cannot be entered while a CUDA graph is captured"):
+            rng.fork("sequence_parallel").__enter__()
+        assert torch.equal(torch.get_rng_state(), next(iter(next(iter(states.values())).values()))["cpu"])
+
+
+def test_the_tracker_of_dtensor_is_made_with_the_streams(
+    device: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    with fake_world(4):
+        rng_on_device(monkeypatch)
+        monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda *args: calls.append(args))
+        dense = init_device_mesh("cuda", (1, 1, 1, 2, 2), mesh_dim_names=DENSE_AXES)
+        MeshRNG(dense, init_device_mesh("cuda", (1, 4, 1, 1, 1), mesh_dim_names=EXPERT_AXES), 3)
+        assert calls == [(3, dense)]
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_code_breaks_at_a_region_and_draws_the_same() -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+
+        def dropped(x: torch.Tensor) -> torch.Tensor:
+            with mesh.fork_rng("sequence_parallel"):
+                x = F.dropout(x.sin(), 0.5)
+            return F.dropout(x.cos(), 0.5)
+
+        expected = dropped(torch.ones(64)), dropped(torch.ones(64))
+        mesh.rng.manual_seed(0)
+        compiled = torch.compile(dropped, backend="eager")
+        assert torch.equal(compiled(torch.ones(64)), expected[0])
+        assert torch.equal(compiled(torch.ones(64)), expected[1])
+
+
+def test_a_region_is_refused_in_a_whole_graph() -> None:
+    with fake_world(4):
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def dropped(x: torch.Tensor) -> torch.Tensor:
+            with mesh.fork_rng("sequence_parallel"):
+                return F.dropout(x, 0.5)
+
+        with pytest.raises(RuntimeError, match="fork_rng reads a random number on the host"):
+            dropped(torch.ones(64))

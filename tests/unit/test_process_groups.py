@@ -1,0 +1,132 @@
+"""No code of the package communicates over a group that it was not given: an AST scan, checked on bad snippets."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import dtensor_gtp
+
+FORBIDDEN_NAMES = {
+    "WORLD",
+    "GroupMember",
+    "_get_default_group",
+    "_get_default_store",
+    "_world",
+    "default_pg",
+    "init_device_mesh",
+    "init_process_group",
+    "monitored_barrier",
+}
+# Functions of torch.distributed that take the default group unless they are given one.
+NEED_A_GROUP = {
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_world_size",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+}
+# The one place that makes meshes, of the whole world where nobody has made one; it communicates over none of them.
+MAKES_MESHES = {"mesh.py": ("init_device_mesh", "init_process_group", "get_world_size", "get_backend")}
+GROUP_IS_FIRST = {"get_backend", "get_group_rank", "get_process_group_ranks", "get_world_size"}
+
+
+def findings(source: str) -> list[str]:
+    """Lines that use, or may use, a process-global group."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = {getattr(node, "attr", None), getattr(node, "id", None)}
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.name.rpartition(".")[2] for alias in node.names}
+        found.extend(f"line {node.lineno}: {name}" for name in names & FORBIDDEN_NAMES if hasattr(node, "lineno"))
+        if isinstance(node, ast.Call):
+            found.extend(_call_findings(node))
+    return found
+
+
+def _call_findings(call: ast.Call) -> list[str]:
+    function = call.func
+    is_dist = isinstance(function, ast.Attribute) and ast.unparse(function.value) in ("dist", "torch.distributed")
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    groups = [keyword.value for keyword in call.keywords if keyword.arg == "group"]
+    if name in GROUP_IS_FIRST:
+        groups += call.args[:1]
+    is_given = any(not (isinstance(group, ast.Constant) and group.value is None) for group in groups)
+    if is_dist and name in NEED_A_GROUP and not is_given:
+        return [f"line {call.lineno}: {name} without a group"]
+    # The ranks of a new group must be those of a group that was passed, and nobody else may have to join.
+    is_local = any(keyword.arg == "use_local_synchronization" for keyword in call.keywords)
+    if name == "new_group" and not (is_local and (call.args or any(k.arg == "ranks" for k in call.keywords))):
+        return [f"line {call.lineno}: new_group of the whole world"]
+    return []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.all_reduce(t)",
+        "dist.all_reduce(t, group=None)",
+        "torch.distributed.broadcast(t, 0)",
+        "dist.all_gather_object(out, x, async_op=False)",
+        "n = dist.get_world_size()",
+        "n = dist.get_world_size(None)",
+        "g = dist.group.WORLD",
+        "from torch.distributed.distributed_c10d import _get_default_group",
+        "g = c10d._get_default_group()",
+        "mesh = init_device_mesh('cpu', (4,))",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "g = dist.new_group()",
+        "g = dist.new_group([0, 1])",
+        "dist.barrier()",
+    ],
+)
+def test_scan_finds_global_groups(source: str) -> None:
+    assert findings(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.all_reduce(t, group=mesh.get_group())",
+        "n = dist.get_world_size(group)",
+        "rank = dist.get_rank()",
+        "g = dist.new_group(ranks, use_local_synchronization=True)",
+        "x = tensors.gather(0, index)",
+    ],
+)
+def test_scan_accepts_groups_that_were_passed(source: str) -> None:
+    assert findings(source) == []
+
+
+def test_package_uses_no_process_global_group() -> None:
+    root = Path(dtensor_gtp.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    assert len(files) > 10
+    found = {str(path.relative_to(root)): findings(path.read_text()) for path in files}
+    for name, allowed in MAKES_MESHES.items():
+        found[name] = [line for line in found.get(name, []) if line.split()[2] not in allowed]
+    assert {name: lines for name, lines in found.items() if lines} == {}
