@@ -1,7 +1,7 @@
 """Stock ``clip_grad_norm_`` on parameters of several meshes.
 
-It takes the norm of each gradient, stacks the norms, and scales the gradients by one coefficient. DTensor (torch 2.11 to
-2.13) refuses both the stack of scalars that live on different meshes and the product with a coefficient of another mesh.
+It takes the norm of each gradient, stacks the norms, and scales the gradients by one coefficient. DTensor (torch 2.11
+to 2.13) refuses the stack of scalars that live on different meshes, and the product with a coefficient of another mesh.
 Two rules of sharding propagation let them through: such scalars are first reduced, each on its own mesh; and a scalar
 that every rank of its mesh holds whole can be read by an op on any other mesh. Every other op goes its stock way.
 """
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import Replicate
 
-from ._torch_compat import DTensorSpec, LocalLRUCache, OpSchema, OutputSharding, TensorMeta, op_dispatcher
+from ._torch_compat import DTensorSpec, OpSchema, OutputSharding, TensorMeta, op_dispatcher
 
 aten = torch.ops.aten
 
@@ -35,8 +35,9 @@ def install() -> None:
             return _stack(op_schema, specs)
         return cast(OutputSharding, stock(_with_scalars_on(op_schema, specs)))
 
+    make_cache = type(propagator.propagate_op_sharding)
     propagator.propagate_op_sharding_non_cached = propagate
-    propagator.propagate_op_sharding = LocalLRUCache(propagate)
+    propagator.propagate_op_sharding = make_cache(propagate)
 
 
 def _specs(values: Sequence[object]) -> Iterator[DTensorSpec]:
@@ -56,7 +57,9 @@ def _stack(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OutputSharding:
     scalars = [_replicated(spec, spec, spec.tensor_meta) for spec in specs]
     dtype = specs[0].tensor_meta.dtype if specs[0].tensor_meta is not None else torch.get_default_dtype()
     output = _replicated(specs[0], specs[0], TensorMeta(torch.Size((len(specs),)), (1,), dtype))
-    reduced = OpSchema(schema.op, (scalars, *schema.args_schema[1:]), schema.kwargs_schema, schema_info=schema.schema_info)
+    reduced = OpSchema(
+        schema.op, (scalars, *schema.args_schema[1:]), schema.kwargs_schema, schema_info=schema.schema_info
+    )
     return OutputSharding(output, reduced, needs_redistribute=True)
 
 

@@ -1,11 +1,10 @@
 """``Muon`` for sharded matrices: each is orthogonalized whole, by one rank.
 
-Muon's update ``U = lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix, so it is none of the
-elementwise updates that a shard can do by itself. ``torch.optim.Muon`` gets it right on DTensors: DTensor makes every
-matrix product of the iteration a collective one, 11 to 16 collectives a matrix and step, and the sums, rounded to
-bfloat16, depend on the mesh. Here ranks trade shards for whole matrices (all-to-all), work on one each, and trade back:
-two collectives for as many matrices as there are ranks. The result is that of one process, bit for bit. State and
-state dict are those of ``torch.optim.Muon``.
+Muon's update ``lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix: no shard can compute its
+part alone. ``torch.optim.Muon`` on DTensors (torch 2.11 to 2.13) makes each product of the iteration a collective one:
+right up to the order of bfloat16 sums, 11 to 16 collectives a matrix, and refused for a matrix with fewer rows than
+ranks. Here ranks trade shards for whole matrices (all-to-all), work on one each, and trade back: two collectives for as
+many matrices as there are ranks, and the bits of one process. State and state dict are those of ``torch.optim.Muon``.
 """
 
 from __future__ import annotations

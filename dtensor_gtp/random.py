@@ -68,7 +68,11 @@ class MeshRNG:
 
         Args:
             seed: The same integer on all ranks.
+
+        Raises:
+            RuntimeError: Inside a region.
         """
+        self._refuse_in_region("manual_seed")
         self._common.manual_seed(_mix(seed, _COMMON))
         self._seed_default(_mix(seed, "data", *(self._coordinates[axis] for axis in DATA_AXES)))
 

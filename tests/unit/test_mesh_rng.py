@@ -310,6 +310,8 @@ def test_states_inside_a_region_are_refused() -> None:
                 mesh.rng.state_dict()
             with pytest.raises(RuntimeError, match=r"MeshRNG.load_state_dict was called inside fork_rng"):
                 mesh.rng.load_state_dict(states)
+            with pytest.raises(RuntimeError, match=r"MeshRNG.manual_seed was called inside fork_rng"):
+                mesh.rng.manual_seed(1)
 
 
 def test_seeding_again_starts_all_streams_anew() -> None:
