@@ -33,6 +33,8 @@ def install() -> None:
             return cast(OutputSharding, stock(op_schema))
         if op_schema.op is aten.stack.default and all(spec.ndim == 0 for spec in specs):
             return _stack(op_schema, specs)
+        if op_schema.op is aten._foreach_mul_.Tensor and _is_whole_scalar(specs[-1]) and not _has_partial(specs):
+            return OutputSharding(None)  # each gradient is scaled where it lies
         return cast(OutputSharding, stock(_with_scalars_on(op_schema, specs)))
 
     make_cache = type(propagator.propagate_op_sharding)
@@ -46,6 +48,14 @@ def _specs(values: Sequence[object]) -> Iterator[DTensorSpec]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _specs(value)
+
+
+def _is_whole_scalar(spec: DTensorSpec) -> bool:
+    return spec.ndim == 0 and spec.is_replicated()
+
+
+def _has_partial(specs: Sequence[DTensorSpec]) -> bool:
+    return any(placement.is_partial() for spec in specs for placement in spec.placements)
 
 
 def _replicated(spec: DTensorSpec, like: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec:
@@ -70,7 +80,7 @@ def _with_scalars_on(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema
         return schema
 
     def moved(value: Any) -> Any:
-        if isinstance(value, DTensorSpec) and value.ndim == 0 and value.is_replicated():
+        if isinstance(value, DTensorSpec) and _is_whole_scalar(value):
             return _replicated(value, leader, value.tensor_meta)
         return value
 

@@ -31,6 +31,7 @@ from common import GlooTest, assert_same_params, full, shared_directory
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -354,39 +355,39 @@ class TestStateDict(GlooTest):
         mesh = self.gtp_mesh()
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(96, 256), *(nn.Linear(256, 96) for _ in range(5)))
-        largest = 256 * 96 * 4
+        largest = 256 * 96 * 4  # bytes; six such weights
         whole = model.state_dict()
         gtp_shard(model, mesh)
         optimizer = adamw(model)
-        full_states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        optimizer_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
         sharded = sum(local(param).nbytes for param in model.parameters())
-        mine = dict(whole) if self.rank == 0 else {}
+        of_rank0: Any = (dict(whole), optimizer_state) if self.rank == 0 else ({}, {})
         with PeakBytes() as peak:
-            set_model_state_dict(model, mine, options=RANK0)
+            set_model_state_dict(model, of_rank0[0], options=RANK0)
         self.assertLessEqual(peak.nbytes, 1.1 * largest)
         self.assertGreaterEqual(peak.nbytes, 0 if self.rank == 0 else largest)  # the measurement sees the broadcast
-        optimizer_state = full_states[1] if self.rank == 0 else {}
         with PeakBytes() as peak:
-            set_optimizer_state_dict(model, optimizer, optimizer_state, options=RANK0)
+            set_optimizer_state_dict(model, optimizer, of_rank0[1], options=RANK0)
         self.assertLessEqual(peak.nbytes, 1.1 * largest)
-        with PeakBytes() as peak:
-            set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
-        print("full without broadcast", peak.nbytes / largest, sharded / largest)
         with shared_directory() as directory:
             if self.rank == 0:
                 dcp.save({"model": whole}, checkpoint_id=directory, no_dist=True)
             dist.barrier()
             with PeakBytes() as peak:
                 dcp.load({"model": model.state_dict()}, checkpoint_id=directory)
-        print("dcp.load", peak.nbytes / largest)
+        self.assertLessEqual(peak.nbytes, 1.1 * largest)
+        # Without the broadcast torch makes the shards of all parameters before it loads the first.
+        with PeakBytes() as peak:
+            set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
+        self.assertLessEqual(peak.nbytes, sharded + 0.1 * largest)
+        # An optimizer that has no state yet takes a step on zero gradients first: state, gradients, one parameter.
+        with PeakBytes() as peak:
+            set_optimizer_state_dict(model, adamw(model), of_rank0[1], options=RANK0)
+        self.assertLessEqual(peak.nbytes, 3 * sharded + 1.1 * largest)
+        # Ranks other than 0 hold one gathered parameter at a time, and a copy of it for a moment.
         with PeakBytes() as peak:
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-            del state
-        print("get full cpu_offload", peak.nbytes / largest)
-        fresh = adamw(model)
-        with PeakBytes() as peak:
-            set_optimizer_state_dict(model, fresh, optimizer_state, options=RANK0)
-        print("fresh optimizer", peak.nbytes / largest, sharded / largest)
+        self.assertLessEqual(peak.nbytes, 2.1 * largest + sum(value.nbytes for value in state.values()))
 
 
 if __name__ == "__main__":
