@@ -234,7 +234,7 @@ class TestFailure:
             train_step = train_llama.Trainer.train_step
             def fail(self):
                 if rank == 1 and self.step == 2:
-                    print("failing at", time.time(), flush=True)
+                    print(f"failing at {time.time()}\\n", end="", flush=True)
                     raise RuntimeError("the disk of rank 1 is on fire")
                 return train_step(self)
             train_llama.Trainer.train_step = fail
@@ -256,7 +256,7 @@ class TestFailure:
             train_step = train_llama.Trainer.train_step
             def stick(self):
                 if self.step == 1:
-                    print("process", os.getpid(), flush=True)
+                    print(f"process {os.getpid()}\\n", end="", flush=True)
                     time.sleep(1000 * rank)
                 return train_step(self)
             train_llama.Trainer.train_step = stick
