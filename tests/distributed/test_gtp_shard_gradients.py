@@ -190,9 +190,16 @@ class TestGradients(GlooTest):
             reference = Sum()
             model = shard_copy(reference, mesh)
             num = mesh.size()
-            for step in range(2):
-                x = make_rows(step, 8 * num, 4).view(num, 8, 4)
-                check_step(reference, model, mesh, x, square_step)
+            for seed in range(2):
+                x = make_rows(seed, 8 * num, 4).view(num, 8, 4)
+                check_step(reference, model, mesh, x, lambda m, x: [square_step(m, x) for _ in range(2)])
+            # float16 is divided before the sum, in place.
+            model = gtp_shard(Sum().half(), mesh, schedule=ALL)
+            for num_backwards in (1, 2):
+                model(torch.ones(8, 4, dtype=torch.float16)).sum().backward()
+                for name in ("weights.0", "weights.1", "weights.2"):
+                    grad = full(dict(model.named_parameters())[name].grad)
+                    assert grad.eq(num_backwards).all(), f"{name}: {grad.unique().tolist()}"
 
     def test_gradient_divide_factor_replaces_the_average(self) -> None:
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):

@@ -86,6 +86,33 @@ class TestOptimizers(GlooTest):
             changed = (model.embedding._parameters["weight"].full_tensor() != before).any(dim=1)
             self.assertTrue(changed.all(), msg=f"{name}: {changed}")
 
+    def test_r3_an_update_counts_in_the_next_forward(self) -> None:
+        """Fused and foreach optimizers leave no trace in the versions of the tensors they write to."""
+        mesh = self.gtp_mesh()
+        tokens = tokens_of_step(0)
+        ways: dict[str, dict[str, bool]] = {
+            "fused": {"fused": True},
+            "foreach": {"foreach": True},
+            "for-loop": {"foreach": False},
+        }
+        for (name, way), reshard, unshard in product(ways.items(), (True, False), (True, False)):
+            reference, model = make(0), make_sharded(0, mesh, reshard_after_forward=reshard)
+            for trained, on in ((reference, None), (model, mesh)):
+                optimizer = torch.optim.AdamW(trained.parameters(), lr=0.3, **way)
+                for step in range(2):
+                    backward(trained, on, step)
+                    if unshard and trained is model:
+                        model.unshard()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with torch.no_grad():
+                expected, actual = reference(tokens), model(tokens)
+            torch.testing.assert_close(
+                actual, expected, rtol=1e-3, atol=1e-3, msg=lambda m, n=name, r=reshard, u=unshard: f"{n} {r} {u}: {m}"
+            )
+            self.assertFalse(torch.allclose(make(0)(tokens), expected, atol=0.1))
+            model.reshard()
+
     def test_zero_grad(self) -> None:
         mesh = self.gtp_mesh()
         model = make_sharded(0, mesh)

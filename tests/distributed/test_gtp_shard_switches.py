@@ -28,6 +28,7 @@ from runtime_common import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPModule, MixedPrecisionPolicy, gtp_shard
@@ -285,6 +286,11 @@ class TestSwitches(GlooTest):
             optimizer.step()
             optimizer.zero_grad()
             record.extend(full(param.detach()) for param in model.parameters())
+        for param in model.parameters():
+            # Where a checkpoint files the shard must be where its rows are.
+            shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+            part = full(param.detach())[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            assert torch.equal(param.to_local().detach(), part), f"ranks {ranks}, shape {tuple(param.shape)}"
         return record
 
     def test_permuted_ranks_give_the_bits_of_the_default_mesh(self) -> None:
