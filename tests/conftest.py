@@ -1,0 +1,24 @@
+"""Starts the workers of multi-process tests from a server that has imported torch once.
+
+Importing torch is most of a small test's time. CUDA does not survive a fork, so with GPUs each worker is spawned.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import torch
+
+
+def pytest_configure() -> None:
+    if not torch.cuda.is_available():
+        multiprocessing.set_start_method("forkserver", force=True)
+        multiprocessing.set_forkserver_preload(
+            [
+                "torch.distributed.checkpoint.state_dict",
+                "torch.distributed.fsdp",
+                "torch.distributed.tensor.parallel",
+                "torch.testing._internal.common_distributed",
+                "dtensor_gtp",
+            ]
+        )
