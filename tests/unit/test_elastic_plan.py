@@ -1,0 +1,341 @@
+"""The plan of non-uniform replicas: who holds what, who sums it with whom. No process groups in here."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from expecttest import TestCase
+
+from dtensor_gtp.elastic import (
+    MemoryModel,
+    ReplicaLayout,
+    WeightSpec,
+    box_of_rank,
+    check_memory,
+    choose_sizes,
+    plan_replicas,
+    plan_sync,
+    replicas_of,
+    segments_of,
+)
+from dtensor_gtp.placement import chunk_size_and_offset
+
+# Rows that nothing divides, fewer rows than ranks, blocks, columns, tensor parallelism on either dim and on none.
+WEIGHTS = (
+    WeightSpec("embedding", (11, 3)),
+    WeightSpec("few", (2, 5)),
+    WeightSpec("blocks", (20, 2), block_size=4),
+    WeightSpec("columns", (3, 7), dim=1),
+    WeightSpec("wq", (24, 2), tp_dim=0, tp_block_size=4, block_size=2),
+    WeightSpec("wo", (5, 24), tp_dim=1, tp_block_size=4),
+    WeightSpec("both", (4, 13, 2), dim=1, tp_dim=1),
+    WeightSpec("norm", (6,), dim=None),
+)
+
+
+def layouts(replicate: int, gtp: int) -> Iterator[ReplicaLayout]:
+    """Every outcome of failures: it depends on the number of ranks that each replica has left only."""
+    for left in itertools.product(range(gtp + 1), repeat=replicate):
+        if any(left):
+            yield replicas_of(_consecutive(left))
+
+
+def _consecutive(sizes: Sequence[int]) -> list[list[int]]:
+    ends = list(itertools.accumulate(sizes))
+    return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+
+def tensor_parallel_layouts() -> Iterator[ReplicaLayout]:
+    for gtp, tp in ((1, 2), (2, 2), (2, 3), (1, 4)):
+        cells = list(itertools.product(range(2), range(gtp), range(tp)))
+        for num_failed in range(4):
+            for failed in itertools.islice(itertools.combinations(cells, num_failed), 0, None, 7):
+                yield plan_replicas(replicate=2, gtp=gtp, tp=tp, failed=failed, weights=WEIGHTS)
+
+
+def simulate(layout: ReplicaLayout, weight: WeightSpec, seed: int) -> None:
+    """Sum gradients in one process as the owners would: every rank must end up with its part of the whole sum."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = layout.batch_counts(layout.num_data_ranks + seed % 5)
+    total = sum(map(sum, counts))
+    replica_grads = [torch.randn(weight.shape, generator=generator, dtype=torch.float64) for _ in layout.replicas]
+    expected = sum(grad * sum(c) / total for grad, c in zip(replica_grads, counts, strict=True))
+    assert isinstance(expected, torch.Tensor)
+    shards = {}
+    for rank, place in layout.places.items():
+        box = box_of_rank(weight, layout, rank)
+        shards[rank] = replica_grads[place.replica][_slices(box)].clone()
+    done = {rank: torch.zeros_like(shard, dtype=torch.int) for rank, shard in shards.items()}
+    for box, holders in segments_of(weight, layout):
+        parts = []
+        for replica, copies in enumerate(holders):
+            for rank in copies:
+                own = shards[rank][box.within(box_of_rank(weight, layout, rank))]
+                parts.append((rank, own, sum(counts[replica]) / total / len(copies)))
+        value = sum(own * scale for _, own, scale in parts)
+        for rank, own, _ in parts:
+            own.copy_(value)
+            done[rank][box.within(box_of_rank(weight, layout, rank))] += 1
+    for rank, shard in shards.items():
+        assert bool((done[rank] == 1).all()), (str(layout), weight, rank, done[rank])
+        torch.testing.assert_close(shard, expected[_slices(box_of_rank(weight, layout, rank))])
+
+
+def _slices(box: object) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))  # type: ignore[attr-defined]
+
+
+class TestReplicas(TestCase):
+    def test_ranks_are_packed_in_the_order_of_their_coordinates(self) -> None:
+        layout = plan_replicas(
+            replicate=3, gtp=2, tp=2, failed={(1, r, c) for r in (0, 1) for c in (0, 1)} | {(2, 0, 1)}
+        )
+        self.assertExpectedInline(
+            str(layout).replace("; ", ";\n    "),
+            """\
+2 replicas of 7 ranks
+  replica 0  gtp 2 x tp 2   ranks 0-3
+  replica 1  gtp 3          ranks 4-6  1 of 4 ranks failed;
+    tp 2 -> 1: 2 does not divide 3, and no rank is parked;
+    gtp 2 -> 3""",
+        )
+
+    def test_any_pattern_of_failures_leaves_consecutive_ranks(self) -> None:
+        """Which ranks of a replica failed does not matter, only how many."""
+        for replicate, gtp in itertools.product((2, 3), (1, 2, 3, 4)):
+            cells = [(replica, row, 0) for replica in range(replicate) for row in range(gtp)]
+            for failed in itertools.chain.from_iterable(itertools.combinations(cells, n) for n in range(len(cells))):
+                left = [gtp - sum(f[0] == replica for f in failed) for replica in range(replicate)]
+                layout = plan_replicas(replicate=replicate, gtp=gtp, failed=failed)
+                self.assertEqual([r.gtp for r in layout.replicas], [n for n in left if n])
+                self.assertEqual([list(r.ranks) for r in layout.replicas], [m for m in _consecutive(left) if m])
+
+    def test_explicit_replicas_in_any_rank_order(self) -> None:
+        """Process groups count ranks in ascending order, so grids ascend along both axes; rows stay together."""
+        layout = replicas_of([[5, 1], [], [0, 4, 2, 3]], tp=2)
+        self.assertEqual([replica.ranks for replica in layout.replicas], [(1, 5), (0, 2, 3, 4)])
+        self.assertEqual(replicas_of([[4, 0, 5, 2], [1, 3]], tp=2).replicas[0].grid, ((0, 4), (2, 5)))
+        for replica in layout.replicas:
+            grid = torch.tensor(replica.grid)
+            self.assertTrue(all(bool((grid.diff(dim=axis) > 0).all()) for axis in (0, 1)))
+
+    def test_the_tp_size_that_loses_least_is_taken_and_explained(self) -> None:
+        heads = [WeightSpec("wq", (64, 4), tp_dim=0, tp_block_size=8), WeightSpec("embedding", (9, 4))]
+        cases = [(8, 2, 4), (7, 2, 4), (6, 2, 4), (4, 2, 4), (3, 1, 4), (1, 2, 4)]
+        self.assertExpectedInline(
+            "\n".join(f"{num} ranks: {choose_sizes(num, gtp, tp, heads)}" for num, gtp, tp in cases).replace(
+                "; ", ";\n  "
+            ),
+            """\
+8 ranks: (2, 4, '')
+7 ranks: (7, 1, '1 of 8 ranks failed;
+  tp 4 -> 1: 2 to 4 do not divide 7, and no rank is parked;
+  gtp 2 -> 7')
+6 ranks: (3, 2, "2 of 8 ranks failed;
+  tp 4 -> 2: tp 3 would idle 11% of the time in 'wq' (8 blocks over 3 ranks, 3 on the fullest);
+  gtp 2 -> 3")
+4 ranks: (1, 4, '4 of 8 ranks failed;
+  gtp 2 -> 1')
+3 ranks: (3, 1, "1 of 4 ranks failed;
+  tp 4 -> 1: tp 3 would idle 11% of the time in 'wq' (8 blocks over 3 ranks, 3 on the fullest);
+  gtp 1 -> 3")
+1 ranks: (1, 1, '7 of 8 ranks failed;
+  tp 4 -> 1: 2 to 4 do not divide 1, and no rank is parked;
+  gtp 2 -> 1')""",
+        )
+        # Six heads go over three ranks evenly: tensor parallelism stays, as large as it can.
+        self.assertEqual(choose_sizes(3, 1, 4, [WeightSpec("wq", (12, 4), tp_dim=0, tp_block_size=2)])[:2], (1, 3))
+
+    def test_errors(self) -> None:
+        for message, arguments in (
+            (r"do not overlap, but rank 1 is in replica 0 and in replica 1", [[0, 1], [1, 2]]),
+            (r"ranks 0 to N-1, but got .*leaves out \[1\]", [[0, 2], [3]]),
+            (r"ranks 0 to N-1, but got \[\[\]\]", [[]]),
+            (r"ranks 0 to N-1, but got \[\[-1, 0\]\]", [[-1, 0]]),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                replicas_of(arguments)
+        with self.assertRaisesRegex(TypeError, "ranks as ints, but got 'a'"):
+            replicas_of([["a"]])  # type: ignore[list-item]
+        with self.assertRaisesRegex(ValueError, r"within \(replicate, gtp, tp\) = \(2, 4, 1\) in failed"):
+            plan_replicas(replicate=2, gtp=4, failed={(0, 4, 0)})
+        with self.assertRaisesRegex(TypeError, r"\(replica, gtp, tp\) coordinates in failed, but got \(0, 1\)"):
+            plan_replicas(replicate=2, gtp=4, failed={(0, 1)})  # type: ignore[arg-type]
+        with self.assertRaisesRegex(ValueError, "but all 2 of"):
+            plan_replicas(replicate=2, gtp=1, failed={(0, 0, 0), (1, 0, 0)})
+        with self.assertRaisesRegex(ValueError, "gtp to be at least 1"):
+            plan_replicas(replicate=2, gtp=0)
+        with self.assertRaisesRegex(TypeError, "an int as tp"):
+            plan_replicas(replicate=2, gtp=1, tp=2.0)  # type: ignore[arg-type]
+
+    def test_heads_that_no_cut_fits(self) -> None:
+        for weight in (
+            WeightSpec("wq", (10, 4), tp_dim=0, tp_block_size=4),
+            WeightSpec("wk", (8, 4), tp_dim=0, tp_block_size=4),
+        ):
+            with self.assertRaisesRegex(ValueError, f"weight '{weight.name}' of shape .* no cut fits"):
+                plan_replicas(replicate=2, gtp=1, tp=3, failed={(0, 0, 0)}, weights=[weight])
+            self.assertEqual(choose_sizes(3, 3, 1, [weight])[:2], (3, 1))
+
+
+class TestBatch(TestCase):
+    def test_shares_sum_up_and_follow_the_number_of_ranks(self) -> None:
+        for layout in itertools.chain(layouts(2, 4), layouts(3, 3), tensor_parallel_layouts()):
+            for global_batch in range(layout.num_data_ranks, layout.num_data_ranks + 23):
+                counts = layout.batch_counts(global_batch)
+                self.assertEqual(sum(map(sum, counts)), global_batch)
+                exact = [global_batch * len(replica.ranks) / layout.num_ranks for replica in layout.replicas]
+                is_large = all(share >= replica.gtp for share, replica in zip(exact, layout.replicas, strict=True))
+                for count, replica, share in zip(counts, layout.replicas, exact, strict=True):
+                    self.assertGreaterEqual(min(count), 1)
+                    self.assertLessEqual(max(count) - min(count), 1)
+                    self.assertEqual(len(count), replica.gtp)
+                    if is_large:
+                        self.assertLess(abs(sum(count) - share), 1)
+
+    def test_shares_are_consecutive_and_alike_along_tp(self) -> None:
+        layout = plan_replicas(replicate=2, gtp=2, tp=2, failed={(1, 0, 0)})
+        shares = layout.batch_shares(14)
+        self.assertExpectedInline(
+            "\n".join(f"rank {rank}: {share.start}:{share.stop}" for rank, share in shares.items()),
+            """\
+rank 0: 0:4
+rank 1: 0:4
+rank 2: 4:8
+rank 3: 4:8
+rank 4: 8:10
+rank 5: 10:12
+rank 6: 12:14""",
+        )
+        self.assertEqual(shares[0].counts, ((4, 4), (2, 2, 2)))
+        self.assertEqual((shares[4].num_samples, shares[4].rows), (2, slice(8, 10)))
+
+    def test_too_small_a_batch(self) -> None:
+        with self.assertRaisesRegex(ValueError, "a sample for each of the 3 ranks that see different data"):
+            replicas_of([[0], [1, 2]]).batch_shares(2)
+        with self.assertRaisesRegex(TypeError, "an int as global_batch, but got 2.5"):
+            replicas_of([[0]]).batch_shares(2.5)  # type: ignore[arg-type]
+
+
+class TestSegments(TestCase):
+    def test_sum_over_every_pattern_of_failures(self) -> None:
+        for replicate, gtp in itertools.product((2, 3), (1, 2, 3, 4)):
+            for seed, layout in enumerate(layouts(replicate, gtp)):
+                for weight in WEIGHTS:
+                    if weight.dim is not None and weight.tp_dim is None:
+                        simulate(layout, weight, seed)
+
+    def test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes(self) -> None:
+        sizes = set()
+        for seed, layout in enumerate(tensor_parallel_layouts()):
+            sizes.add(tuple(replica.tp for replica in layout.replicas))
+            for weight in WEIGHTS:
+                if weight.dim is not None:
+                    simulate(layout, weight, seed)
+        self.assertGreaterEqual(len({s for s in sizes if len(set(s)) > 1}), 3, sizes)
+
+    def test_blocks_are_never_cut(self) -> None:
+        for layout in layouts(3, 4):
+            for box, _ in segments_of(WEIGHTS[2], layout):
+                self.assertEqual((box.offset[0] % 4, box.size[0] % 4), (0, 0))
+
+    def test_boxes_are_those_of_the_placement(self) -> None:
+        """``GTPShard``'s own arithmetic, tensor parallelism first."""
+        layout = plan_replicas(replicate=1, gtp=3, tp=2)
+        for rank, place in layout.places.items():
+            rows, start = chunk_size_and_offset(24, 2, place.tp, 4)
+            size, offset = chunk_size_and_offset(rows, 3, place.gtp, 2)
+            box = box_of_rank(WEIGHTS[4], layout, rank)
+            self.assertEqual(box, ((start + offset, 0), (size, 2)))
+
+    def test_a_whole_parameter_has_no_segments(self) -> None:
+        with self.assertRaisesRegex(ValueError, "'norm' stays whole"):
+            list(segments_of(WEIGHTS[-1], replicas_of([[0]])))
+
+    def test_printed_plan(self) -> None:
+        layout = plan_replicas(replicate=2, gtp=4, failed={(1, 2, 0)})
+        weights = [
+            WeightSpec("embedding.weight", (11, 64)),
+            WeightSpec("wq.weight", (32, 64), block_size=4),
+            WeightSpec("w2.weight", (64, 32), nbytes=2),
+            WeightSpec("norm.weight", (64,), dim=None),
+        ]
+        self.assertExpectedInline(
+            str(plan_sync(layout, weights)),
+            """\
+2 replicas of 7 ranks
+  replica 0  gtp 4          ranks 0-3
+  replica 1  gtp 3          ranks 4-6  1 of 4 ranks failed; gtp 4 -> 3
+embedding.weight (11, 64), gtp cuts dim 0
+  dim 0 0:3                owners 0 | 4
+  dim 0 3:4                owners 1 | 4
+  dim 0 4:6                owners 1 | 5
+  dim 0 6:8                owners 2 | 5
+  dim 0 8:9                owners 2 | 6
+  dim 0 9:11               owners 3 | 6
+wq.weight (32, 64), gtp cuts dim 0 in blocks of 4
+  dim 0 0:8                owners 0 | 4
+  dim 0 8:12               owners 1 | 4
+  dim 0 12:16              owners 1 | 5
+  dim 0 16:24              owners 2 | 5
+  dim 0 24:32              owners 3 | 6
+w2.weight (64, 32), gtp cuts dim 0
+  dim 0 0:16               owners 0 | 4
+  dim 0 16:22              owners 1 | 4
+  dim 0 22:32              owners 1 | 5
+  dim 0 32:44              owners 2 | 5
+  dim 0 44:48              owners 2 | 6
+  dim 0 48:64              owners 3 | 6
+norm.weight (64,), whole
+6 buckets
+  owners 0 | 4             3 segments, 3.8 KiB
+  owners 1 | 4             3 segments, 1.6 KiB
+  owners 1 | 5             3 segments, 2.1 KiB
+  owners 2 | 5             3 segments, 3.2 KiB
+  owners 2 | 6             2 segments, 512 B
+  owners 3 | 6             3 segments, 3.5 KiB
+all ranks: 1 whole parameter, 256 B""",
+        )
+
+    def test_bytes_of_every_rank(self) -> None:
+        """Each rank sums exactly its shard, and what is whole; nobody passes on what others own."""
+        layout = plan_replicas(replicate=3, gtp=4, failed={(1, 2, 0), (2, 0, 0), (2, 1, 0)})
+        plan = plan_sync(layout, WEIGHTS)
+        for rank in layout.places:
+            boxes = [box_of_rank(weight, layout, rank).numel for weight in WEIGHTS]
+            self.assertEqual(plan.sync_nbytes(rank), 4 * sum(boxes), rank)
+        alone = plan_sync(replicas_of([[0, 1]]), WEIGHTS)
+        self.assertEqual(alone.sync_nbytes(0), 4 * 6)
+
+    def test_thousands_of_ranks(self) -> None:
+        failed = {(replica, row, 0) for replica in range(0, 64, 3) for row in range(1 + replica % 5)}
+        layout = plan_replicas(replicate=64, gtp=64, failed=failed)
+        self.assertGreater(layout.num_ranks, 4000)
+        shapes = [(128256, 4096), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
+        weights = [WeightSpec(f"layers.{layer}.{i}", shape) for layer in range(32) for i, shape in enumerate(shapes)]
+        start = time.perf_counter()
+        plan = plan_sync(layout, weights)
+        buckets = plan.of_rank(layout.num_ranks - 1)
+        self.assertLess(time.perf_counter() - start, 20)
+        self.assertTrue(all(len(bucket.owners) == 64 for bucket in buckets))
+        boxes = [box_of_rank(weight, layout, layout.num_ranks - 1).numel for weight in weights]
+        self.assertEqual(sum(bucket.numel for bucket in buckets), sum(boxes))
+
+
+class TestMemory(TestCase):
+    def test_figure_and_error(self) -> None:
+        weights = [WeightSpec(f"w{i}", (1024, 1024)) for i in range(8)] + [WeightSpec("norm", (1024,), dim=None)]
+        layout = plan_replicas(replicate=2, gtp=4, failed={(1, 0, 0), (1, 1, 0), (1, 2, 0)})
+        (first, second) = check_memory(layout, weights, MemoryModel(budget=1 << 30))
+        self.assertEqual(first.shards, 16 * (8 * 1024 * 1024 // 4 + 1024))
+        self.assertEqual(first.buffers, 3 * 1024 * 1024 * (2 + 4))
+        self.assertGreater(second.total, first.total)
+        with self.assertRaisesRegex(
+            ValueError,
+            r"replica 1 of 1 ranks \(gtp 1, tp 1\) is too small: rank 4 needs 146\.0 MiB \(shards 128\.0 MiB, buffers "
+            r"18\.0 MiB, activations 0 B\), and has 100\.0 MiB",
+        ):
+            check_memory(layout, weights, MemoryModel(budget=100 << 20))
