@@ -43,6 +43,21 @@ def gathered(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
+def has_empty_shard(spec: DTensorSpec) -> bool:
+    """True if some rank of the mesh has no rows; the same answer on every rank."""
+    sizes = [{size} for size in spec.shape]
+    for axis, placement in enumerate(spec.placements):
+        if is_sharding(placement):
+            num_chunks = spec.mesh.size(axis)
+            dim = sharded_dim(placement)
+            sizes[dim] = {
+                placement._local_shard_size_and_offset(size, num_chunks, index)[0]  # type: ignore[attr-defined]
+                for size in sizes[dim]
+                for index in range(num_chunks)
+            }
+    return any(0 in of_dim for of_dim in sizes)
+
+
 def stock_sibling(spec: DTensorSpec) -> DTensorSpec:
     """``spec`` with a plain Shard for each block placement: the same dims, not the same layout."""
     if not has_block(spec):

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -30,6 +29,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from ._dtensor_layout import (
     gathered,
     has_block,
+    has_empty_shard,
     is_sharding,
     on_dim,
     sharded_dim,
@@ -38,20 +38,21 @@ from ._dtensor_layout import (
     wrap_planner,
     wrap_spec,
 )
+from ._dtensor_norms import NORMS, needs_rows_for_norm
 from ._torch_compat import (
     DTensorSpec,
     OpSchema,
     OutputSharding,
+    Propagate,
     StridedShard,
     TensorMeta,
     op_dispatcher,
+    wrap_sharding_propagation,
 )
 from .placement import _BlockGTPShard
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
-
-Propagate = Callable[[OpSchema], OutputSharding]
 
 
 @functools.cache
@@ -65,7 +66,7 @@ def install() -> None:
         wrap_spec()
         wrap_planner()
         wrap_distribute_tensor()
-        _wrap_propagation()
+        wrap_sharding_propagation(_propagate)
     except (ImportError, AttributeError) as error:
         raise NotImplementedError(
             f"GTPShard with block_size > 1 or split_factor > 1 does not know the DTensor of torch {torch.__version__} "
@@ -124,14 +125,6 @@ _ELEMENTWISE = frozenset(
         aten.zeros_like.default,
     }
 )
-_NORMS = frozenset(
-    {
-        aten._foreach_norm.Scalar,
-        aten.linalg_vector_norm.default,
-        aten.norm.Scalar,
-        aten.norm.ScalarOpt_dim,
-    }
-)
 # Reductions without a result for a shard that has no rows.
 _EXTREMA = frozenset(
     {
@@ -144,7 +137,7 @@ _EXTREMA = frozenset(
 )
 # Reductions whose result over unequal shards is the reduction of the shards' results. mean, var and the like are not.
 _REDUCTIONS = (
-    _NORMS
+    NORMS
     | _EXTREMA
     | {
         aten.all.default,
@@ -183,20 +176,11 @@ class _NotElementwiseError(Exception):
     """The shapes of an elementwise op do not let its operands share one sharding."""
 
 
-def _wrap_propagation() -> None:
-    propagator = op_dispatcher().sharding_propagator
-    stock = propagator.propagate_op_sharding_non_cached
-
-    @functools.wraps(stock)
-    def propagate(op_schema: OpSchema) -> OutputSharding:
-        operands = list(_operands(op_schema))
-        if not any(has_block(o.spec) for o in operands):
-            return cast(OutputSharding, stock(op_schema))
-        return propagate_block_op(stock, op_schema, operands)
-
-    make_cache = type(propagator.propagate_op_sharding)
-    propagator.propagate_op_sharding_non_cached = propagate
-    propagator.propagate_op_sharding = make_cache(propagate)
+def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
+    operands = list(_operands(op_schema))
+    if not any(has_block(o.spec) for o in operands):
+        return stock(op_schema)
+    return propagate_block_op(stock, op_schema, operands)
 
 
 def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[_Operand]) -> OutputSharding:
@@ -408,27 +392,8 @@ def _put_back(spec: DTensorSpec, output: DTensorSpec) -> DTensorSpec | None:
 
 
 def _is_undefined_when_empty(schema: OpSchema, operands: Iterable[_Operand]) -> bool:
-    needs_rows = schema.op in _EXTREMA
-    if schema.op in _NORMS and len(schema.args_schema) > 1:
-        # the largest or smallest magnitude of no elements is undefined, the other norms of none are 0
-        order = schema.args_schema[1]
-        needs_rows = isinstance(order, int | float) and (math.isinf(order) or order < 0)
-    return needs_rows and any(has_block(o.spec) and _has_empty_shard(o.spec) for o in operands)
-
-
-def _has_empty_shard(spec: DTensorSpec) -> bool:
-    """True if some rank of the mesh has no rows; the same answer on every rank."""
-    sizes = [{size} for size in spec.shape]
-    for axis, placement in enumerate(spec.placements):
-        if is_sharding(placement):
-            num_chunks = spec.mesh.size(axis)
-            dim = sharded_dim(placement)
-            sizes[dim] = {
-                placement._local_shard_size_and_offset(size, num_chunks, index)[0]  # type: ignore[attr-defined]
-                for size in sizes[dim]
-                for index in range(num_chunks)
-            }
-    return any(0 in of_dim for of_dim in sizes)
+    needs_rows = schema.op in _EXTREMA or needs_rows_for_norm(schema)
+    return needs_rows and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
 
 
 # Everything else ------------------------------------------------------------------------------------------------------

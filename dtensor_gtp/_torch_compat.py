@@ -146,6 +146,18 @@ def distribute_tensor_modules() -> list[Any]:
     return [import_module(f"torch.distributed.{name}") for name in names]
 
 
+Propagate = Callable[[OpSchema], OutputSharding]
+
+
+def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSharding]) -> None:
+    """Ask ``wrapper(what_was_there, op_schema)`` how DTensor's ops are sharded, from now on in this process."""
+    propagator = op_dispatcher().sharding_propagator
+    before = propagator.propagate_op_sharding_non_cached
+    propagator.propagate_op_sharding_non_cached = functools.wraps(before)(functools.partial(wrapper, before))
+    make_cache = type(propagator.propagate_op_sharding)
+    propagator.propagate_op_sharding = make_cache(propagator.propagate_op_sharding_non_cached)
+
+
 def op_dispatcher() -> Any:
     """DTensor's one dispatcher; it owns the table of sharding strategies."""
     return DTensor._op_dispatcher
@@ -311,6 +323,7 @@ __all__ = [
     "DTensorSpec",
     "OpSchema",
     "OutputSharding",
+    "Propagate",
     "StridedShard",
     "TensorMeta",
     "all_gather_base",
@@ -354,4 +367,5 @@ __all__ = [
     "unflatten_mesh",
     "unscale_grads_op",
     "wrap_local",
+    "wrap_sharding_propagation",
 ]

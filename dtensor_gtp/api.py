@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from . import _dtensor_random, _grad_scaler
+from . import _dtensor_norms, _dtensor_random, _grad_scaler
 from ._build import Decision, decide, make_param
 from ._runtime.debug import DebugFlags
 from ._runtime.group import ShardGroup
@@ -130,6 +130,7 @@ def _shard(
     group.unmanaged = {site for site in sites if site.module not in nested or site in known}
     _move_buffers(module, device)
     _grad_scaler.install()
+    _dtensor_norms.install()
     for mesh_of_param in {param.param.device_mesh for param in group.params}:  # type: ignore[attr-defined]
         _dtensor_random.whole_draws().add_mesh(mesh_of_param)
 
