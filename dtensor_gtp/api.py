@@ -87,6 +87,8 @@ def gtp_shard(
 
     def describe(checked: tuple[list[Decision], DebugFlags]) -> list[str]:
         policies = [f"{mp_policy}", f"{schedule}", f"reshard_after_forward={reshard_after_forward}"]
+        # A rank that compares the order of collectives alone would wait for the others.
+        policies.append(f"DTENSOR_GTP_DEBUG with order={checked[1].order}")
         return policies + [decision.describe() for decision in checked[0]]
 
     decisions, debug = agree_on_all_ranks(mesh, check, describe)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .debug import DebugFlags, Delays
+from .debug import DebugFlags, Delays, check_order
 
 _HOST = nullcontext()
 
@@ -135,6 +135,13 @@ class CommContext:
     def delay(self) -> None:
         if self._delays is not None:
             self._delays.sleep()
+
+    def before_collective(self, name: str, detail: str, groups: Groups) -> None:
+        """Debugging aids: sleep a while, and compare with the other ranks of the mesh what is about to be launched."""
+        self.delay()
+        if self.debug.order:
+            active = [g for g in (groups.gather, groups.replicate) if g is not None and g.size() > 1]
+            check_order(f"{name} of {detail}", active, self.device)
 
     def gathering(self) -> AbstractContextManager[Any]:
         """Context in which a gather is launched, on the gather stream."""

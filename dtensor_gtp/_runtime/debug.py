@@ -2,7 +2,10 @@
 
 ``poison``: a gather buffer is filled with NaN when it is freed, so that a read after the release shows in the result.
 ``delay`` or ``delay=SEED``: every stream (on CPU: the host) sleeps a random time at each gather, use and
-reduce-scatter, so that a missing wait shows. Both can be given: ``poison,delay=7``. Neither changes a correct result.
+reduce-scatter, so that a missing wait shows.
+``order``: before each collective, the ranks of the mesh compare what they are about to launch, and raise if it differs.
+It waits for the device each time.
+Several can be given: ``poison,delay=7``. None changes a correct result.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from __future__ import annotations
 import os
 import random
 import time
+import zlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import _torch_compat as compat
 
@@ -28,22 +34,25 @@ class DebugFlags:
 
     poison: bool = False
     delay_seed: int | None = None
+    order: bool = False
 
     @classmethod
     def from_env(cls) -> DebugFlags:
         """Raises:
         ValueError: The variable names an unknown aid.
         """
-        poison, seed = False, None
+        poison, seed, order = False, None, False
         for word in filter(None, (part.strip() for part in os.environ.get(_ENV, "").split(","))):
             name, _, value = word.partition("=")
             if name == "poison" and not value:
                 poison = True
+            elif name == "order" and not value:
+                order = True
             elif name == "delay" and (not value or value.isdecimal()):
                 seed = int(value or 0)
             else:
-                raise ValueError(f"{_ENV} expects 'poison', 'delay' or 'delay=SEED', but got {word!r}.")
-        return cls(poison, seed)
+                raise ValueError(f"{_ENV} expects 'poison', 'delay', 'delay=SEED' or 'order', but got {word!r}.")
+        return cls(poison, seed, order)
 
 
 class Delays:
@@ -60,6 +69,39 @@ class Delays:
             compat.sleep_stream(micros * 1700)
         else:
             time.sleep(micros * 1e-6)
+
+
+def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Compare what the ranks of one mesh are about to launch.
+
+    Args:
+        what: Name of the collective and of what it communicates.
+        groups: Communicators of the mesh's axes.
+        device: Where their backend expects tensors.
+
+    Raises:
+        RuntimeError: It differs. Raised on all ranks of the mesh.
+    """
+    code, differs = zlib.crc32(what.encode()), 0
+    for group in groups:
+        # What one axis has found out, the next one hands on: in the end all ranks of the mesh know.
+        mine = torch.tensor([code, differs], device=device)
+        told = mine.new_empty(group.size(), 2)
+        dist.all_gather_into_tensor(told.view(-1), mine, group=group)
+        differs = int(any(other != [code, 0] for other in told.tolist()))
+    if not differs:
+        return
+    launched = {dist.get_rank(): what}
+    for group in groups:
+        parts: list[dict[int, str]] = [{}] * group.size()
+        dist.all_gather_object(parts, launched, group=group)
+        launched = {rank: other for part in parts for rank, other in part.items()}
+    told_by = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(launched.items()))
+    raise RuntimeError(
+        f"The ranks of one mesh are about to launch different collectives ({told_by}). All ranks must use the same "
+        "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "
+        "Run the module on an empty input where a rank has no data for it."
+    )
 
 
 def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:

@@ -85,7 +85,7 @@ class Gradients:
 
         comm, work = self._comm, None
         with profiler_range("GTP::reduce_scatter", weight.fqn), comm.reducing():
-            comm.delay()
+            comm.before_collective("reduce_scatter", weight.fqn, groups)
             if not is_alone:
                 work = collectives.reduce_scatter(slot, buffer, scale, groups.scatter, comm.has_streams)
             elif scale.predivide is not None:
@@ -167,7 +167,7 @@ class Gradients:
 
         comm, work = self._comm, None
         with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
-            comm.delay()
+            comm.before_collective("all_reduce", f"{', '.join(param.fqn for param, _ in bucket)}", groups)
             if scale.predivide is not None:
                 wire.div_(scale.predivide)
             if active:

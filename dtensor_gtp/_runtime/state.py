@@ -286,7 +286,7 @@ class Runtime:
         buffer = torch.empty(layout.buffer_shape, dtype=dtype, device=shard.device)
         is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
         with profiler_range("GTP::all_gather", weight.fqn), self.comm.gathering():
-            self.comm.delay()
+            self.comm.before_collective("all_gather", weight.fqn, weight.groups)
             # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
             slot = rows
             if not is_sendable:

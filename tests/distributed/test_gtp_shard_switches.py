@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, environment, full, rows_of_rank
 from runtime_common import (
     WIDTH,
     Net,
@@ -310,6 +310,36 @@ class TestSwitches(GlooTest):
             gtp_shard(model, mesh, schedule=ALL)
         assert type(model) is nn.Sequential
         assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+    # --- the order of collectives --------------------------------------------------------------------------------
+
+    def test_r26_debug_order_finds_weights_that_only_some_ranks_use(self) -> None:
+        """Layers of one shape: without the check, collectives of different weights would mix silently."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            with environment(DTENSOR_GTP_DEBUG="order"):
+                model = gtp_shard(Branches(), mesh, schedule=ALL)
+            x = make_rows(self.rank, 3, 4)
+            for _ in range(2):  # alike on all ranks: nothing to find
+                model(x, "first").sum().backward()
+            told = "rank 1: all_gather of second.weight; rank 2: reduce_scatter of first.weight"
+            with self.assertRaisesRegex(RuntimeError, f"different collectives .*{told}.*Run the module on an empty"):
+                # The others have gathered the weight ahead; the gradient is their next collective.
+                model(x, "second" if self.rank == 1 else "first").sum().backward()
+            # Only gradients differ: rank 2 leaves one branch out of its loss.
+            output = model(x, "both")
+            with self.assertRaisesRegex(RuntimeError, "different collectives .*rank 2: "):
+                (output["first"] if self.rank == 2 else output["first"] + output["second"]).sum().backward()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, branch: str) -> Any:
+        if branch == "both":
+            return {"first": self.first(x), "second": self.second(x)}
+        return getattr(self, branch)(x)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def test_schedule_policy_is_frozen_and_hashable() -> None:
         ("poison", DebugFlags(poison=True)),
         ("delay", DebugFlags(delay_seed=0)),
         ("delay=17", DebugFlags(delay_seed=17)),
+        ("order", DebugFlags(order=True)),
         ("poison,delay=7", DebugFlags(poison=True, delay_seed=7)),
         (" delay=7 , poison ", DebugFlags(poison=True, delay_seed=7)),
     ],
@@ -69,10 +70,12 @@ def test_debug_flags_are_off_without_the_variable(monkeypatch: pytest.MonkeyPatc
     assert DebugFlags.from_env() == DebugFlags(poison=False, delay_seed=None)
 
 
-@pytest.mark.parametrize("word", ["posion", "poison=1", "delay=x", "delay=-1", "delay=1.5", "delay=\u00b2", "1"])
+@pytest.mark.parametrize(
+    "word", ["posion", "poison=1", "order=1", "delay=x", "delay=-1", "delay=1.5", "delay=\u00b2", "1"]
+)
 def test_debug_flags_refuse_unknown_words(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("DTENSOR_GTP_DEBUG", f"poison,{word}")
     with pytest.raises(
-        ValueError, match=f"DTENSOR_GTP_DEBUG expects 'poison', 'delay' or 'delay=SEED', but got '{word}'"
+        ValueError, match=f"DTENSOR_GTP_DEBUG expects 'poison', 'delay', 'delay=SEED' or 'order', but got '{word}'"
     ):
         DebugFlags.from_env()
