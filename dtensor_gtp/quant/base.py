@@ -1,0 +1,125 @@
+"""What a recipe is: how one weight matrix becomes the planes that are gathered, and what it needs of its shards.
+
+A *plane* is a matrix of elements or of scales. A quantized weight is one or two planes, and for some formats the
+largest magnitude of the whole weight, which every rank knows before it quantizes. One row of a plane stands for
+``rows`` rows of the weight and one column for ``columns``; where shards hold whole blocks, the planes of a shard are
+the shard of the planes. So what is gathered equals what the whole weight would have been quantized to, bit for bit.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import lcm
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from . import cast
+
+
+class Direction(enum.Enum):
+    """Which data of a weight of shape ``(out_features, in_features)`` a GEMM needs."""
+
+    ROWWISE = enum.auto()  # blocks along in_features: forward
+    COLUMNWISE = enum.auto()  # blocks along out_features: the gradient of the input
+
+
+class PlaneSpec(NamedTuple):
+    """One plane.
+
+    Args:
+        dtype: Of its elements.
+        rows: Rows of the weight in one step of the plane, None if one step takes all of them.
+        columns: The same for columns.
+        packed: Elements of the plane for each step, along the dim whose steps are longer than 1.
+    """
+
+    dtype: torch.dtype
+    rows: int | None
+    columns: int | None
+    packed: int = 1
+
+    def size(self, dim: int, size: int) -> int:
+        """Size of the plane along ``dim`` for ``size`` rows or columns of a weight that begin with a whole step."""
+        step = (self.rows, self.columns)[dim]
+        if step is None:
+            return 1
+        return cast.num_blocks(size, step) * (self.packed if step > 1 else 1)
+
+    def shape(self, weight: torch.Size) -> torch.Size:
+        """Shape of the plane of a weight of that shape."""
+        return torch.Size(self.size(dim, size) for dim, size in enumerate(weight))
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes for each element of a large weight; a plane with one element for all rows or columns counts as 0."""
+        if self.rows is None or self.columns is None:
+            return 0.0
+        return self.dtype.itemsize * self.packed / (self.rows * self.columns)
+
+
+class Quantized(NamedTuple):
+    """A quantized matrix.
+
+    Args:
+        planes: As ``Recipe.planes`` describes them.
+        amax: What ``Recipe.amax`` gave, over the whole weight; None for recipes that need none.
+    """
+
+    planes: tuple[torch.Tensor, ...]
+    amax: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """Base of the recipes, each a frozen dataclass in a file of its own."""
+
+    name: ClassVar[str]
+    # Rows and columns that share a scale, in either direction: a shard must not cut through them.
+    block: ClassVar[tuple[int, int]] = (1, 1)
+    # Dims over which the statistic runs that all ranks must agree on before they quantize; () if there is none.
+    amax_dims: ClassVar[tuple[int, ...]] = ()
+    # Whether dgrad takes other data than forward; else it takes the transpose of the same bytes.
+    has_columnwise: ClassVar[bool] = False
+
+    def direction(self, direction: Direction) -> Direction:
+        """The data that serves ``direction``."""
+        return direction if self.has_columnwise else Direction.ROWWISE
+
+    @abstractmethod
+    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
+        """What a quantized weight consists of."""
+
+    def amax(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The statistic of a weight or of a part of it, float32; maxima of parts are the maximum of the whole."""
+        return cast.amax(weight, self.amax_dims) if self.amax_dims else None
+
+    @abstractmethod
+    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+        """Quantize a matrix.
+
+        Args:
+            weight: Shape ``(out_features, in_features)`` or a part of whole blocks; float32, bfloat16 or float16.
+            amax: The statistic over the whole weight if ``weight`` is a part of it.
+        """
+
+    @abstractmethod
+    def dequantize(
+        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The matrix of ``shape``, computed in float32 and rounded once to ``dtype``."""
+
+    def block_of(self, dim: int, block_size: int = 1) -> int:
+        """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of ``block_size``, whole."""
+        return lcm(self.block[dim], block_size)
+
+    def num_bytes(self, shape: torch.Size, direction: Direction) -> int:
+        """Bytes of the planes of a whole weight: what crosses the wire for one gather of it, but for the scales that
+        all ranks know (``amax``)."""
+        return sum(spec.shape(shape).numel() * spec.dtype.itemsize for spec in self.planes(direction))
+
+    def bytes_per_element(self, direction: Direction = Direction.ROWWISE) -> float:
+        """Bytes for each element of a large weight; scales of whole rows or weights count as 0."""
+        return sum(spec.bytes_per_element for spec in self.planes(direction))

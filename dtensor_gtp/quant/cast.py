@@ -1,0 +1,182 @@
+"""The arithmetic of every cast, in plain torch: the definition that any faster path must equal bit for bit.
+
+All casts read the weight in float32 (bfloat16 and float16 widen exactly), divide by a scale in float32 and round to
+nearest, ties to even; what lies beyond the largest finite value saturates to it. Scales are dequantization scales: a
+value is ``element * scale``.
+
+- *Zero*: a block of zeros gets the smallest scale and elements of zero; signs of zeros are kept.
+- *NaN and Inf*: one of either in what shares a scale makes that scale NaN, hence all that it covers. Weights that have
+  diverged must not come back as plausible numbers.
+- *Denormals* are exact; no scale is so small that a division by it, or its reciprocal, leaves the range of normal
+  float32 numbers, so that devices that flush denormals agree for every normal weight.
+
+Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 in saturating mode; OCP Microscaling Formats (MX)
+1.0, section 6.3, for the power-of-two scale (``floor``); Mishra et al., "Recipes for Pre-training LLMs with MXFP8"
+(arXiv 2506.08027) for rounding it up (``rceil``); NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv
+2509.25149) for scales in two levels; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks of 128 x 128.
+"""
+
+from __future__ import annotations
+
+import torch
+
+E4M3_MAX = 448.0
+E4M3_MIN = 2.0**-9  # the smallest, a denormal
+E2M1_MAX = 6.0
+# The smallest normal float32.
+SMALLEST_SCALE = 2.0**-126
+# A block scale of nvfp4 may be as small as E4M3_MIN: their product is still normal.
+SMALLEST_TENSOR_SCALE = SMALLEST_SCALE / E4M3_MIN
+_E8M0_NAN = 0xFF
+_E4M3_NAN = float("nan")
+
+
+def wide(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` in float32.
+
+    Raises:
+        TypeError: Its dtype does not widen to float32.
+    """
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"Quantization expects a weight in float32, bfloat16 or float16, but got {weight.dtype} of shape "
+            f"{tuple(weight.shape)}. Convert the weight first."
+        )
+    return weight.to(torch.float32)
+
+
+def num_blocks(size: int, block: int) -> int:
+    """Blocks of ``block`` that ``size`` needs; the last may be short."""
+    return -(-size // block)
+
+
+def amax(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Largest magnitude over ``dims``, which stay with size 1; 0 of nothing, NaN if there is a NaN. float32."""
+    values = wide(weight).abs()
+    if values.numel() == 0:
+        return values.new_zeros([1 if dim in dims else size for dim, size in enumerate(values.shape)])
+    return values.amax(dims, keepdim=True)
+
+
+def block_amax(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of each block of a matrix; float32 of shape ``(num_blocks(rows), num_blocks(columns))``."""
+    padded = pad_to_blocks(wide(weight), block)
+    rows, columns = (size // b for size, b in zip(padded.shape, block, strict=True))
+    return padded.view(rows, block[0], columns, block[1]).abs().amax((1, 3))
+
+
+def pad_to_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """``matrix`` with zeros at its ends up to whole blocks; itself if there is nothing to add."""
+    missing = [num_blocks(size, b) * b - size for size, b in zip(matrix.shape, block, strict=True)]
+    if not any(missing):
+        return matrix.contiguous()
+    return torch.nn.functional.pad(matrix, (0, missing[1], 0, missing[0]))
+
+
+def spread(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """A scale for each element of a matrix of ``shape`` from one for each block."""
+    for dim, (b, size) in enumerate(zip(block, shape, strict=True)):
+        if b > 1:
+            scale = scale.repeat_interleave(b, dim).narrow(dim, 0, size)
+    return scale
+
+
+# --- float8 -----------------------------------------------------------------------------------------------------------
+
+
+def e4m3_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Scale that maps ``largest`` (float32 magnitudes) to 448, e4m3's largest: ``largest / 448``, at least 2^-126."""
+    scale = (largest / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    return torch.where(largest.isfinite(), scale, _E4M3_NAN)
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """float32 to float8_e4m3fn: nearest, ties to even, saturating at 448; every NaN becomes the positive one."""
+    saturated = values.clamp(-E4M3_MAX, E4M3_MAX)  # a NaN stays one; beyond 464 torch's own cast would make more
+    return torch.where(saturated.isnan(), _E4M3_NAN, saturated).to(torch.float8_e4m3fn)
+
+
+# --- MX ---------------------------------------------------------------------------------------------------------------
+
+
+def e8m0_scale(largest: torch.Tensor, rounding: str) -> torch.Tensor:
+    """Power-of-two scales of MX blocks of e4m3 elements.
+
+    With ``largest = m * 2**k``, ``1 <= m < 2``:
+
+    - ``"floor"``: ``2**(k - 8)``, as in the MX specification. Elements reach up to 512, so those beyond 448 saturate.
+    - ``"rceil"``: the smallest power of two with ``largest / scale <= 448``; nothing saturates.
+
+    Args:
+        largest: Magnitudes, float32.
+        rounding: ``"floor"`` or ``"rceil"``.
+
+    Returns:
+        Biased exponents as float8_e8m0fnu, at least that of 2^-127; its NaN where ``largest`` is not finite.
+    """
+    bits = largest.contiguous().view(torch.int32)
+    exponent = (bits >> 23) - 8  # biased by 127, as e8m0 is; a denormal counts as 2^-127, far below the clamp
+    if rounding == "rceil":
+        exponent = exponent + ((bits & 0x7FFFFF) > 0x600000)  # 448 is 1.75 * 2**8
+    code = torch.where(largest.isfinite(), exponent.clamp(min=0), _E8M0_NAN)
+    return code.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
+    """float8_e8m0fnu to float32, exact."""
+    code = scale.view(torch.uint8).to(torch.int32)
+    # 2^-127 is denormal: half of the smallest normal number
+    bits = torch.where(code == 0, 0x00400000, code << 23)
+    return torch.where(code == _E8M0_NAN, float("nan"), bits.view(torch.float32))
+
+
+def e8m0_reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """``1 / scale`` in float32, exact: a multiplication by it is the division. Codes above 253 do not occur."""
+    code = scale.view(torch.uint8).to(torch.int32)
+    return torch.where(code == _E8M0_NAN, float("nan"), ((254 - code) << 23).view(torch.float32))
+
+
+# --- nvfp4 ------------------------------------------------------------------------------------------------------------
+
+
+def nvfp4_tensor_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The float32 scale of a whole weight: maps ``largest`` to 448 * 6, at least 2^-117."""
+    scale = (largest / (E4M3_MAX * E2M1_MAX)).clamp(min=SMALLEST_TENSOR_SCALE)
+    return torch.where(largest.isfinite(), scale, float("nan"))
+
+
+def nvfp4_block_scale(largest: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
+    """e4m3 scales of blocks, relative to that of the weight: ``largest / 6 / tensor_scale``, at least 2^-9."""
+    return to_e4m3((largest / E2M1_MAX / tensor_scale).clamp(min=E4M3_MIN))
+
+
+def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """float32 to the 4-bit codes of e2m1 (sign, then 0, .5, 1, 1.5, 2, 3, 4, 6) in uint8: nearest, ties to even,
+    saturating at 6. There is no NaN: it becomes 0, and the scale says that it is one."""
+    magnitude = values.abs()
+    code = (magnitude > 0.25).to(torch.uint8)
+    # A tie goes to the code that is even: down at .25, 1.25, 2.5 and 5, up at .75, 1.75 and 3.5.
+    for bound in (1.25, 2.5, 5.0):
+        code += magnitude > bound
+    for bound in (0.75, 1.75, 3.5):
+        code += magnitude >= bound
+    code |= values.signbit().to(torch.uint8) << 3
+    return torch.where(values.isnan(), 0, code).to(torch.uint8)
+
+
+def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes in uint8 to float32."""
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    table = torch.tensor([*magnitudes, *(-m for m in magnitudes)], dtype=torch.float32, device=codes.device)
+    return table[codes.to(torch.int32)]
+
+
+def pack_nibbles(codes: torch.Tensor, dim: int) -> torch.Tensor:
+    """Two codes to a byte along ``dim``, of even size: the first in the low half."""
+    pairs: torch.Tensor = codes.unflatten(dim, (-1, 2))
+    return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """The inverse of :func:`pack_nibbles`."""
+    return torch.stack((packed & 0xF, packed >> 4), dim + 1).flatten(dim, dim + 1)

@@ -1,0 +1,36 @@
+"""``float8_blockwise``: e4m3 elements, one float32 scale ``amax / 448`` for each block of 128 x 128.
+
+1 + 4 / 16384 bytes an element. A square block is square when transposed, too: forward and dgrad use the same bytes.
+Blocks at the ends of a weight may be short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import cast
+from .base import Direction, PlaneSpec, Quantized, Recipe
+
+
+@dataclass(frozen=True)
+class Float8Blockwise(Recipe):
+    """One scale for each block of 128 x 128."""
+
+    name: ClassVar[str] = "float8_blockwise"
+    block: ClassVar[tuple[int, int]] = (128, 128)
+
+    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
+        return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, *self.block)
+
+    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+        scale = cast.e4m3_scale(cast.block_amax(weight, self.block))
+        return Quantized((cast.to_e4m3(cast.wide(weight) / cast.spread(scale, self.block, weight.shape)), scale), None)
+
+    def dequantize(
+        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
+    ) -> torch.Tensor:
+        data, scale = quantized.planes
+        return (data.to(torch.float32) * cast.spread(scale, self.block, shape)).to(dtype)

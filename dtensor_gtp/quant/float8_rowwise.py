@@ -1,0 +1,39 @@
+"""``float8_rowwise``: e4m3 elements, one float32 scale ``amax / 448`` for each row (output feature).
+
+Scales are gathered with the elements: 1 + 4 / in_features bytes an element. dgrad uses the same bytes: the scales lie
+along its contraction, where they are a factor of the gradient's columns. torchao's recipe of the same name casts the
+weight a second time instead, with a scale for each column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import cast
+from .base import Direction, PlaneSpec, Quantized, Recipe
+
+
+@dataclass(frozen=True)
+class Float8Rowwise(Recipe):
+    """One scale for each row."""
+
+    name: ClassVar[str] = "float8_rowwise"
+    amax_dims: ClassVar[tuple[int, ...]] = (1,)
+
+    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
+        return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, 1, None)
+
+    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+        amax = self.amax(weight) if amax is None else amax
+        assert amax is not None
+        scale = cast.e4m3_scale(amax)
+        return Quantized((cast.to_e4m3(cast.wide(weight) / scale), scale), None)
+
+    def dequantize(
+        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
+    ) -> torch.Tensor:
+        data, scale = quantized.planes
+        return (data.to(torch.float32) * scale).to(dtype)

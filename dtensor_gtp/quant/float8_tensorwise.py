@@ -1,0 +1,37 @@
+"""``float8_tensorwise``: e4m3 elements, one float32 scale ``amax / 448`` for the whole weight.
+
+The scale is a function of the weight's largest magnitude, on which all ranks agree before they quantize, so only
+elements are gathered: 1 byte each. Forward and dgrad use the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import cast
+from .base import Direction, PlaneSpec, Quantized, Recipe
+
+
+@dataclass(frozen=True)
+class Float8Tensorwise(Recipe):
+    """One scale for the whole weight."""
+
+    name: ClassVar[str] = "float8_tensorwise"
+    amax_dims: ClassVar[tuple[int, ...]] = (0, 1)
+
+    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
+        return (PlaneSpec(torch.float8_e4m3fn, 1, 1),)
+
+    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+        amax = self.amax(weight) if amax is None else amax
+        assert amax is not None
+        return Quantized((cast.to_e4m3(cast.wide(weight) / cast.e4m3_scale(amax)),), amax)
+
+    def dequantize(
+        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert quantized.amax is not None
+        return (quantized.planes[0].to(torch.float32) * cast.e4m3_scale(quantized.amax)).to(dtype)
