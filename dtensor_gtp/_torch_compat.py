@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar, cast
 from unittest import mock
@@ -32,6 +32,8 @@ from torch.distributed.tensor import _redistribute as redistribute_module
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils import _python_dispatch as python_dispatch
+from torch.utils import checkpoint as checkpoint_module
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 _P = ParamSpec("_P")
@@ -104,6 +106,37 @@ def is_profiling() -> bool:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of owners of the memory behind ``storage`` (tensors, autograd nodes, Python storage objects)."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
+    """A context whose ops selective activation checkpointing neither counts nor caches nor skips.
+
+    It expects a recomputation to run the very ops of the forward, which is not so for ops that serve later uses.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    modes = python_dispatch._get_current_dispatch_mode_stack()
+    return _without_checkpoint_modes(modes) if any(isinstance(m, _POLICY_MODES) for m in modes) else nullcontext()
+
+
+_POLICY_MODES = (checkpoint_module._CachingTorchDispatchMode, checkpoint_module._CachedTorchDispatchMode)
+
+
+@contextmanager
+def _without_checkpoint_modes(modes: list[Any]) -> Iterator[None]:
+    others = [mode for mode in modes if not isinstance(mode, _POLICY_MODES)]
+    _replace_dispatch_modes(len(modes), others)
+    try:
+        yield
+    finally:
+        _replace_dispatch_modes(len(others), modes)
+
+
+def _replace_dispatch_modes(num_modes: int, modes: list[Any]) -> None:
+    for _ in range(num_modes):
+        python_dispatch._pop_mode()
+    for mode in modes:
+        python_dispatch._push_mode(mode)
 
 
 def sleep_stream(cycles: int) -> None:
@@ -366,6 +399,7 @@ __all__ = [
     "twin_group",
     "unflatten_mesh",
     "unscale_grads_op",
+    "unseen_by_checkpoint_policies",
     "wrap_local",
     "wrap_sharding_propagation",
 ]

@@ -83,7 +83,8 @@ class Gathered:
     def contiguous(self) -> torch.Tensor:
         """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all who ask."""
         if self._contiguous is None:
-            self._contiguous = self.full.contiguous()
+            with compat.unseen_by_checkpoint_policies():
+                self._contiguous = self.full.contiguous()
         return self._contiguous
 
     def is_fresh(self, weight: ShardedWeight) -> bool:

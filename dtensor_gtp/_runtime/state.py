@@ -273,10 +273,15 @@ class Runtime:
             del full
             # Two owners are ours: the buffer and the Python object of its storage that we ask with.
             if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2 and gathered.buffer.is_floating_point():
-                gathered.buffer.fill_(float("nan"))
+                with compat.unseen_by_checkpoint_policies():
+                    gathered.buffer.fill_(float("nan"))
 
     def _gather(self, weight: ShardedWeight) -> Gathered:
-        """Launch the gather of the present shard."""
+        """Launch the gather of the present shard. Which gathers a recomputation launches depends on the plan."""
+        with compat.unseen_by_checkpoint_policies():
+            return self._launch_gather(weight)
+
+    def _launch_gather(self, weight: ShardedWeight) -> Gathered:
         layout, shard, dtype = weight.layout, weight.shard, weight.compute_dtype
         weight.num_gathers += 1
         rows = layout.rows_of(shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,12 @@ from runtime_common import (
     square_step,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from dtensor_gtp import GTPModule, SchedulePolicy
 
@@ -107,6 +113,37 @@ class TestRecompute(GlooTest):
                     # The outer layers: the first needs no gather in backward; the last is kept at the turn.
                     expected = dict.fromkeys(used, 3) | {"first.weight": 1, "last.weight": 2 if seed == 0 else 1}
                     assert used == expected, f"reentrant {use_reentrant}, depth {depth}, step {seed}: {used}"
+
+    def test_selective_policies(self) -> None:
+        """The runtime's own ops, of which a recomputation launches others, are nothing that a policy may count or save:
+        a saved gather would leave the recomputation a buffer that nobody has filled."""
+
+        class Selective(Blocks):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = self.first(x)
+                for block in self.blocks:
+                    context_fn = functools.partial(create_selective_checkpoint_contexts, self.policy)
+                    x = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+                result: torch.Tensor = self.last(x)
+                return result
+
+        gemms = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        policies: tuple[Any, ...] = (gemms, lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        for policy in policies:
+            for depth in (0, 2):
+                torch.manual_seed(0)
+                reference = Selective(None)
+                reference.policy = policy
+                mesh = self.gtp_mesh()
+                with environment(DTENSOR_GTP_DEBUG="poison"):
+                    model = shard_copy(
+                        reference, mesh, schedule=SchedulePolicy(prefetch_depth=depth, min_shard_numel=0)
+                    )
+                for seed in range(3):
+                    with self.gathers(model) as used:
+                        check_step(reference, model, mesh, make_rows(seed), square_step)
+                    expected = dict.fromkeys(used, 3) | {"first.weight": 1, "last.weight": 2 if seed == 0 else 1}
+                    assert used == expected, f"depth {depth}, step {seed}: {used}"
 
     def test_checkpointing_the_whole_model(self) -> None:
         for use_reentrant in (True, False):
