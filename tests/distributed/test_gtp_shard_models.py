@@ -16,14 +16,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils import parametrizations
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from dtensor_gtp import GTPShard, gtp_shard
+from dtensor_gtp import gtp_shard
 
 
 def mean_square(output: torch.Tensor) -> torch.Tensor:
@@ -139,50 +135,6 @@ class Projection(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x) @ self.matrix
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 10)
-        self.down = nn.Linear(10, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class TokenModel(nn.Module):
-    """Embedding, feed-forward blocks and a head, tied or not."""
-
-    def __init__(self, is_tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(18, 8)
-        self.blocks = nn.ModuleList([FeedForward() for _ in range(2)])
-        self.head = nn.Linear(8, 18, bias=False)
-        if is_tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def tensor_parallel(model: TokenModel, tp: DeviceMesh, is_tied: bool) -> None:
-    """Sequence-parallel norms, vocabulary-parallel embedding and head."""
-    sequence = Shard(1)
-    plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "blocks.*.norm": SequenceParallel(),
-        "blocks.*.up": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.down": RowwiseParallel(output_layouts=sequence),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
-    }
-    parallelize_module(model, tp, plan)
-    if is_tied:
-        model.head.weight = model.embedding.weight
 
 
 class AssignedForward(nn.Module):
@@ -446,45 +398,6 @@ class TestModels(GlooTest):
         (grad,) = torch.autograd.grad(mean_square(model(batch)), batch, create_graph=True)
         with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
             mean_square(grad).backward()
-
-    def test_tensor_parallel(self) -> None:
-        """A weight that tp has cut is cut again; both orders of the axes in the root mesh, column- and rowwise."""
-        for names in (("gtp", "tp"), ("tp", "gtp")):
-            root = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            torch.manual_seed(0)
-            reference = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7), nn.LayerNorm(7)).double()
-
-            def shard(model: nn.Module, root: DeviceMesh = root) -> nn.Module:
-                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-                parallelize_module(model, root["tp"], plan)
-                return gtp_shard(model, root["gtp"], schedule=ALL)
-
-            model = check_training(reference, shard, root["gtp"], lambda g: Case(nn.Identity).batch(g), loss_of_output)
-            weight = model[0].weight
-            self.assertEqual(weight.device_mesh.mesh_dim_names, ("tp", "gtp"))
-            self.assertEqual(weight.placements, (Shard(0), GTPShard(0)))
-            self.assertEqual(model[2].weight.placements, (Shard(1), GTPShard(0)))
-            sizes = [tuple(param.to_local().shape) for param in model.parameters()]
-            rows = (4, 3)[root["gtp"].get_local_rank()]  # of 7, uneven
-            self.assertEqual(sizes, [(3 if rows == 4 else 2, 6), (5,), (rows, 5), (7,), (7,), (7,)])
-
-    def test_tensor_parallel_model(self) -> None:
-        """Everything on one tp mesh, tied or not, beside gtp alone and beside (replicate, gtp)."""
-        for shape, axes in (((2, 2), "gtp"), ((2, 1, 2), ("replicate", "gtp"))):
-            root = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "gtp", "tp")[-len(shape) :])
-            mesh = root[axes]
-            for is_tied in (False, True):
-                torch.manual_seed(0)
-
-                def shard(
-                    model: nn.Module, root: DeviceMesh = root, mesh: DeviceMesh = mesh, is_tied: bool = is_tied
-                ) -> nn.Module:
-                    tensor_parallel(model, root["tp"], is_tied)
-                    return gtp_shard(model, mesh, schedule=ALL)
-
-                batch = Case(nn.Identity, (6,), 18).batch
-                model = check_training(TokenModel(is_tied).double(), shard, mesh, batch, loss_of_output, steps=2)
-                self.assertEqual(model.head.weight is model.embedding.weight, is_tied)
 
 
 instantiate_parametrized_tests(TestModels)

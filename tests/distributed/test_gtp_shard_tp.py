@@ -1,0 +1,326 @@
+"""``parallelize_module``, then ``gtp_shard``: each cell of tensor parallelism x GTP trains as one process does.
+
+A job trains beside the reference on one mesh, is saved with DCP, loaded on the next mesh into a model with other
+values, and trains on there: gradients, parameters after each step and reloaded checkpoints all equal one process. The
+meshes have both orders of the axes and every axis at size 1, and the last checkpoint is loaded into the plain model.
+float64 throughout, so that what is left of a difference is no rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from common import GlooTest, assert_same_params, full, rows_of_rank, shared_directory
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.testing._internal.common_utils import run_tests
+from tp_common import (
+    GTP_ALONE,
+    GTP_TP,
+    REPLICATE_GTP,
+    REPLICATE_TP,
+    TP_ALONE,
+    TP_GTP,
+    Cell,
+    Norms,
+    Plan,
+    Prepared,
+    Stacked,
+    cut_stacked,
+    embedding_cell,
+    gathers_of_a_step,
+    gtp_axes,
+    llama_cell,
+    next_token_loss,
+    norms_plan,
+    outside_cell,
+    replicate_all,
+    root_mesh,
+    sharded_input,
+    sharded_output,
+    tied_model,
+)
+
+from dtensor_gtp import GTPShard
+
+
+def adamw(**options: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class TestTensorParallel(GlooTest):
+    def check(
+        self,
+        cell: Cell,
+        *layouts: Any,
+        num_microbatches: int = 1,
+        sync_last_only: bool = False,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
+        max_norm: float | None = None,
+    ) -> Any:
+        """Train on each mesh in turn, from the checkpoint that was written on the one before.
+
+        Returns:
+            The model on the last mesh.
+        """
+        reference = cell.reference()
+        reference_optimizer = make_optimizer(reference)
+        with shared_directory() as directory:
+            for index, layout in enumerate(layouts):
+                root = root_mesh(*layout)
+                model = cell.sharded(cell.reference(seed=index), root)
+                optimizer = make_optimizer(model)
+                if index:
+                    load(model, optimizer, directory / str(index - 1))
+                    assert_same_params(model, reference)
+                for step in range(2):
+                    generator = torch.Generator().manual_seed(2 * index + step)
+                    for microbatch in range(num_microbatches):
+                        if sync_last_only:
+                            model.set_requires_gradient_sync(microbatch == num_microbatches - 1)  # type: ignore[operator]
+                        batch = cell.batch(generator)
+                        for module, rows in ((reference, batch), (model, rows_of_rank(batch, gtp_axes(root)))):
+                            with cell.around():
+                                (cell.loss(module, rows) / num_microbatches).backward()
+                    assert_same_params(model, reference, "grad")
+                    if max_norm is not None:
+                        norms = [full(nn.utils.clip_grad_norm_(m.parameters(), max_norm)) for m in (model, reference)]
+                        torch.testing.assert_close(*norms)
+                        self.assertGreater(norms[1].item(), max_norm)
+                        assert_same_params(model, reference, "grad")
+                    for opt in (reference_optimizer, optimizer):
+                        opt.step()
+                        opt.zero_grad()
+                    assert_same_params(model, reference)
+                save(model, optimizer, directory / str(index))
+            plain = cell.reference(seed=99)
+            plain_optimizer = make_optimizer(plain)
+            load(plain, plain_optimizer, directory / str(len(layouts) - 1))
+        assert_same_params(plain, reference)
+        for a, b in zip(plain.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(plain_optimizer.state[a], reference_optimizer.state[b])
+        return model
+
+    # --- linear layers ------------------------------------------------------------------------------------------------
+
+    def test_colwise_and_rowwise(self) -> None:
+        """tp and gtp cut the same dim of the first weight, different dims of the second, and one bias of the two."""
+        cell = Cell(
+            lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)),
+            {"0": ColwiseParallel(), "2": RowwiseParallel()},
+        )
+        model = self.check(cell, GTP_TP, GTP_ALONE, TP_ALONE, REPLICATE_GTP, REPLICATE_TP, TP_GTP)
+        placements = {name: param.placements for name, param in model.named_parameters()}
+        self.assertEqual(
+            placements,
+            {
+                "0.weight": (Shard(0), GTPShard(0)),
+                "0.bias": (Shard(0), Replicate()),
+                "2.weight": (Shard(1), GTPShard(0)),
+                "2.bias": (Replicate(), Replicate()),
+            },
+        )
+        self.assertEqual({param.device_mesh.mesh_dim_names for param in model.parameters()}, {("tp", "gtp")})
+        self.assertEqual([tuple(p.to_local().shape) for p in model.parameters()], [(4, 6), (8,), (4, 8), (8,)])
+
+    def test_uneven_cuts(self) -> None:
+        """Neither axis divides any weight, nor what the other axis has left of it."""
+        cell = Cell(
+            lambda: nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 7)),
+            {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()},
+        )
+        model = self.check(cell, GTP_TP, TP_ALONE, TP_GTP)
+        tp, gtp = (model[0].weight.device_mesh.get_local_rank(axis) for axis in ("tp", "gtp"))
+        rows = ((3, 3), (3, 2))[tp][gtp]
+        self.assertEqual(tuple(model[0].weight.to_local().shape), (rows, 6))
+        self.assertEqual(tuple(model[2].weight.to_local().shape), ((4, 3)[gtp], (6, 5)[tp]))
+
+    def test_fewer_rows_than_ranks(self) -> None:
+        """Some ranks hold nothing of a weight: tp leaves two slices of two and one rows."""
+        cell = Cell(
+            lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1)),
+            {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()},
+        )
+        model = self.check(cell, GTP_TP, TP_GTP)
+        tp, gtp = (model[0].weight.device_mesh.get_local_rank(axis) for axis in ("tp", "gtp"))
+        is_empty = [module.weight.to_local().numel() == 0 for module in (model[0], model[2])]
+        self.assertEqual(is_empty, [tp == gtp == 1, gtp == 1])
+
+    def test_output_layouts(self) -> None:
+        """Gathered and scattered outputs, DTensors between layers, and a weight that is cut on dim 1 by both axes."""
+        cell = Cell(
+            lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)),
+            {
+                "0": ColwiseParallel(output_layouts=Replicate()),
+                "1": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False),
+                "2": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+            },
+            placement_fn=lambda model: {model[1].weight: GTPShard(1)}.get,
+        )
+        self.check(cell, GTP_TP, TP_GTP)
+
+    def test_microbatches(self) -> None:
+        """Accumulated with and without gradient sync."""
+        cell = Cell(
+            lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8)),
+            {
+                "0": ColwiseParallel(),
+                "2": RowwiseParallel(output_layouts=Shard(0)),
+                "3": SequenceParallel(sequence_dim=0),
+            },
+            loss=sharded_output,
+        )
+        for sync_last_only in (False, True):
+            self.check(cell, GTP_TP, REPLICATE_TP, num_microbatches=3, sync_last_only=sync_last_only)
+
+    # --- weights that tensor parallelism leaves whole -----------------------------------------------------------------
+
+    def test_sequence_parallel_norms(self) -> None:
+        """Each tp rank normalizes its part of the sequence: the norms' gradients are partial sums over tp."""
+        cell = Cell(lambda: Norms(), norms_plan(), (4, 6))
+        model = self.check(cell, GTP_TP, REPLICATE_TP, TP_GTP)
+        self.assertEqual(model.norm.weight.placements, (Replicate(), Replicate()))
+
+    def test_modules_outside_of_the_plan(self) -> None:
+        """Their parameters are plain tensors, on gtp alone, and equal on the ranks of tp."""
+        model = self.check(outside_cell(), GTP_TP, TP_GTP)
+        names = [param.device_mesh.mesh_dim_names for param in model.parameters()]
+        self.assertEqual(names, [("gtp",)] * 4 + [("tp", "gtp")] * 4)
+
+    def test_replicated_weights(self) -> None:
+        """``distribute_module`` without a plan replicates; the module then eats DTensors, sharded over tp."""
+        cell = Cell(
+            lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)), replicate_all, loss=sharded_input
+        )
+        model = self.check(cell, GTP_TP, TP_GTP)
+        self.assertEqual(model[0].weight.placements, (Replicate(), GTPShard(0)))
+
+    # --- embeddings and losses ----------------------------------------------------------------------------------------
+
+    def test_embedding_rowwise(self) -> None:
+        """Cut by vocabulary, unevenly, each rank masking what it does not hold."""
+        self.check(embedding_cell(RowwiseParallel(input_layouts=Replicate())), GTP_TP, TP_ALONE, TP_GTP)
+
+    def test_embedding_colwise(self) -> None:
+        self.check(embedding_cell(ColwiseParallel(output_layouts=Replicate())), GTP_TP, TP_ALONE, TP_GTP)
+
+    def test_tied_embedding_and_head(self) -> None:
+        """Parallelized one by one, then tied: one weight, rowwise as an embedding and colwise as a head."""
+
+        def plan(model: nn.Module, tp: DeviceMesh) -> None:
+            embedding = RowwiseParallel(input_layouts=Replicate())
+            parallelize_module(model, tp, {"0": embedding, "2": ColwiseParallel(output_layouts=Replicate())})
+            model[2].weight = model[0].weight
+
+        cell = Cell(tied_model, plan, (5,), 18, loss=next_token_loss)
+        model = self.check(cell, GTP_TP, REPLICATE_TP, TP_GTP)
+        self.assertIs(model[2].weight, model[0].weight)
+
+    def test_loss_parallel(self) -> None:
+        """The logits stay cut by vocabulary through cross entropy, as a DTensor."""
+        cell = Cell(
+            lambda: nn.Sequential(nn.Embedding(18, 6), nn.Linear(6, 18)),
+            {"1": ColwiseParallel(use_local_output=False)},
+            (5,),
+            18,
+            loss=next_token_loss,
+            around=loss_parallel,
+        )
+        self.check(cell, GTP_TP, TP_GTP)
+
+    # --- modules ------------------------------------------------------------------------------------------------------
+
+    def test_prepared_inputs_and_outputs(self) -> None:
+        plan: Plan = {
+            "first": PrepareModuleInputOutput(
+                input_layouts=Replicate(),
+                desired_input_layouts=Shard(0),
+                output_layouts=Shard(0),
+                desired_output_layouts=Replicate(),
+                use_local_output=False,
+            ),
+            "first.inner": SequenceParallel(sequence_dim=0, use_local_output=True),
+            "second.inner": SequenceParallel(sequence_dim=0),
+            "second": PrepareModuleInputOutput(
+                input_layouts=(Replicate(), None),
+                desired_input_layouts=(Shard(0), None),
+                output_layouts=Shard(0),
+                desired_output_layouts=Replicate(),
+            ),
+            "third": PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate()),
+            "third.inner": ColwiseParallel(),
+        }
+        self.check(Cell(Prepared, plan), GTP_TP, TP_GTP)
+
+    def test_raw_weights_used_as_local_tensors(self) -> None:
+        """Experts' stacked weights, cut on their last dims, that the forward itself turns into local tensors."""
+        self.check(Cell(Stacked, cut_stacked), GTP_TP, TP_GTP)
+
+    def test_llama(self) -> None:
+        """The usual plan for a Llama: sequence parallel norms, colwise and rowwise projections, parallel loss."""
+        cell = llama_cell()
+        model = self.check(cell, GTP_TP, TP_GTP)
+        # Three query heads on each tp rank, cut between heads over two ranks; one key-value head, which one rank holds.
+        attention = model.layers[0].attention
+        rows = [module.weight.to_local().shape[0] for module in (attention.wq, attention.wk)]
+        gtp = attention.wq.weight.device_mesh.get_local_rank("gtp")
+        self.assertEqual(rows, [(8, 4), (4, 0)][gtp])
+
+    # --- activation checkpointing -------------------------------------------------------------------------------------
+
+    def test_activation_checkpointing(self) -> None:
+        """Each block is recomputed, collectives of tp included; its weights are gathered once more."""
+        for how in ("non-reentrant", "reentrant", "selective"):
+            cell = llama_cell(how)
+            model = self.check(cell, GTP_TP)
+            gathers = gathers_of_a_step(model, cell, root_mesh(*GTP_TP))
+            self.assertEqual(gathers, {"embedding": {1}, "layers": {3}, "output": {1}})
+
+    def test_activation_checkpoint_wrapper(self) -> None:
+        """torch's wrapper module around each block, put there before the plan is applied."""
+        self.check(llama_cell("wrapper"), TP_GTP)
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def test_optimizers_and_clipping(self) -> None:
+        for layout, options in ((GTP_TP, {"foreach": True}), (TP_GTP, {"fused": True})):
+            self.check(llama_cell(), layout, make_optimizer=adamw(**options), max_norm=0.1)
+
+    def test_optimizers_over_modules_outside_of_the_plan(self) -> None:
+        """Parameters on (tp, gtp) and on (gtp) in one group."""
+        for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+            self.check(outside_cell(), GTP_TP, make_optimizer=adamw(**options))
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=path)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+if __name__ == "__main__":
+    run_tests()

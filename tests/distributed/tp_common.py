@@ -1,0 +1,306 @@
+"""What the tests of tensor parallelism share: cells (a model, its plan, its batch), models, plans and meshes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, rows_of_rank
+from runtime_common import num_gathers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from dtensor_gtp import GTPShard, gtp_shard
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from llama import Llama, LlamaConfig
+
+Plan = dict[str, ParallelStyle]
+PlacementFn = Callable[[nn.Module], Callable[[nn.Parameter], Placement | None] | None]
+
+GTP_TP = ((2, 2), ("gtp", "tp"))
+TP_GTP = ((2, 2), ("tp", "gtp"))
+GTP_ALONE = ((4, 1), ("gtp", "tp"))
+TP_ALONE = ((1, 4), ("gtp", "tp"))
+REPLICATE_TP = ((2, 1, 2), ("replicate", "gtp", "tp"))
+REPLICATE_GTP = ((2, 2, 1), ("replicate", "gtp", "tp"))
+
+
+@functools.cache
+def root_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Cell:
+    """A model, how tensor parallelism cuts it, and what it eats: floats of a shape, or indices below ``vocabulary``."""
+
+    make: Callable[[], nn.Module]
+    plan: Plan | Callable[[nn.Module, DeviceMesh], object]
+    shape: tuple[int, ...] = (6,)
+    vocabulary: int = 0
+    loss: Callable[[nn.Module, Any], torch.Tensor] = mean_square
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    placement_fn: PlacementFn = lambda model: None
+
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        if self.vocabulary:
+            return torch.randint(0, self.vocabulary, (8, *self.shape), generator=generator)
+        return torch.randn((8, *self.shape), generator=generator, dtype=torch.float64)
+
+    def reference(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.make().double()
+
+    def sharded(self, model: nn.Module, root: DeviceMesh, **options: Any) -> nn.Module:
+        if callable(self.plan):
+            self.plan(model, root["tp"])
+        else:
+            parallelize_module(model, root["tp"], self.plan)
+        return gtp_shard(model, gtp_axes(root), schedule=ALL, shard_placement_fn=self.placement_fn(model), **options)
+
+
+def gtp_axes(root: DeviceMesh) -> DeviceMesh:
+    return root["replicate", "gtp"] if "replicate" in (root.mesh_dim_names or ()) else root["gtp"]
+
+
+class Norms(nn.Module):
+    """A norm used twice and linear layers on (batch, sequence, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.last = nn.RMSNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(torch.tanh(self.up(self.norm(x))))
+        return self.last(self.norm(x))
+
+
+def norms_plan() -> Plan:
+    sequence = Shard(1)
+    return {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=sequence),
+        "down": RowwiseParallel(output_layouts=sequence),
+        "last": SequenceParallel(),
+        "": PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=sequence,
+            output_layouts=sequence,
+            desired_output_layouts=Replicate(),
+        ),
+    }
+
+
+def replicate_all(model: nn.Module, tp: DeviceMesh) -> None:
+    for module in model:  # type: ignore[attr-defined]
+        distribute_module(module, tp)
+
+
+def sharded_input(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The rows of the batch are cut over tp as well, as a DTensor, where the model is one of DTensors."""
+    weight = model[0].weight  # type: ignore[index]
+    if isinstance(weight, DTensor):
+        batch = distribute_tensor(batch, weight.device_mesh["tp"], [Shard(0)])
+    loss = model(batch).square().mean()
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def sharded_output(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output = model(batch)
+    return (output.full_tensor() if isinstance(output, DTensor) else output).square().mean()
+
+
+def outside_cell() -> Cell:
+    """A feed-forward in the plan behind a layer and a norm that are not."""
+    return Cell(
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)),
+        {"2": ColwiseParallel(), "4": RowwiseParallel()},
+    )
+
+
+def embedding_cell(style: ParallelStyle) -> Cell:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(17, 6), nn.Linear(6, 17))
+
+    return Cell(make, {"0": style}, (5,), 17, loss=next_token_loss)
+
+
+def tied_model() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(18, 6), nn.LayerNorm(6), nn.Linear(6, 18, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+class Inner(nn.Module):
+    def __init__(self, module: nn.Module, takes_flag: bool = False) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return self.inner(x) * factor
+
+
+class Prepared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Inner(nn.LayerNorm(6))
+        self.second = Inner(nn.RMSNorm(6))
+        self.third = Inner(nn.Linear(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x), 0.5))
+
+
+class Stacked(nn.Module):
+    """Weights of two experts and a gain, without any module of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 6, 9) / 3)
+        self.down = nn.Parameter(torch.randn(2, 9, 6) / 3)
+        self.gain = nn.Parameter(torch.randn(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down, gain = (local_of(weight) for weight in (self.up, self.down, self.gain))
+        hidden = torch.tanh(copy_to_tp(x, self.up) @ up) * gain
+        return sum_over_tp(hidden @ down, self.down).sum(0)
+
+
+def local_of(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def copy_to_tp(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A tensor that each tp rank uses for a part of the result: its gradient is a partial sum."""
+    if not isinstance(weight, DTensor):
+        return x
+    return DTensor.from_local(x, weight.device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def sum_over_tp(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weight, DTensor):
+        return x
+    return DTensor.from_local(x, weight.device_mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+
+
+def cut_stacked(model: nn.Module, tp: DeviceMesh) -> None:
+    for name, dim in (("up", 2), ("down", 1), ("gain", 0)):
+        weight = distribute_tensor(model.get_parameter(name).detach(), tp, [Shard(dim)])
+        model.register_parameter(name, nn.Parameter(weight))
+
+
+def llama_plan(wrapped: str = "") -> Plan:
+    """The plan of torchtitan's Llama for the names of the example's; ``wrapped`` comes between a block and its name."""
+    sequence, whole = Shard(1), Replicate()
+    block: Plan = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=sequence),
+        "ffn_norm": SequenceParallel(),
+        "ffn": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
+        "ffn.w1": ColwiseParallel(),
+        "ffn.w3": ColwiseParallel(),
+        "ffn.w2": RowwiseParallel(output_layouts=sequence),
+    }
+    return {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        **{f"layers.*{wrapped}.{name}": style for name, style in block.items()},
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=sequence, use_local_output=False),
+    }
+
+
+LLAMA = LlamaConfig(vocab_size=18, dim=24, num_layers=2, num_heads=6, num_kv_heads=2, hidden_dim=20, max_seq_len=8)
+
+
+def whole_heads(model: nn.Module) -> Callable[[nn.Parameter], Placement | None]:
+    projections = [module for name, module in model.named_modules() if name.endswith((".wq", ".wk", ".wv"))]
+    return {module.weight: GTPShard(0, block_size=LLAMA.head_dim) for module in projections}.get
+
+
+class RecomputedLlama(Llama):
+    """Recomputes each block in backward; ``how`` is "selective" to recompute all but its GEMMs."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(LLAMA)
+        self.options: dict[str, Any] = {"use_reentrant": how == "reentrant"}
+        if how == "selective":
+            gemms = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+            self.options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, gemms)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, **self.options)
+        return self.output(self.norm(x))
+
+
+def make_llama(how: str) -> nn.Module:
+    if how == "plain":
+        return Llama(LLAMA)
+    if how != "wrapper":
+        return RecomputedLlama(how)
+    model = Llama(LLAMA)
+    for name, layer in model.layers.named_children():
+        model.layers.register_module(name, checkpoint_wrapper(layer))
+    return model
+
+
+def llama_cell(how: str = "plain") -> Cell:
+    """``how`` the blocks are recomputed, if they are."""
+    return Cell(
+        functools.partial(make_llama, how),
+        llama_plan("._checkpoint_wrapped_module" if how == "wrapper" else ""),
+        (5,),
+        LLAMA.vocab_size,
+        loss=next_token_loss,
+        around=loss_parallel,
+        placement_fn=whole_heads,
+    )
+
+
+def gathers_of_a_step(model: nn.Module, cell: Cell, root: DeviceMesh) -> dict[str, set[int]]:
+    """How often a third step gathers the weights of each child."""
+    for _ in range(3):
+        before = num_gathers(model)
+        with cell.around():
+            cell.loss(model, rows_of_rank(cell.batch(torch.Generator()), gtp_axes(root))).backward()
+    counts: dict[str, set[int]] = {}
+    for name, count in num_gathers(model).items():
+        counts.setdefault(name.split(".")[0], set()).add(count - before[name])
+    return counts
