@@ -1,0 +1,106 @@
+"""The pictures of docs/parallelism.md are what the placements say today, and can be read."""
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("draw_parallelism", DOCS / "draw_parallelism.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def weights(script: ModuleType) -> dict[str, Any]:
+    return {picture.name: script.weight_of(picture) for picture in script.PICTURES}
+
+
+@pytest.fixture(scope="module")
+def drawn(script: ModuleType, weights: dict[str, Any]) -> dict[str, str]:
+    return {f"{picture.name}.svg": script.draw(picture, weights[picture.name]) for picture in script.PICTURES}
+
+
+def test_files_are_what_the_script_draws(drawn: dict[str, str]) -> None:
+    files = {path.name: path.read_text() for path in (DOCS / "images").glob("*.svg")}
+    assert files.keys() == drawn.keys()
+    for name, svg in drawn.items():
+        assert files[name] == svg, f"docs/images/{name} is stale: run python docs/draw_parallelism.py"
+
+
+def test_page_shows_every_picture(drawn: dict[str, str]) -> None:
+    page = (DOCS / "parallelism.md").read_text()
+    assert [name for name in drawn if f"(images/{name})" not in page] == []
+
+
+def test_every_element_is_held_by_all_copies(script: ModuleType, weights: dict[str, Any]) -> None:
+    for picture in script.PICTURES:
+        for element in itertools.product(*map(range, picture.shape)):
+            holders = [
+                held for held in weights[picture.name].ranks if element[0] in held.rows and element[1] in held.columns
+            ]
+            assert len(holders) == picture.mesh.get("replicate", 1), f"{picture.name} {element}"
+
+
+class Box(NamedTuple):
+    """Where a text stands."""
+
+    text: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlaps(self, other: "Box") -> bool:
+        is_beside = self.right <= other.left or other.right <= self.left
+        return not (is_beside or self.bottom <= other.top or other.bottom <= self.top)
+
+
+def box_of(element: ElementTree.Element) -> Box:
+    """A bit more than a sans-serif font takes."""
+    text, size = element.text or "", int(element.attrib["font-size"])
+    width = len(text) * size * (0.64 if element.attrib["font-weight"] == "bold" else 0.6)
+    left = int(element.attrib["x"]) - {"start": 0.0, "middle": 0.5, "end": 1.0}[element.attrib["text-anchor"]] * width
+    base = int(element.attrib["y"])
+    return Box(text, left, base - 0.8 * size, left + width, base + 0.2 * size)
+
+
+def test_texts_stay_inside_and_apart(drawn: dict[str, str]) -> None:
+    for name, svg in drawn.items():
+        root = ElementTree.fromstring(svg)
+        boxes = [box_of(element) for element in root.iter(f"{SVG}text")]
+        assert len(boxes) > 10
+        for box in boxes:
+            is_inside = box.left >= 0 and box.top >= 0
+            is_inside &= box.right <= int(root.attrib["width"]) and box.bottom <= int(root.attrib["height"])
+            assert is_inside, f"{name}: {box}"
+        for a, b in itertools.combinations(boxes, 2):
+            assert not a.overlaps(b), f"{name}: {a} overlaps {b}"
+
+
+def test_pictures_can_be_read_on_light_and_dark_pages(drawn: dict[str, str]) -> None:
+    """Each has its own background under everything, dark text, and words for those who do not see it."""
+    for name, svg in drawn.items():
+        root = ElementTree.fromstring(svg)
+        background = root.find(f"{SVG}rect")
+        assert background is not None
+        assert background.attrib["fill"] == "#ffffff", name
+        assert all(background.attrib[side] == root.attrib[side] for side in ("width", "height")), name
+        assert root.attrib["fill"] == "#1f2328", name
+        assert "rank 3 holds" in (root.findtext(f"{SVG}desc") or ""), name
