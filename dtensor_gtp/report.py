@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from . import _torch_compat as compat
 from ._runtime.modules import Binding, GTPEmbedding, GTPLinear, binding_of
 from ._runtime.param import ManagedParam, ShardedWeight, WholeParam
 from ._runtime.schedule import format_plan
@@ -91,7 +90,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
 
 def _row(name: str, managed: ManagedParam, use: str) -> ReportRow:
     param, shard = managed.param, managed.shard
-    placements = "(" + ", ".join(map(str, compat.dtensor_spec(param).placements)) + ")"  # type: ignore[arg-type]
+    placements = "(" + ", ".join(map(str, managed.placements)) + ")"
     local_nbytes = shard.numel() * shard.element_size()
     gathered = 0
     if isinstance(managed, ShardedWeight):

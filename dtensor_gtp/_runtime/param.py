@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
+from ..placement import GTPShard
 from .comm_context import Done, Groups
 from .layout import WeightLayout
 
@@ -146,6 +147,11 @@ class ManagedParam:
         self._sum_dtype = torch.promote_types(self.reduce_dtype, self.param.dtype)
 
     @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Placements of the parameter. Torch may report an equal one of its own (2.15: ``Shard``) for ours."""
+        return self._spec.placements
+
+    @property
     def num_ranks(self) -> int:
         """Ranks over which the gradient is averaged."""
         return self.mesh.size()
@@ -199,7 +205,7 @@ class ManagedParam:
     def _replaced_by(self, current: object) -> RuntimeError:
         return RuntimeError(
             f"Parameter '{self.fqn}' was replaced behind gtp_shard by {_describe(current)}, but gtp_shard expects a "
-            f"parameter of shape {tuple(self.param.shape)} with placements {self._spec.placements} on mesh axes "
+            f"parameter of shape {tuple(self.param.shape)} with placements {self.placements} on mesh axes "
             f"{self._spec.mesh.mesh_dim_names} (rank {dist.get_rank()}). Load values with load_state_dict or copy_ "
             "into the DTensor, change the module before gtp_shard, and call it without functional_call."
         )
@@ -343,6 +349,10 @@ class ShardedWeight(ManagedParam):
             # It is gathered in the compute dtype.
             spec = self.tp_spec
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return (*super().placements[:-1], GTPShard(self.layout.dim, block_size=self.layout.block_size))
 
     @property
     def version(self) -> Version:
