@@ -83,7 +83,7 @@ def decide(
                 decisions[id(param)] = Decision(fqn, [site], param, Replicate(), existing=existing)
                 continue
             check_param(fqn, param, mesh)
-            placement, reason = _place(fqn, param, mesh, placement_fn, schedule)
+            placement, reason = _place(fqn, site, param, mesh, placement_fn, schedule)
             decisions[id(param)] = Decision(fqn, [site], param, placement, reason)
     for decision in decisions.values():
         _check_sites(decision)
@@ -111,6 +111,7 @@ def _manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
 
 def _place(
     fqn: str,
+    site: Site,
     param: nn.Parameter,
     mesh: DeviceMesh,
     placement_fn: Callable[[nn.Parameter], Placement | None] | None,
@@ -134,6 +135,9 @@ def _place(
         return Replicate(), "no elements"
     if param.numel() < schedule.min_shard_numel:
         return Replicate(), f"below min_shard_numel={schedule.min_shard_numel}"
+    if hasattr(type(site.module), "default_gtp_placement"):
+        own: Placement = site.module.default_gtp_placement(site.name)  # type: ignore[operator]
+        return own, f"by {type(site.module).__name__}" if isinstance(own, Replicate) else ""
     return GTPShard(0), ""
 
 

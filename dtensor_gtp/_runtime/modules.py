@@ -2,8 +2,8 @@
 
 The subclass does three things. A call opens a frame (see ``state``). A managed parameter becomes a class attribute
 that, while a forward or a backward runs, reads as the full weight; else it is the sharded parameter itself. And
-``nn.Linear`` and ``nn.Embedding`` with their stock forward get the fused op in its place. State dicts, ``parameters()``
-and hooks are those of ``nn.Module``.
+``nn.Linear``, ``nn.Embedding`` and ``GroupedLinear`` with their stock forward get the fused op in its place. State
+dicts, ``parameters()`` and hooks are those of ``nn.Module``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import Shard
 
 from .. import _torch_compat as compat
+from ..nn.grouped_linear import GroupedLinear, local_part
 from ..ops.compiled import CompiledWeight, materialize
 from ..ops.compiled import embedding as compiled_embedding
 from ..ops.compiled import linear as compiled_linear
 from ..ops.embedding import embedding
+from ..ops.grouped import sharded_grouped_linear
 from ..ops.linear import linear
 from .outer import hook_unit, is_outer_module, mark, modules_of_unit
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
@@ -299,14 +302,37 @@ class GTPEmbedding:
         return embedding(input, module.padding_idx, binding.group.runtime, weight)
 
 
-def _in_frame(module: Any, mixin: Any, input: torch.Tensor) -> torch.Tensor:
+class GTPGroupedLinear:
+    """Mixin of ``GroupedLinear``: the fused op in the place of its forward."""
+
+    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        module = cast(GroupedLinear, self)
+        binding = binding_of(module)
+        assert binding is not None
+        weight, bias = binding.params["weight"], binding.params.get("bias")
+        is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
+        if torch.compiler.is_compiling():
+            return super().forward(x, split_sizes, scales)  # type: ignore[misc, no-any-return]
+        if not is_plain or torch.is_autocast_enabled(x.device.type):
+            return _in_frame(self, GTPGroupedLinear, x, split_sizes, scales)
+        assert isinstance(weight, ShardedWeight)
+        weight.follow(Site(module, "weight"))
+        value = None
+        if isinstance(bias, WholeParam):
+            bias.follow(Site(module, "bias"))
+            value = local_part(bias.value())
+        module.check_input(x, split_sizes, scales, weight.layout.shape[0])
+        return sharded_grouped_linear(x, value, split_sizes, scales, binding.group.runtime, weight)
+
+
+def _in_frame(module: Any, mixin: Any, *args: torch.Tensor | None) -> torch.Tensor:
     """The stock forward below ``mixin``, reading the weight as an attribute in a frame of its own."""
     binding = binding_of(module)
     assert binding is not None
     frame = binding.group.runtime.enter(module, hooks=True)
     is_complete = False
     try:
-        output: torch.Tensor = super(mixin, module).forward(input)
+        output: torch.Tensor = super(mixin, module).forward(*args)
         is_complete = True
         return output
     finally:
@@ -321,13 +347,19 @@ def _watch_backward(output: Any, note: Any) -> None:
 
 
 def _placement(param: ManagedParam) -> str:
-    return str(compat.dtensor_spec(param.param).placements[-1])  # type: ignore[arg-type]
+    return str(param.placements[-1])
 
 
 def is_fusible(module: nn.Module, params: dict[str, ManagedParam]) -> type | None:
     """The mixin with the fused op for ``module``, if its forward is the stock one and its weight is a plain shard."""
     weight = params.get("weight")
-    if not isinstance(weight, ShardedWeight) or weight.tp_spec is not None or "forward" in module.__dict__:
+    if not isinstance(weight, ShardedWeight) or "forward" in module.__dict__:
+        return None
+    if isinstance(module, GroupedLinear) and type(module).forward is GroupedLinear.forward:
+        # Expert parallelism deals out whole groups: each rank computes with those that it has.
+        placements = () if weight.tp_spec is None else weight.tp_spec.placements
+        return GTPGroupedLinear if all(p == Shard(0) for p in placements) else None
+    if weight.tp_spec is not None:
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return GTPLinear

@@ -1,0 +1,202 @@
+"""``GroupedLinear``: one linear layer per group of rows, as the experts of a mixture of experts need it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from ..ops.grouped import grouped_linear
+from ..placement import GTPShard
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer with a weight and bias for each group of rows.
+
+    The rows of the input are sorted by group; how many belong to each is a tensor on the device, so that routing needs
+    no host synchronization and a CUDA graph can be replayed with other groups. Initialized as ``nn.Linear``.
+
+    ``gtp_shard`` cuts the grouped weight on ``out_features``, so that each rank holds rows of every group and one
+    gather brings all groups; biases stay whole.
+
+    Args:
+        num_groups: Groups (experts).
+        in_features: Size of each input row.
+        out_features: Size of each output row.
+        bias: Whether each group has a bias.
+        scale_bias: Whether ``forward`` takes a factor of the bias for each row (a token's routing probability).
+        single_grouped_weight: One parameter ``weight`` of shape ``(num_groups, out_features, in_features)`` and one
+            ``bias`` of shape ``(num_groups, out_features)``; else ``weight0``, ``weight1``, ... and ``bias0``, ...
+            of the shapes that ``nn.Linear`` has, each gathered by itself.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Raises:
+        ValueError: A size is below 1, or ``scale_bias`` without ``bias``.
+
+    The arithmetic is ``torch.nn.functional.grouped_mm``; in float64, which that lacks, a loop over the groups.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        scale_bias: bool = False,
+        single_grouped_weight: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"GroupedLinear expects {name} >= 1, but got {size}.")
+        if scale_bias and not bias:
+            raise ValueError("GroupedLinear expects bias=True with scale_bias=True, but got bias=False.")
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.has_bias, self.scale_bias, self.single_grouped_weight = bias, scale_bias, single_grouped_weight
+        shape = (out_features, in_features)
+        if single_grouped_weight:
+            self.weight = nn.Parameter(torch.empty(num_groups, *shape, device=device, dtype=dtype))
+            self.register_parameter(
+                "bias",
+                nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None,
+            )
+        else:
+            for group in range(num_groups):
+                weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                self.register_parameter(f"weight{group}", weight)
+                if bias:
+                    value = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+                    self.register_parameter(f"bias{group}", value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each group as ``nn.Linear`` draws: uniform, within one over the root of ``in_features``."""
+        bound = 1 / math.sqrt(self.in_features)
+        for param in self.parameters():
+            nn.init.uniform_(param, -bound, bound)
+
+    def default_gtp_placement(self, name: str) -> Placement:
+        """How ``gtp_shard`` places the parameter ``name`` unless it is told otherwise."""
+        if name.startswith("bias"):
+            return Replicate()
+        return GTPShard(1 if self.single_grouped_weight else 0)
+
+    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Args:
+            x: Shape ``(num_rows, in_features)``, sorted by group.
+            split_sizes: Rows of each group, shape ``(num_groups,)``, int32 or int64, on the device of ``x``. Groups may
+                be empty. Rows beyond their sum are ignored and come out zero.
+            scales: With ``scale_bias``: factor of each row's bias, shape ``(num_rows,)``.
+
+        Returns:
+            Shape ``(num_rows, out_features)``.
+
+        Raises:
+            ValueError, TypeError: An argument has the wrong shape, dtype or device.
+        """
+        weight, bias = self._grouped("weight"), self._grouped("bias") if self.has_bias else None
+        assert weight is not None
+        self.check_input(x, split_sizes, scales, weight.shape[0])
+        return grouped_linear(x, weight, bias, split_sizes, scales)
+
+    def _grouped(self, name: str) -> torch.Tensor | None:
+        if self.single_grouped_weight:
+            value: torch.Tensor | None = getattr(self, name)
+        else:
+            value = torch.stack([local_part(getattr(self, f"{name}{group}")) for group in range(self.num_groups)])
+        return None if value is None else local_part(value)
+
+    def check_input(
+        self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None, num_groups: int
+    ) -> None:
+        """Raises:
+        ValueError, TypeError: As :meth:`forward`.
+        """
+        if x.ndim != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"GroupedLinear expects x of shape (num_rows, {self.in_features}), but got {tuple(x.shape)}."
+            )
+        if not isinstance(split_sizes, torch.Tensor) or split_sizes.dtype not in (torch.int32, torch.int64):
+            got = split_sizes.dtype if isinstance(split_sizes, torch.Tensor) else type(split_sizes).__name__
+            raise TypeError(f"GroupedLinear expects split_sizes as an int32 or int64 tensor, but got {got}.")
+        if split_sizes.device != x.device:
+            raise ValueError(
+                f"GroupedLinear expects split_sizes on {x.device}, as x is, but got {split_sizes.device}: moving it "
+                "would make the host wait. Keep the counts where the router computes them."
+            )
+        if split_sizes.shape != (num_groups,):
+            raise ValueError(
+                f"GroupedLinear expects split_sizes of shape ({num_groups},), a count for each group of this rank, but "
+                f"got {tuple(split_sizes.shape)}."
+            )
+        if (scales is not None) != self.scale_bias:
+            raise ValueError(
+                "GroupedLinear expects scales with scale_bias=True and only then, but got "
+                f"{'none' if scales is None else 'some'} with scale_bias={self.scale_bias}."
+            )
+        if scales is not None and scales.shape != x.shape[:1]:
+            raise ValueError(f"GroupedLinear expects scales of shape ({x.shape[0]},), but got {tuple(scales.shape)}.")
+
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_counts(split_sizes, x.shape[0])
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.has_bias}"
+        )
+
+
+def _check_counts(split_sizes: torch.Tensor, num_rows: int) -> None:
+    """On a CPU, where it costs nothing to look at them."""
+    counts = split_sizes.tolist()
+    if min(counts) < 0 or sum(counts) > num_rows:
+        raise ValueError(
+            f"GroupedLinear expects split_sizes that sum up to at most the {num_rows} rows of x, none below 0, but got "
+            f"{counts}."
+        )
+
+
+def convert_grouped_state_dict(
+    state_dict: Mapping[str, torch.Tensor], prefix: str = "", *, single_grouped_weight: bool
+) -> dict[str, torch.Tensor]:
+    """The state dict of a :class:`GroupedLinear` for one with the other ``single_grouped_weight``, bit by bit.
+
+    Args:
+        state_dict: Plain tensors, of the layer or of a model that contains it.
+        prefix: Name of the layer in ``state_dict`` with the dot after it (``"layers.0.experts.up."``); other keys are
+            passed on.
+        single_grouped_weight: The form to convert to.
+
+    Raises:
+        ValueError: ``state_dict`` has no weights of a :class:`GroupedLinear` in the other form under ``prefix``.
+    """
+    converted = dict(state_dict)
+    for kind in ("weight", "bias"):
+        if single_grouped_weight:
+            names = [
+                f"{prefix}{kind}{group}" for group in range(len(state_dict)) if f"{prefix}{kind}{group}" in state_dict
+            ]
+            if names:
+                converted[f"{prefix}{kind}"] = torch.stack([converted.pop(name) for name in names])
+        elif f"{prefix}{kind}" in state_dict and state_dict[f"{prefix}{kind}"].ndim > 1:
+            for group, value in enumerate(converted.pop(f"{prefix}{kind}").unbind(0)):
+                converted[f"{prefix}{kind}{group}"] = value.clone()
+    if converted.keys() == dict(state_dict).keys():
+        wanted = "weight0, weight1, ..." if single_grouped_weight else "weight"
+        raise ValueError(f"convert_grouped_state_dict expects {wanted} under prefix '{prefix}', but found none.")
+    return converted
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """Of a weight that expert parallelism has cut, the groups of this rank."""
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,170 @@
+"""Grouped matrix products: rows of one input, sorted by group, each group with a weight of its own.
+
+Group sizes stay on the device: nothing here asks the host. Rows beyond the last group, which ``grouped_mm`` leaves
+uninitialized, come out as zeros, in the output and in the input's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import _torch_compat as compat
+from .._runtime.param import ShardedWeight
+from .._runtime.saved import check_unmodified
+from .._runtime.state import Runtime
+
+
+def grouped_linear(
+    x_TK: torch.Tensor,
+    weight_GNK: torch.Tensor,
+    bias_GN: torch.Tensor | None,
+    split_sizes_G: torch.Tensor,
+    scales_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``F.linear`` of each group's rows with the group's weight and bias.
+
+    Args:
+        x_TK: Rows sorted by group, shape ``(num_rows, in_features)``.
+        weight_GNK: Shape ``(num_groups, out_features, in_features)``, dtype of ``x_TK``.
+        bias_GN: Shape ``(num_groups, out_features)``.
+        split_sizes_G: Rows of each group, integers on the device of ``x_TK``; their sum is at most ``num_rows``.
+        scales_T: Factor of the bias of each row, shape ``(num_rows,)``.
+
+    Returns:
+        Shape ``(num_rows, out_features)``; zeros beyond the last group.
+    """
+    ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
+    output: torch.Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
+    return add_bias(output, bias_GN, ends_G, scales_T)
+
+
+def sharded_grouped_linear(
+    x_TK: torch.Tensor,
+    bias_GN: torch.Tensor | None,
+    split_sizes_G: torch.Tensor,
+    scales_T: torch.Tensor | None,
+    runtime: Runtime,
+    weight: ShardedWeight,
+) -> torch.Tensor:
+    """:func:`grouped_linear` on a sharded weight of logical shape ``(num_groups, out_features, in_features)``."""
+    ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
+    if torch.is_grad_enabled():
+        output: torch.Tensor = _ShardedGroupedMM.apply(x_TK, weight.leaf, ends_G, runtime, weight)  # type: ignore[no-untyped-call]
+    else:
+        with runtime.using(weight) as full_GNK:
+            output = grouped_mm(x_TK, full_GNK.mT, ends_G)
+    return add_bias(output, bias_GN, ends_G, scales_T)
+
+
+def add_bias(
+    output_TN: torch.Tensor, bias_GN: torch.Tensor | None, ends_G: torch.Tensor, scales_T: torch.Tensor | None
+) -> torch.Tensor:
+    """Add to each row of a group the group's bias, times the row's scale."""
+    if bias_GN is None:
+        return output_TN
+    rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
+    group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=bias_GN.shape[0] - 1)
+    bias_TN = bias_GN[group_T]
+    if scales_T is not None:
+        bias_TN = bias_TN * scales_T.unsqueeze(-1).to(bias_TN.dtype)
+    return torch.where((rows < ends_G[-1]).unsqueeze(-1), output_TN + bias_TN, 0)
+
+
+def grouped_mm(x_TK: torch.Tensor, w_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """``x[rows of g] @ w[g]`` for each group, zeros beyond: shape ``(num_rows, N)``."""
+    if not _has_kernel(x_TK):
+        output = x_TK.new_zeros(x_TK.shape[0], w_GKN.shape[-1])
+        for group, (begin, end) in enumerate(_spans(ends_G)):
+            output[begin:end] = x_TK[begin:end] @ w_GKN[group]
+        return output
+    num_columns = w_GKN.shape[-1]
+    pad_K, pad_N = _padding(x_TK), _padding(w_GKN)
+    if pad_K or pad_N:
+        x_TK, w_GKN = F.pad(x_TK, (0, pad_K)), F.pad(w_GKN, (0, pad_N, 0, pad_K))
+    output = F.grouped_mm(x_TK, w_GKN, offs=ends_G)[:, :num_columns]
+    rows = torch.arange(x_TK.shape[0], device=x_TK.device, dtype=ends_G.dtype)
+    return output.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)
+
+
+def grouped_wgrad(grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """``grad[rows of g].T @ x[rows of g]`` for each group: shape ``(num_groups, N, K)``, zeros for an empty group."""
+    if not _has_kernel(x_TK):
+        wgrad = x_TK.new_zeros(ends_G.shape[0], grad_TN.shape[-1], x_TK.shape[-1])
+        for group, (begin, end) in enumerate(_spans(ends_G)):
+            wgrad[group] = grad_TN[begin:end].t() @ x_TK[begin:end]
+        return wgrad
+    shape_NK = (grad_TN.shape[-1], x_TK.shape[-1])
+    if pad := _padding(grad_TN):
+        grad_TN = F.pad(grad_TN, (0, pad))
+    if pad := _padding(x_TK):
+        x_TK = F.pad(x_TK, (0, pad))
+    return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, : shape_NK[0], : shape_NK[1]]
+
+
+def _padding(x: torch.Tensor) -> int:
+    """Elements that the last dim lacks: the kernels want rows of whole 16-byte units."""
+    return -x.shape[-1] % (16 // x.element_size())
+
+
+def _has_kernel(x: torch.Tensor) -> bool:
+    """torch's kernels know no float64; there a loop of products serves as the reference."""
+    return x.dtype != torch.float64
+
+
+def _spans(ends_G: torch.Tensor) -> list[tuple[int, int]]:
+    ends = ends_G.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, weight_GNK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        # What backward will not use is not saved.
+        ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
+        return grouped_mm(x_TK, weight_GNK.mT, ends_G)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TK, weight_GNK, ends_G = ctx.saved_tensors
+        grad_TN = grad_TN.contiguous()
+        wgrad = grouped_wgrad(grad_TN, x_TK, ends_G) if x_TK is not None else None
+        grad_x = grouped_mm(grad_TN, weight_GNK, ends_G) if weight_GNK is not None else None
+        return grad_x, wgrad, None
+
+
+class _ShardedGroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        leaf: torch.Tensor,
+        ends_G: torch.Tensor,
+        runtime: Runtime,
+        weight: ShardedWeight,
+    ) -> torch.Tensor:
+        ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
+        ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, ends_G)
+        with runtime.using(weight) as full_GNK:
+            return grouped_mm(x_TK, full_GNK.mT, ends_G)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        runtime: Runtime = ctx.runtime
+        weight: ShardedWeight = ctx.weight
+        runtime.note_backward()
+        x_TK, ends_G = ctx.saved_tensors
+        grad_TN = grad_TN.contiguous()
+        if x_TK is not None and compat.is_awaited(ctx, 1):
+            # wgrad first, as in linear: its reduce-scatter hides behind dgrad.
+            runtime.grads.add_full(weight, grouped_wgrad(grad_TN, x_TK, ends_G), is_owned=True)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            check_unmodified(weight, ctx.version)
+            with runtime.using(weight) as full_GNK:
+                grad_x = grouped_mm(grad_TN, full_GNK, ends_G)
+        return grad_x, None, None, None, None

@@ -1,0 +1,180 @@
+"""``GroupedLinear`` under ``gtp_shard``: experts routed on the device, expert parallelism, meshes of their own.
+
+The reference is one process with the same layer on the concatenated rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
+from runtime_common import counted
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard, sharding_report
+from dtensor_gtp.nn import GroupedLinear
+
+GROUPS, WIDTH, HIDDEN, ROWS = 4, 6, 10, 24
+
+
+class Experts(nn.Module):
+    """Top-1 router, an expert MLP on sorted rows, and back: nothing of it asks for a count on the host."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, GROUPS)
+        self.up = GroupedLinear(GROUPS, WIDTH, HIDDEN, **options)
+        self.down = GroupedLinear(GROUPS, HIDDEN, WIDTH, scale_bias=True, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs = self.router(x).softmax(-1)
+        score, chosen = probs.max(-1)
+        order = chosen.argsort(stable=True)
+        splits = torch.zeros(GROUPS, dtype=torch.int64).index_add_(0, chosen, torch.ones_like(chosen))
+        y = self.down(F.silu(self.up(x[order], splits)), splits, score[order])
+        return x + torch.zeros_like(x).index_copy(0, order, y * score[order, None])
+
+
+def train(reference: nn.Module, model: nn.Module, mesh: Any, steps: int = 2, **tolerance: float) -> None:
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    for step in range(steps):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        reference(x).square().mean().backward()
+        model(rows_of_rank(x, mesh)).square().mean().backward()
+        assert_same_params(model, reference, "grad", **tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_params(model, reference, **tolerance)
+
+
+def make(**options: Any) -> Experts:
+    torch.manual_seed(0)
+    return Experts(**options)
+
+
+class TestGrouped(GlooTest):
+    def test_training_equals_one_process(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh(), self.hsdp_mesh(4)):
+            for options in ({}, {"single_grouped_weight": False}):
+                reference = make(**options)
+                train(reference, gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL), mesh)
+
+    def test_each_rank_holds_rows_of_every_expert(self) -> None:
+        model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
+        self.assertEqual(model.up._parameters["weight"].placements, (GTPShard(1),))
+        self.assertEqual(model.up._parameters["weight"].to_local().shape[:1], (GROUPS,))
+        self.assertEqual(model.up._parameters["bias"].placements, (Replicate(),))
+        report = str(sharding_report(model))
+        self.assertRegex(report, r"up.bias .*by GroupedLinear")
+
+    def test_blocks_of_rows_stay_together(self) -> None:
+        reference = make()
+        blocks = lambda param: GTPShard(1, block_size=4) if param.ndim == 3 else None  # noqa: E731
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL, shard_placement_fn=blocks)
+        self.assertEqual(model.up._parameters["weight"].to_local().shape[1], (4, 4, 2, 0)[self.rank])
+        train(reference, model, self.gtp_mesh())
+
+    def test_one_gather_a_use_and_one_scatter_a_backward(self) -> None:
+        model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
+        x = torch.randn(6, WIDTH)
+        model(x).sum().backward()
+        with counted() as counts:
+            model(x).sum().backward()
+        # up and down: forward and backward; the router: forward alone, its input needs no gradient
+        self.assertEqual(counts["all_gather"], 5)
+        self.assertEqual(counts["reduce_scatter"], 3)
+        model.up.requires_grad_(False)
+        model.down.requires_grad_(False)
+        model(x).sum().backward()
+        with counted() as counts:
+            model(x).sum().backward()
+        self.assertEqual(counts["reduce_scatter"], 1)
+
+    def test_expert_parallelism(self) -> None:
+        """Each rank of ep has half of the experts; ranks of gtp see different tokens."""
+        world = _mesh((2, 2), ("ep", "gtp"))
+        reference = GroupedLinear(GROUPS, WIDTH, HIDDEN)
+        for param in reference.parameters():
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(3))
+        for placement_fn in (None, lambda param: GTPShard(0)):
+            layer = copy.deepcopy(reference)
+            for name, param in list(layer.named_parameters()):
+                setattr(layer, name, nn.Parameter(distribute_tensor(param.detach(), world["ep"], [Shard(0)])))
+            model = gtp_shard(nn.Sequential(layer), world["gtp"], schedule=ALL, shard_placement_fn=placement_fn)[0]
+            splits = torch.tensor([[1, 2, 0, 4], [3, 0, 2, 2]])  # of the two token streams
+            x = [torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(s)) for s in range(2)]
+            reference.zero_grad()
+            (sum(reference(x[s], splits[s]).square().sum() for s in range(2)) / 2).backward()
+            stream, ep = world.get_local_rank("gtp"), world.get_local_rank("ep")
+            first, mine = splits[stream, : 2 * ep].sum(), splits[stream, 2 * ep : 2 * ep + 2]
+            output = model(x[stream][first : first + mine.sum()], mine)
+            output.square().sum().backward()
+            for name, param in reference.named_parameters():
+                grad = model._parameters[name].grad
+                torch.testing.assert_close(full(grad), param.grad)
+
+    def test_r1_experts_on_a_mesh_of_their_own(self) -> None:
+        """All-ones gradients have the norm sqrt(numel), whatever the sizes of the two meshes."""
+        meshes = {1: self.hsdp_mesh(4), 2: self.hsdp_mesh(2), 4: self.gtp_mesh()}
+        for dense in meshes.values():
+            for own in meshes.values():
+                model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), GroupedLinear(1, WIDTH, 8, bias=False))
+                gtp_shard(model[1], own, schedule=ALL)
+                gtp_shard(model, dense, schedule=ALL)
+                for param in model.parameters():
+                    nn.init.ones_(param)
+                for _ in range(4):  # microbatches
+                    x = torch.full((1, WIDTH), 1 / WIDTH)
+                    (model[1](model[0](x), torch.tensor([1])).sum() / 4 * WIDTH / 6).backward()
+                expert = full(model[1]._parameters["weight"].grad)
+                torch.testing.assert_close(expert, torch.ones_like(expert))
+
+    def test_recomputation_mixed_precision_and_evaluation(self) -> None:
+        mesh = self.gtp_mesh()
+        reference = make()
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        x = torch.randn(ROWS, WIDTH)
+        reference(x).square().mean().backward()
+        for use_reentrant in (True, False):
+            inputs = rows_of_rank(x, mesh).clone().requires_grad_()
+            checkpoint(model, inputs, use_reentrant=use_reentrant).square().mean().backward()
+            assert_same_params(model, reference, "grad")
+            model.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(rows_of_rank(x, mesh)), rows_of_rank(reference(x), mesh))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        low = gtp_shard(copy.deepcopy(reference).requires_grad_(), mesh, schedule=ALL, mp_policy=policy)
+        low(rows_of_rank(x, mesh)).float().square().mean().backward()
+        assert_same_params(low, reference, "grad", rtol=0.1, atol=0.01)
+
+    def test_compiled(self) -> None:
+        mesh = self.gtp_mesh()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        models = [gtp_shard(make(), mesh, schedule=ALL, mp_policy=policy) for _ in range(2)]
+        for name in ("up", "down"):
+            models[1].get_submodule(name).compile(fullgraph=True, backend="aot_eager")
+        x = torch.randn(6, WIDTH)
+        outputs = [model(x) for model in models]
+        self.assertEqual(*outputs)
+        for output in outputs:
+            output.float().square().mean().backward()
+        for a, b in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(full(a.grad), full(b.grad))
+
+    def test_counts_are_checked_before_any_collective(self) -> None:
+        model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
+        with counted() as counts, self.assertRaisesRegex(ValueError, r"at most the 3 rows of x.*\[1, 1, 1, 1\]"):
+            model.up(torch.zeros(3, WIDTH), torch.ones(4, dtype=torch.int64))
+        self.assertEqual(counts, Counter())
+
+
+if __name__ == "__main__":
+    run_tests()

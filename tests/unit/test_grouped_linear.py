@@ -1,0 +1,203 @@
+"""``GroupedLinear`` in one process, against a loop over the groups in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp.nn import GroupedLinear, convert_grouped_state_dict
+
+SPLITS = ([4, 3, 5, 0], [0, 0, 0, 12], [1, 0, 2, 3], [0, 0, 0, 0], [3, 3, 3, 3])
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> GroupedLinear:
+    torch.manual_seed(0)
+    return GroupedLinear(4, 8, 16, dtype=dtype, **options)
+
+
+def loop(layer: GroupedLinear, x: torch.Tensor, splits: list[int], scales: torch.Tensor | None) -> torch.Tensor:
+    """The definition: each group's rows through its own weight, then the tail of zeros."""
+    outputs, begin = [], 0
+    for group, count in enumerate(splits):
+        rows = slice(begin, begin + count)
+        begin += count
+        single = layer.single_grouped_weight
+        weight = layer.weight[group] if single else layer.get_parameter(f"weight{group}")
+        output = F.linear(x[rows], weight)
+        if layer.has_bias:
+            bias = layer.bias[group] if single else layer.get_parameter(f"bias{group}")
+            output = output + (bias if scales is None else bias * scales[rows, None])
+        outputs.append(output)
+    return torch.cat([*outputs, x.new_zeros(x.shape[0] - begin, layer.out_features)])
+
+
+def grads_of(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    seed = torch.randn(output.shape, dtype=torch.float64).to(output.dtype)
+    return list(torch.autograd.grad(output, inputs, seed, retain_graph=True, materialize_grads=True))
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "bias", "scaled"])
+def test_equals_a_loop_over_the_groups(splits: list[int], single: bool, kind: str) -> None:
+    layer = make(bias=kind != "plain", scale_bias=kind == "scaled", single_grouped_weight=single)
+    x = torch.randn(12, 8, dtype=torch.float64, requires_grad=True)
+    scales = torch.rand(12, dtype=torch.float64, requires_grad=True) if kind == "scaled" else None
+    inputs = [x, *layer.parameters(), *([scales] if scales is not None else [])]
+    expected = loop(layer, x, splits, scales)
+    for dtype in (torch.int32, torch.int64):
+        actual = layer(x, torch.tensor(splits, dtype=dtype), scales)
+        torch.testing.assert_close(actual, expected)
+        for a, b in zip(grads_of(actual, inputs), grads_of(expected, inputs), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernel_equals_the_loop_in_float64(splits: list[int], dtype: torch.dtype) -> None:
+    """``grouped_mm`` leaves the rows beyond the last group uninitialized: they must be zero, also as gradients."""
+    layer = make(dtype, scale_bias=True)
+    wide = make(torch.float64, scale_bias=True)
+    wide.load_state_dict(layer.state_dict())
+    x = torch.randn(12, 8).to(dtype).requires_grad_()
+    scales = torch.rand(12).to(dtype).requires_grad_()
+    wide_x, wide_scales = x.detach().double().requires_grad_(), scales.detach().double().requires_grad_()
+    for _ in range(3):
+        torch.full((12, 16), math.nan)  # what uninitialized memory may hold
+        actual = layer(x, torch.tensor(splits), scales)
+        expected = loop(wide, wide_x, splits, wide_scales)
+        assert actual.dtype == dtype
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(actual.double(), expected, rtol=8 * eps, atol=8 * eps)
+        got = grads_of(actual, [x, scales, *layer.parameters()])
+        want = grads_of(expected, [wide_x, wide_scales, *wide.parameters()])
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=32 * eps, atol=32 * eps)
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(6, 16), (8, 10), (5, 3), (1, 1)])
+def test_sizes_that_the_kernel_does_not_take(in_features: int, out_features: int) -> None:
+    """It wants rows of whole 16-byte units."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = GroupedLinear(3, in_features, out_features, dtype=dtype)
+        x, splits = torch.randn(9, in_features).to(dtype).requires_grad_(), [2, 0, 5]
+        actual, expected = layer(x, torch.tensor(splits)), loop(layer, x, splits, None)
+        torch.testing.assert_close(actual, expected)
+        inputs = [x, *layer.parameters()]
+        for a, b in zip(grads_of(actual, inputs), grads_of(expected, inputs), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_r32_what_backward_will_not_use_is_not_saved() -> None:
+    layer, splits = make(bias=False), torch.tensor([4, 3, 5, 0])
+    x = torch.randn(12, 8, dtype=torch.float64, requires_grad=True)
+    for freeze_weight, freeze_input in ((True, False), (False, True), (False, False)):
+        layer.requires_grad_(not freeze_weight)
+        saved: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):  # noqa: B023
+            layer(x.detach() if freeze_input else x, splits)
+        assert (x.shape in saved) == (not freeze_weight), saved
+        assert (layer.weight.shape in saved) == (not freeze_input), saved
+
+
+def test_r32_a_gradient_that_is_not_contiguous() -> None:
+    layer, splits = make(torch.float32), torch.tensor([4, 3, 4, 0])
+    x = torch.randn(12, 8, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    seed = torch.randn(16, 12).t()
+    for a, b in zip(
+        torch.autograd.grad(layer(x, splits), inputs, seed),
+        torch.autograd.grad(loop(layer, x, splits.tolist(), None), inputs, seed),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_two_uses_in_one_step_and_recomputation() -> None:
+    layer, reference = make(), make()
+    x, splits = torch.randn(12, 8, dtype=torch.float64), [torch.tensor(s) for s in SPLITS[:2]]
+    sum(layer(x, s).square().sum() for s in splits).backward()
+    sum(loop(reference, x, s.tolist(), None).square().sum() for s in splits).backward()
+    torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
+    for use_reentrant in (True, False):
+        again = make()
+        inputs = x.clone().requires_grad_()
+        sum(checkpoint(again, inputs, s, use_reentrant=use_reentrant).square().sum() for s in splits).backward()
+        assert torch.equal(again.weight.grad, layer.weight.grad)
+
+
+def test_compiles_into_one_graph() -> None:
+    # The compiler's shape function of grouped_mm knows bfloat16 alone (torch 2.13).
+    layer = make(torch.bfloat16, scale_bias=True)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+    x, scales = torch.randn(12, 8).bfloat16().requires_grad_(), torch.rand(12).bfloat16()
+    for splits in SPLITS[:3]:
+        outputs = [m(x, torch.tensor(splits), scales) for m in (layer, compiled)]
+        assert torch.equal(*outputs)
+        assert torch.equal(*(torch.autograd.grad(o.square().sum(), [x])[0] for o in outputs))
+
+
+def test_initial_values_are_those_of_linear_layers() -> None:
+    single = GroupedLinear(3, 64, 32)
+    bound = 1 / 8
+    for param in single.parameters():
+        assert param.abs().max() <= bound
+        assert param.detach().std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
+    assert {name: tuple(p.shape) for name, p in single.named_parameters()} == {"weight": (3, 32, 64), "bias": (3, 32)}
+    several = GroupedLinear(2, 4, 8, bias=False, single_grouped_weight=False)
+    assert {name: tuple(p.shape) for name, p in several.named_parameters()} == {"weight0": (8, 4), "weight1": (8, 4)}
+    assert GroupedLinear(1, 2, 3, bias=False).bias is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dicts_of_both_forms_hold_the_same_bytes(bias: bool) -> None:
+    single, several = make(bias=bias), make(bias=bias, single_grouped_weight=False)
+    model = nn.ModuleDict({"experts": single, "other": nn.Linear(2, 2)})
+    split = convert_grouped_state_dict(model.state_dict(), "experts.", single_grouped_weight=False)
+    nn.ModuleDict({"experts": several, "other": nn.Linear(2, 2)}).load_state_dict(split)
+    back = convert_grouped_state_dict(several.state_dict(), single_grouped_weight=True)
+    assert list(back) == list(single.state_dict())
+    for name, value in single.state_dict().items():
+        assert torch.equal(back[name], value)
+    with pytest.raises(ValueError, match=r"expects weight0, weight1, \.\.\. under prefix 'experts.', but found none"):
+        convert_grouped_state_dict(single.state_dict(), "experts.", single_grouped_weight=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (ValueError, r"x of shape \(num_rows, 8\), but got \(12, 9\)", {"x": torch.zeros(12, 9)}),
+        (ValueError, r"x of shape \(num_rows, 8\), but got \(2, 6, 8\)", {"x": torch.zeros(2, 6, 8)}),
+        (TypeError, "int32 or int64 tensor, but got list", {"split_sizes": [1, 2, 3, 4]}),
+        (TypeError, "int32 or int64 tensor, but got torch.float32", {"split_sizes": torch.ones(4)}),
+        (ValueError, r"of shape \(4,\), a count for each group.*but got \(3,\)", {"split_sizes": torch.ones(3).int()}),
+        (ValueError, "split_sizes on cpu, as x is, but got meta", {"split_sizes": torch.ones(4, device="meta").int()}),
+        (ValueError, "at most the 12 rows", {"split_sizes": torch.tensor([4, 4, 4, 1])}),
+        (ValueError, "none below 0", {"split_sizes": torch.tensor([4, -1, 4, 1])}),
+        (ValueError, "scales with scale_bias=True and only then, but got none", {"scales": None}),
+        (ValueError, r"scales of shape \(12,\), but got \(11,\)", {"scales": torch.ones(11)}),
+    ],
+)
+def test_bad_input_is_refused(error: type[Exception], match: str, arguments: dict[str, Any]) -> None:
+    layer = make(torch.float32, scale_bias=True)
+    good = {"x": torch.zeros(12, 8), "split_sizes": torch.tensor([4, 3, 5, 0]), "scales": torch.ones(12)}
+    layer(**good)
+    with pytest.raises(error, match=match):
+        layer(**{**good, **arguments})
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_groups >= 1, but got 0"):
+        GroupedLinear(0, 2, 2)
+    with pytest.raises(ValueError, match="bias=True with scale_bias=True"):
+        GroupedLinear(2, 2, 2, bias=False, scale_bias=True)
+    with pytest.raises(ValueError, match="only then, but got some"):
+        make(torch.float32)(torch.zeros(12, 8), torch.tensor([4, 3, 5, 0]), torch.ones(12))
