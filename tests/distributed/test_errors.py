@@ -407,7 +407,7 @@ class TestOneRankFails(GlooTest):
         with within(5), unchanged(module), self.assertRaisesRegex(kind, mine if is_culprit else others):
             gtp_shard(module, mesh, **options)
 
-    def test_placement_fn_raises_on_one_rank(self) -> None:
+    def test_r26_placement_fn_raises_on_one_rank(self) -> None:
         def place(param: nn.Parameter) -> None:
             if dist.get_rank() == 1 and param.shape == (6, 8):
                 raise ValueError("not today")
@@ -416,14 +416,14 @@ class TestOneRankFails(GlooTest):
             others = "failed on another rank of the mesh, so it fails on all: rank 1: ValueError: not today"
             self.all_refuse("^not today$", others, Net(), mesh, shard_placement_fn=place)
 
-    def test_arguments_and_environment_wrong_on_one_rank(self) -> None:
+    def test_r26_arguments_and_environment_wrong_on_one_rank(self) -> None:
         mesh = self.gtp_mesh()
         others = "rank 1: TypeError: gtp_shard expects a SchedulePolicy as schedule, but got int: 1"
         self.all_refuse("a SchedulePolicy", others, Net(), mesh, schedule=1 if self.rank == 1 else ALL)
         with environment(DTENSOR_GTP_DEBUG="x" if self.rank == 1 else ""):
             self.all_refuse("but got 'x'", "rank 1: ValueError: DTENSOR_GTP_DEBUG expects", Net(), mesh)
 
-    def test_optimizer_on_one_rank(self) -> None:
+    def test_r26_optimizer_on_one_rank(self) -> None:
         net = Net()
         optimizer = torch.optim.SGD(net.parameters()) if self.rank == 1 else None
         self.all_refuse("SGD optimizer already", "rank 1: ValueError: .* SGD optimizer already", net, self.gtp_mesh())

@@ -215,7 +215,7 @@ def test_from_local_takes_what_to_local_gives(meshes: Meshes, case: Case, block_
 
 @each_block_size
 @each_case
-def test_full_tensor_backward_gives_each_rank_its_rows(meshes: Meshes, case: Case, block_size: int) -> None:
+def test_r20_full_tensor_backward_gives_each_rank_its_rows(meshes: Meshes, case: Case, block_size: int) -> None:
     mesh, placements = case.on(meshes, block_size)
     tensor = coded(case.shape)
     source = shard(tensor, mesh, placements).requires_grad_()

@@ -106,7 +106,7 @@ class TestGradients(GlooTest):
             model.zero_grad()
         assert_idle(model)
 
-    def test_all_ones_gradient_on_every_mesh(self) -> None:
+    def test_r1_all_ones_gradient_on_every_mesh(self) -> None:
         for replicate, gtp in MESHES:
             mesh = sub_mesh(replicate, gtp)
             torch.manual_seed(0)
@@ -134,7 +134,7 @@ class TestGradients(GlooTest):
                 model(2.0**14).backward()  # the sum over four ranks is 2**16, beyond float16
                 assert_grads_are(model, 2.0**14, f"mesh {(replicate, gtp)}")
 
-    def test_all_ones_gradient_with_a_mesh_of_its_own_for_the_expert(self) -> None:
+    def test_r1_all_ones_gradient_with_a_mesh_of_its_own_for_the_expert(self) -> None:
         class DenseAndExpert(Ones):
             def __init__(self) -> None:
                 super().__init__()
@@ -153,7 +153,7 @@ class TestGradients(GlooTest):
                 assert model.raw.device_mesh.shape == dense
                 self.check_ones(model, 4, f"dense {dense}, expert {expert}")
 
-    def test_rank_distinct_gradients_are_averaged_through_every_gather(self) -> None:
+    def test_r20_rank_distinct_gradients_are_averaged_through_every_gather(self) -> None:
         """Fused ops, attributes, whole parameters and weights that are read while unsharded: none only slices."""
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             model = gtp_shard(Scaled(), mesh, schedule=ALL)
@@ -244,7 +244,7 @@ class TestGradients(GlooTest):
                     assert_grads_are(model, 1 + 2.0**-7, f"synced {is_synced}, set_to_none {set_to_none}")
                     model.zero_grad(set_to_none=set_to_none)
 
-    def test_reduction_keeps_its_dtype(self) -> None:
+    def test_r27_reduction_keeps_its_dtype(self) -> None:
         """On the wire: the dtype of the policy, else that of compute; also for frozen neighbours of another dtype."""
         bf16, fp32 = torch.bfloat16, torch.float32
         for own, param_dtype, reduce_dtype, wire in (
@@ -308,7 +308,7 @@ class TestGradients(GlooTest):
             check_step(reference, model, mesh, tokens, token_step)
             assert (full(model.head.weight) != before).any(1).all()
 
-    def test_frozen_and_trainable_parameters_of_two_dtypes(self) -> None:
+    def test_r27_frozen_and_trainable_parameters_of_two_dtypes(self) -> None:
         """LoRA: frozen bf16 weights with a bias and a norm, trainable fp32 factors, one of them not used at all."""
 
         class Lora(nn.Module):
@@ -345,7 +345,7 @@ class TestGradients(GlooTest):
                     param.requires_grad_(not name.startswith(prefixes or "-"))
             check_step(reference, model, mesh, make_tokens(step), token_step)
 
-    def test_first_and_last_use_in_different_microbatches(self) -> None:
+    def test_r27_first_and_last_use_in_different_microbatches(self) -> None:
         """With gradient sync in the last microbatch alone, also for what only the first or only the last one uses."""
 
         class Parts(nn.Module):
@@ -378,7 +378,7 @@ class TestGradients(GlooTest):
 
     # --- around the gradient ------------------------------------------------------------------------------------------
 
-    def test_evaluation_averages_over_ranks_to_the_loss_of_one_process(self) -> None:
+    def test_r6_evaluation_averages_over_ranks_to_the_loss_of_one_process(self) -> None:
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             torch.manual_seed(6)
             reference = Net().eval()

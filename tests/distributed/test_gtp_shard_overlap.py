@@ -88,7 +88,7 @@ class TestOverlap(GlooTest):
         for depth in range(6):
             assert_bit_equal(self.record(policy(depth, depth + 1)), expected, f"depth {depth}")
 
-    def test_poison_and_delays_with_same_shape_layers_equal_prefetch_off(self) -> None:
+    def test_r2_poison_and_delays_with_same_shape_layers_equal_prefetch_off(self) -> None:
         for model_cls in (Net, Checkpointed):
             expected = self.record(EAGER, model_cls)
             for depth in (1, 3):
@@ -100,11 +100,11 @@ class TestOverlap(GlooTest):
         for seed in range(num_repeats):
             assert_bit_equal(self.record(policy(1 + seed % 4), debug=f"delay={seed}"), expected, f"delay={seed}")
 
-    def test_repeats_under_random_delays_are_bit_equal(self) -> None:
+    def test_r25_repeats_under_random_delays_are_bit_equal(self) -> None:
         self.check_repeats(10)
 
     @pytest.mark.soak
-    def test_many_repeats_under_random_delays_are_bit_equal(self) -> None:
+    def test_r25_many_repeats_under_random_delays_are_bit_equal(self) -> None:
         self.check_repeats(50)
 
     def test_poison_fills_a_freed_buffer_but_no_escaped_reference(self) -> None:
@@ -152,11 +152,11 @@ class TestOverlap(GlooTest):
                     what = f"step {step}, reshard {reshard}, pinned {is_pinned}"
                     torch.testing.assert_close(actual, rows_of_rank(expected, mesh), msg=lambda m, w=what: f"{w}: {m}")
 
-    def test_next_forward_uses_the_updated_weight_sgd(self) -> None:
+    def test_r3_next_forward_uses_the_updated_weight_sgd(self) -> None:
         self.check_updates_are_seen(lambda params: torch.optim.SGD(params, lr=30.0, foreach=False))
         self.check_updates_are_seen(lambda params: torch.optim.SGD(params, lr=30.0, foreach=True))
 
-    def test_next_forward_uses_the_updated_weight_adamw(self) -> None:
+    def test_r3_next_forward_uses_the_updated_weight_adamw(self) -> None:
         self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, foreach=False))
         self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, foreach=True))
         self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, fused=True))
@@ -201,7 +201,7 @@ class TestOverlap(GlooTest):
 
     # --- gathers equal uses -------------------------------------------------------------------------------------------
 
-    def test_reused_module_gathers_equal_uses_and_gradients_add_up(self) -> None:
+    def test_r4_reused_module_gathers_equal_uses_and_gradients_add_up(self) -> None:
         mesh = self.gtp_mesh()
 
         class Reuse(nn.Module):

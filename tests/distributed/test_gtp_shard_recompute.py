@@ -99,7 +99,7 @@ class TestRecompute(GlooTest):
             used.update({name: value - before[name] for name, value in num_gathers(model).items()})
             assert counts().all_gathers == sum(used.values())
 
-    def test_checkpointed_weights_are_gathered_three_times(self) -> None:
+    def test_r24_checkpointed_weights_are_gathered_three_times(self) -> None:
         for use_reentrant in (True, False):
             for depth in (0, 2):
                 mesh = self.gtp_mesh()

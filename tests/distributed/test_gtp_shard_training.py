@@ -169,7 +169,7 @@ class TestTraining(GlooTest):
         model = check_training(reference, shard, mesh, float_batch, square_loss, steps=2)
         self.assertIs(type(model), nn.Sequential)
 
-    def test_weights_of_any_shape_train(self) -> None:
+    def test_r28_weights_of_any_shape_train(self) -> None:
         placements: list[Callable[[nn.Parameter], Placement | None]] = [
             lambda param: None,
             lambda param: GTPShard(1) if param.ndim > 1 else GTPShard(0),
