@@ -313,11 +313,20 @@ def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dis
     knows. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet; and a name
     could come twice after a group has been destroyed. So the ranks agree on a name first.
     """
+    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc)
+
+
+def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
+    """A name that no process group has yet. Collective over ``group``."""
     name = torch.tensor(secrets.randbits(62), device=device)
     dist.broadcast(name, group=group, group_src=0)
-    agreed = f"{desc}_{int(name):x}"
-    ranks = dist.get_process_group_ranks(group)
-    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=agreed):
+    return f"{prefix}_{int(name):x}"
+
+
+def named_group(ranks: list[int], name: str, desc: str) -> dist.ProcessGroup:
+    """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and over nobody
+    else."""
+    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
         return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
 
 
@@ -359,6 +368,7 @@ __all__ = [
     "Propagate",
     "StridedShard",
     "TensorMeta",
+    "agreed_name",
     "all_gather_base",
     "all_reduce",
     "backend_name",
@@ -376,6 +386,7 @@ __all__ = [
     "mesh_coordinate",
     "muon_adjust_lr",
     "muon_orthogonalize",
+    "named_group",
     "op_dispatcher",
     "own_part",
     "pop_saved_tensors_hooks",

@@ -145,7 +145,14 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             f"gtp_shard was called on a {type(module).__name__} that an earlier call on it or on a module that "
             "contains it has sharded already. Call it on submodules first, on the root last, and once on each."
         )
-    managed = {id(p.param) for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
+    bindings = [b for m in module.modules() if (b := binding_of(m)) is not None]
+    if any(b.group.runtime.grads.replicas is not None for b in bindings):
+        raise ValueError(
+            f"gtp_shard was called on a {type(module).__name__} of which a part sums its gradients with other replicas "
+            "already. Call gtp_shard on the submodules and the root first, then elastic.synchronize_replicas on the "
+            "root."
+        )
+    managed = {id(p.param) for b in bindings for p in b.params.values()}
     replaced = {n: p for n, p in module.named_parameters() if p not in ignored and id(p) not in managed}
     for name, param in replaced.items():
         if param.device.type not in ("meta", "cpu", mesh.device_type):

@@ -177,20 +177,20 @@ def init_weight_mesh(
 
     def check() -> _Layout:
         _check_others(device_type, seed, timeout)
-        layout = _Layout.of(sizes, expert_sizes, _world_size(), rank_order)
+        layout = _Layout.of(sizes, expert_sizes, world_size(), rank_order)
         if has_group and layout.rank_order != tuple(range(len(layout.rank_order))):
             raise ValueError(
                 f"init_weight_mesh cannot put the ranks of the process group that exists in the order {rank_order}, "
                 "because its subgroups count ranks in ascending order. Leave init_process_group to init_weight_mesh, "
                 "or pass it the rank that this process is to have."
             )
-        _set_device(device_type)
+        set_device(device_type)
         return layout
 
     if not has_group:
-        _init_process_group(device_type, backend, timeout, check().rank_order)
+        init_process_group(device_type, backend, timeout, check().rank_order)
     layout = agree_on_all_ranks(
-        _world_mesh(device_type),
+        world_mesh(device_type),
         check,
         lambda checked: [f"device_type={device_type!r}, {checked}, seed={seed}"],
         caller="init_weight_mesh",
@@ -296,7 +296,7 @@ def _device_types(config: str) -> list[str]:
     return [part.partition(":")[0] for part in config.split(",")]
 
 
-def _world_size() -> int:
+def world_size() -> int:
     """Number of ranks; from the environment as long as there is no process group.
 
     Raises:
@@ -314,7 +314,7 @@ def _world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def _set_device(device_type: str) -> None:
+def set_device(device_type: str) -> None:
     """Make the device of index LOCAL_RANK this process's current one; the CPU has no index."""
     if device_type == "cpu" or (dist.is_initialized() and dist.get_backend() == "fake"):
         return
@@ -340,7 +340,7 @@ def _set_device(device_type: str) -> None:
     module.set_device(int(local_rank))
 
 
-def _init_process_group(
+def init_process_group(
     device_type: str, backend: str | None, timeout: timedelta | None, rank_order: tuple[int, ...]
 ) -> None:
     """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""
@@ -349,7 +349,7 @@ def _init_process_group(
     dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
 
 
-def _world_mesh(device_type: str) -> DeviceMesh:
+def world_mesh(device_type: str) -> DeviceMesh:
     """1-D mesh of all ranks, on a device that the process group can communicate on."""
     device_types = _device_types(dist.get_backend_config())
     device_type = device_type if device_type in device_types else device_types[0]
@@ -357,7 +357,7 @@ def _world_mesh(device_type: str) -> DeviceMesh:
 
 
 def _build(device_type: str, layout: _Layout, seed: int) -> WeightMesh:
-    root = _world_mesh(device_type)
+    root = world_mesh(device_type)
     dense = compat.unflatten_mesh(root, layout.dense, DENSE_AXES)
     expert = compat.unflatten_mesh(root, layout.expert, EXPERT_AXES)
     copies = _flatten(dense["replicate", "dp", "cp"], "copies")

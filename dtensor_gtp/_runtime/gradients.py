@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,32 @@ class _Job(NamedTuple):
     scale: ReduceScale
     replicate: dist.ProcessGroup | None
     requires_all_reduce: bool
+    share: float
+
+
+class UnequalReplicas(Protocol):
+    """Sums gradients with replicas that may have another number of ranks, see ``dtensor_gtp.elastic``."""
+
+    def share(self, factor: float | None) -> float:
+        """What the gradient that this replica has reduced counts in the sum over replicas."""
+
+    def weigh_full(self, grad: torch.Tensor, factor: float | None) -> torch.Tensor:
+        """A gradient of this rank as it enters the average over its replica."""
+
+    def add(self, weight: ShardedWeight, slot: torch.Tensor, share: float) -> None:
+        """Take what the reduce-scatter left; accumulated into ``weight`` when the sum over replicas is there."""
+
+    def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
+        """Sum the local gradients of whole parameters over all ranks."""
+
+    def finish(self) -> None:
+        """Complete all sums on the compute stream."""
+
+    def reset(self) -> None:
+        """Forget what has been taken but not summed."""
+
+
+WholeBucket = list[tuple[WholeParam, torch.Tensor]]
 
 
 class Gradients:
@@ -40,6 +66,8 @@ class Gradients:
 
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
+        # Set where the mesh is one replica of several that need not be alike.
+        self.replicas: UnequalReplicas | None = None
 
     # --- sharded weights ----------------------------------------------------------------------------------------------
 
@@ -77,11 +105,15 @@ class Gradients:
             weight.unsharded_grad = buffer
             return
         weight.unsharded_grad = None
-        layout, groups = weight.layout, weight.groups
-        scale = collectives.reduce_scale(buffer.dtype, weight.num_ranks, flags.gradient_divide_factor)
+        layout, groups, factor = weight.layout, weight.groups, flags.gradient_divide_factor
+        share = 1.0
+        if self.replicas is not None:
+            share = self.replicas.share(factor)
+            buffer = self.replicas.weigh_full(buffer, factor)
+        scale = collectives.reduce_scale(buffer.dtype, weight.num_ranks, factor)
         is_alone = layout.world == 1
         slot = buffer if is_alone else torch.empty(layout.slot_shape, dtype=buffer.dtype, device=buffer.device)
-        job = _Job(weight, slot, scale, groups.replicate, flags.requires_all_reduce)
+        job = _Job(weight, slot, scale, groups.replicate, flags.requires_all_reduce, share)
 
         comm, work = self._comm, None
         with profiler_range("GTP::reduce_scatter", weight.fqn), comm.reducing():
@@ -100,6 +132,11 @@ class Gradients:
             slot += earlier
         if not job.requires_all_reduce:
             weight.unreplicated_grad = slot
+            return
+        if self.replicas is not None:
+            if job.scale.postdivide is not None:
+                slot /= job.scale.postdivide  # of this replica alone
+            self.replicas.add(weight, slot, job.share)
             return
         if job.replicate is not None:
             self._all_reduce(slot, job.scale, job.replicate)
@@ -126,8 +163,10 @@ class Gradients:
             slot, weight.unreplicated_grad = weight.unreplicated_grad, None
             if slot is None:
                 continue
-            scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
-            job = _Job(weight, slot, scale, weight.groups.replicate, True)
+            factor = weight.flags.gradient_divide_factor
+            scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
+            share = 1.0 if self.replicas is None else self.replicas.share(factor)
+            job = _Job(weight, slot, scale, weight.groups.replicate, True, share)
             with self._comm.reducing():
                 self._comm.reduction_launched(None, partial(self._complete, job), (slot,))
 
@@ -135,7 +174,7 @@ class Gradients:
 
     def reduce_whole(self, params: Iterable[WholeParam]) -> None:
         """All-reduce the local gradients of whole parameters, coalesced by mesh, dtype and divide factor."""
-        buckets: dict[tuple[Any, ...], list[tuple[WholeParam, torch.Tensor]]] = {}
+        buckets: dict[tuple[Any, ...], WholeBucket] = {}
         for param in params:
             grad = param.take_local_grad()
             if grad is None:
@@ -145,11 +184,12 @@ class Gradients:
                 continue
             buckets.setdefault((param.groups, grad.dtype, param.flags.gradient_divide_factor), []).append((param, grad))
         for (groups, dtype, factor), bucket in buckets.items():
-            self._reduce_bucket(groups, dtype, factor, bucket)
+            if self.replicas is not None:
+                self.replicas.reduce_whole(dtype, factor, bucket)
+            else:
+                self._reduce_bucket(groups, dtype, factor, bucket)
 
-    def _reduce_bucket(
-        self, groups: Groups, dtype: torch.dtype, factor: float | None, bucket: list[tuple[WholeParam, torch.Tensor]]
-    ) -> None:
+    def _reduce_bucket(self, groups: Groups, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
         flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         num_ranks = bucket[0][0].num_ranks
@@ -179,5 +219,13 @@ class Gradients:
     def publish(self, params: Iterable[ManagedParam]) -> None:
         """Wait for all reductions on the current stream and move their results into ``.grad``."""
         self._comm.retire_all()
+        if self.replicas is not None:
+            self.replicas.finish()
         for param in params:
             param.publish_grad()
+
+    def abandon(self) -> None:
+        """After an exception: wait for what was launched, forget its results."""
+        self._comm.abandon()
+        if self.replicas is not None:
+            self.replicas.reset()

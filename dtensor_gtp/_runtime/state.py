@@ -455,7 +455,7 @@ class Runtime:
     def _abandon_backward(self) -> None:
         logger.warning("the last backward did not complete; its gradients are dropped")
         self._is_in_backward = False
-        self.comm.abandon()
+        self.grads.abandon()
         self._release_read_in_backward()
         self._backward_chain.cancel()
         self._drop_prefetched()
