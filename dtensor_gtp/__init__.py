@@ -1,5 +1,6 @@
 """Generalized Tensor Parallelism for PyTorch: shard every weight, gather each just in time."""
 
+from . import elastic
 from ._version import __version__
 from .api import GTPModule, UnshardHandle, gtp_shard
 from .mesh import WeightMesh, init_weight_mesh
@@ -18,6 +19,7 @@ __all__ = [
     "UnshardHandle",
     "WeightMesh",
     "__version__",
+    "elastic",
     "gtp_shard",
     "init_weight_mesh",
     "sharding_report",

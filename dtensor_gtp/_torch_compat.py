@@ -139,6 +139,11 @@ def _replace_dispatch_modes(num_modes: int, modes: list[Any]) -> None:
         python_dispatch._push_mode(mode)
 
 
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, all in one launch where their shapes and strides allow it."""
+    torch._foreach_copy_(targets, sources)
+
+
 def sleep_stream(cycles: int) -> None:
     """Make the current CUDA stream spin for ``cycles`` of the SM clock."""
     torch.cuda._sleep(cycles)
@@ -373,6 +378,7 @@ __all__ = [
     "all_reduce",
     "backend_name",
     "concatenate_meshes",
+    "copy_all",
     "current_graph_task_id",
     "distribute_tensor_modules",
     "dtensor_spec",

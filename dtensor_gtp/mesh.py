@@ -188,7 +188,7 @@ def init_weight_mesh(
         return layout
 
     if not has_group:
-        init_process_group(device_type, backend, timeout, check().rank_order)
+        start_process_group(device_type, backend, timeout, check().rank_order)
     layout = agree_on_all_ranks(
         world_mesh(device_type),
         check,
@@ -340,7 +340,7 @@ def set_device(device_type: str) -> None:
     module.set_device(int(local_rank))
 
 
-def init_process_group(
+def start_process_group(
     device_type: str, backend: str | None, timeout: timedelta | None, rank_order: tuple[int, ...]
 ) -> None:
     """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from .._validate import agree_on_all_ranks, device_of
-from ..mesh import init_process_group, set_device, world_mesh, world_size
+from ..mesh import set_device, start_process_group, world_mesh, world_size
 from .plan import MemoryModel, WeightSpec, check_memory
 from .replicas import BatchShare, Place, ReplicaLayout, plan_replicas, replicas_of
 
@@ -120,7 +120,7 @@ def nonuniform_mesh(
         return layout
 
     if not dist.is_initialized():
-        init_process_group(device_type, backend, timeout, tuple(range(check().num_ranks)))
+        start_process_group(device_type, backend, timeout, tuple(range(check().num_ranks)))
     world = world_mesh(device_type)
     layout = agree_on_all_ranks(
         world,

@@ -244,7 +244,7 @@ class ReplicaSync:
             parts = [part for _, part in bucket]
             pieces = flat.split([part.numel() for part in parts])
             shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-            torch._foreach_copy_(parts, shaped)
+            compat.copy_all(parts, shaped)
         for entry, _ in bucket:
             entry.num_waiting -= 1
             if entry.num_waiting == 0:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import make, shard
-from common import GlooTest, assert_same_params
+from common import ALL, GlooTest, assert_same_params
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp.elastic import (
+    BatchShare,
     ElasticMesh,
+    MemoryModel,
     ReplicaSync,
+    WeightSpec,
+    clip_grad_norm_,
     nonuniform_mesh,
     synchronize_replicas,
 )
+from dtensor_gtp.elastic.sync import Channel
 
 # Small enough that a bucket is sent within backward, large enough that it holds several segments.
 BUCKET_NBYTES = 300
@@ -36,6 +49,31 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+class TensorParallel(nn.Module):
+    """Weights and a bias that tensor parallelism cuts on either dim, and some that it leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 22)
+        self.down = nn.Linear(22, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(self.down(torch.relu(self.up(self.embedding(tokens))))))
+        return logits
+
+
+def shard_small(model: Any, mesh: ElasticMesh, **options: Any) -> None:
+    shard(model, mesh.weights, **options)
+
+
+def shard_tensor_parallel(model: nn.Module, mesh: ElasticMesh) -> None:
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    gtp_shard(model, mesh.weights, schedule=ALL)
+
+
 class Elastic:
     """A model on unequal replicas beside the same model in one process."""
 
@@ -43,15 +81,16 @@ class Elastic:
         self,
         mesh: ElasticMesh,
         reference: nn.Module | None = None,
-        apply: Callable[..., Any] = shard,
+        apply: Callable[..., Any] = shard_small,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        bucket_nbytes: int = BUCKET_NBYTES,
         **options: Any,
     ) -> None:
         self.mesh = mesh
         self.reference = make(0) if reference is None else reference
-        self.model = copy.deepcopy(self.reference)
-        apply(self.model, mesh.weights, **options)
-        self.sync: ReplicaSync = synchronize_replicas(self.model, mesh, bucket_nbytes=BUCKET_NBYTES)
+        self.model: Any = copy.deepcopy(self.reference)
+        apply(self.model, mesh, **options)
+        self.sync: ReplicaSync = synchronize_replicas(self.model, mesh, bucket_nbytes=bucket_nbytes)
         self.optimizers = [make_optimizer(self.reference), make_optimizer(self.model)]
 
     def backward(self, batch: torch.Tensor, scale: float = 1.0) -> None:
@@ -73,11 +112,18 @@ class Elastic:
             self.step(**tolerance)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 class TestSixRanks(GlooTest):
     world_size = 6
 
     def replicas(self, *ranks: Sequence[int], tp: int = 1) -> ElasticMesh:
-        return nonuniform_mesh("cpu", replicas=ranks, tp=tp)
+        return _replicas(tuple(map(tuple, ranks)), tp)
+
+    def unequal(self) -> ElasticMesh:
+        return self.replicas([0, 1, 2], [3, 4], [5])
 
     def test_patterns_of_failures(self) -> None:
         for sizes in ((4, 2), (1, 4, 1), (3, 2, 1), (5, 1), (3, 3)):
@@ -87,8 +133,224 @@ class TestSixRanks(GlooTest):
             elastic.train()
             elastic.sync.check_values()
 
+    def test_failed_coordinates(self) -> None:
+        mesh = nonuniform_mesh("cpu", replicate=3, gtp=4, failed={(0, r, 0) for r in range(4)} | {(2, 1, 0), (2, 3, 0)})
+        self.assertEqual([replica.gtp for replica in mesh.layout.replicas], [4, 2])
+        Elastic(mesh).train(steps=2)
+        self.assertRegex(repr(mesh), r"ElasticMesh: 2 replicas of 6 ranks\n.*gtp 4 .*\n.*gtp 4 -> 2\n\(this is rank \d")
+
     def test_launcher_order_of_ranks(self) -> None:
         Elastic(self.replicas([5, 0, 3], [], [4, 2], [1])).train()
+
+    def test_tensor_parallel_replicas(self) -> None:
+        """Equal sizes of tp, and replicas that have given it up: copies of what tp does not cut count once."""
+        for ranks, sizes in (
+            (([0, 1, 2, 3], [4, 5]), [(2, 2), (1, 2)]),
+            (([0, 1], [2, 3, 4], [5]), [(1, 2), (3, 1), (1, 1)]),
+        ):
+            mesh = self.replicas(*ranks, tp=2)
+            self.assertEqual([(replica.gtp, replica.tp) for replica in mesh.layout.replicas], sizes)
+            torch.manual_seed(3)
+            elastic = Elastic(mesh, TensorParallel(), shard_tensor_parallel)
+            elastic.train()
+            elastic.sync.check_values()
+
+    def test_gradient_accumulation(self) -> None:
+        """Shares of microbatches may differ where each backward reduces; where the last one does, they must not."""
+        elastic = Elastic(self.unequal())
+        for rows in (13, 8):
+            elastic.backward(tokens_of(rows, rows), 0.5)
+        elastic.step()
+        for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+            for step, is_last in enumerate((False, False, True)):
+                getattr(elastic.model, switch)(is_last)
+                elastic.backward(tokens_of(step, 15), 1 / 3)
+                if step == 0:
+                    with self.assertRaisesRegex(RuntimeError, "the same shares for all microbatches"):
+                        elastic.sync.set_batch(1 + dist.get_rank())
+            elastic.step()
+
+    def test_split_that_is_not_the_planned_one(self) -> None:
+        """Numbers of samples as they come, a rank without any, whose loss is no number."""
+        elastic = Elastic(self.unequal(), make_optimizer=sgd)
+        counts = [1, 4, 0, 2, 2, 3]
+        rank = dist.get_rank()
+        for step in range(2):
+            batch = tokens_of(step, sum(counts))
+            own = batch[sum(counts[:rank]) :][: counts[rank]] if counts[rank] else batch[:1]
+            elastic.sync.set_batch(counts[rank])
+            token_loss(elastic.reference, batch).backward()
+            (token_loss(elastic.model, own) * (1.0 if counts[rank] else float("nan"))).backward()
+            elastic.step()
+
+    def test_divide_factor_sums_as_it_is_told(self) -> None:
+        """Losses that are divided by the number of samples of all need no weights, whatever the shares."""
+        elastic = Elastic(self.unequal())
+        elastic.model.set_gradient_divide_factor(1)
+        batch = tokens_of(0, 13)
+        rows = elastic.mesh.rebalance_batch(13).rows
+        token_loss(elastic.reference, batch).backward()
+        own = batch[rows]
+        (token_loss(elastic.model, own) * len(own) / 13).backward()
+        elastic.step()
+
+    def test_mixed_precision(self) -> None:
+        for policy in (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            MixedPrecisionPolicy(reduce_dtype=torch.float16),
+        ):
+            elastic = Elastic(self.unequal(), make_optimizer=sgd, mp_policy=policy)
+            elastic.train(rtol=5e-2, atol=2e-2)
+            elastic.sync.check_values()
+
+    def test_clipping_keeps_replicas_equal_to_the_last_bit(self) -> None:
+        elastic = Elastic(self.unequal())
+        for step in range(3):
+            elastic.backward(tokens_of(step, 12))
+            norm = clip_grad_norm_(elastic.model.parameters(), 0.1, elastic.mesh)
+            expected = nn.utils.clip_grad_norm_(elastic.reference.parameters(), 0.1)
+            torch.testing.assert_close(norm, expected)
+            self.assertGreater(float(norm), 0.1)
+            elastic.step()
+        elastic.sync.check_values()
+
+    def test_a_backward_that_raised_leaves_nothing_behind(self) -> None:
+        elastic = Elastic(self.unequal())
+        tokens = tokens_of(0, 12)[elastic.mesh.rebalance_batch(12).rows]
+
+        def fail(grad: torch.Tensor) -> None:
+            raise RuntimeError("in backward")
+
+        handle = elastic.model.embedding.register_forward_hook(
+            lambda m, args, output: output.register_hook(fail) and None
+        )
+        with self.assertRaisesRegex(RuntimeError, "in backward"):
+            token_loss(elastic.model, tokens).backward()
+        handle.remove()
+        elastic.optimizers[1].zero_grad()
+        elastic.train(steps=2)
+
+    def test_few_collectives_in_one_order_behind_backward(self) -> None:
+        """Every owner sends the same buckets in the same order, and no two ranks wait for each other in a circle."""
+        mesh = self.unequal()
+        for bucket_nbytes, is_behind in ((BUCKET_NBYTES, True), (1 << 20, False)):
+            elastic = Elastic(mesh, bucket_nbytes=bucket_nbytes)
+            sent: list[tuple[str, int]] = []
+            counts: Counter[str] = Counter()
+            sends, finishes = ReplicaSync._send, ReplicaSync.finish
+            num_behind: list[int] = []
+
+            def send(self: ReplicaSync, channel: Channel, dtype: torch.dtype) -> None:
+                name = channel.group_name
+                sent.append((name, counts[name]))  # noqa: B023
+                counts[name] += 1  # noqa: B023
+                sends(self, channel, dtype)  # noqa: B023
+
+            def finish(self: ReplicaSync) -> None:
+                num_behind.append(len(sent))  # noqa: B023
+                finishes(self)  # noqa: B023
+
+            with mock.patch.multiple(ReplicaSync, _send=send, finish=finish):
+                elastic.backward(tokens_of(0, 12))
+            elastic.step()
+            owners = elastic.sync.plan.of_rank(dist.get_rank())
+            if is_behind:
+                self.assertGreater(num_behind[0], 0)
+            else:
+                self.assertEqual((num_behind, len(sent)), ([0], len(owners)))
+                self.assertEqual(elastic.sync.num_all_reduces, len(owners) + 1)
+            gathered: list[Any] = [None] * 6
+            dist.all_gather_object(gathered, sent)
+            after: dict[Any, set[Any]] = {}
+            for order in gathered:
+                for earlier, later in pairwise(order):
+                    after.setdefault(later, set()).add(earlier)
+            TopologicalSorter(after).prepare()  # raises on a circle
+
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    def test_replicas_must_have_the_same_model_and_policies(self) -> None:
+        mesh = self.unequal()
+        other = mesh.place.replica == 1
+        for options in (
+            {"schedule": SchedulePolicy(min_shard_numel=0, prefetch_depth=3 if other else 2)},
+            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64 if other else None)},
+        ):
+            model = make(0)
+            gtp_shard(model, mesh.weights, **options)  # type: ignore[arg-type]
+            with self.assertRaisesRegex(RuntimeError, "the same model and policies on all ranks .* where rank 3 has"):
+                synchronize_replicas(model, mesh)
+        linear = gtp_shard(nn.Linear(4, 9 if other else 8), mesh.weights, schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, r"where rank 3 has .*shape=\(9, 4\)"):
+            synchronize_replicas(linear, mesh)
+
+    def test_replicas_must_have_the_same_values(self) -> None:
+        for name in ("columns", "norm.weight"):
+            elastic = Elastic(self.unequal())
+            elastic.sync.check_values()
+            if elastic.mesh.place.replica == 1:
+                with torch.no_grad():
+                    param = elastic.model.get_parameter(name)
+                    param.to_local().flatten()[-1:].mul_(1 + 1e-6)
+            with self.assertRaisesRegex(RuntimeError, f"equal parameters in all replicas, but '{name}' differs"):
+                elastic.sync.check_values()
+
+    def test_synchronize_replicas_refuses(self) -> None:
+        mesh = self.unequal()
+        plain = make(0)
+        with self.assertRaisesRegex(ValueError, "that it was not called on"):
+            synchronize_replicas(plain, mesh)
+        with self.assertRaisesRegex(TypeError, "an ElasticMesh as mesh"):
+            synchronize_replicas(plain, mesh.world)  # type: ignore[arg-type]
+        everywhere = gtp_shard(make(0), mesh.world, schedule=ALL)
+        with self.assertRaisesRegex(ValueError, r"sharded over mesh.weights \(ranks \[.*every gtp_shard call"):
+            synchronize_replicas(everywhere, mesh)
+        model = gtp_shard(make(0), mesh.weights, schedule=ALL)
+        with self.assertRaisesRegex(ValueError, "bucket_nbytes to be at least 1"):
+            synchronize_replicas(model, mesh, bucket_nbytes=0)
+        synchronize_replicas(model, mesh)
+        with self.assertRaisesRegex(ValueError, "was called on this .* already"):
+            synchronize_replicas(model, mesh)
+        with self.assertRaisesRegex(ValueError, "a part sums its gradients with other replicas already"):
+            gtp_shard(nn.Sequential(model), mesh.weights)
+
+    def test_set_batch_refuses(self) -> None:
+        elastic = Elastic(self.unequal())
+        is_first = dist.get_rank() == 0
+        for count, message in ((-1 if is_first else 2, "numbers of samples >= 0"), (0, "not all 0")):
+            with self.assertRaisesRegex(ValueError, message):
+                elastic.sync.set_batch(count)
+        with self.assertRaisesRegex(ValueError, "a share of a batch over"):
+            elastic.sync.set_batch(BatchShare(0, 1, ((1, 1), (1,))))
+        parallel = self.replicas([0, 1, 2, 3], [4, 5], tp=2)
+        sync = Elastic(parallel, TensorParallel(), shard_tensor_parallel).sync
+        with self.assertRaisesRegex(ValueError, "the same number on all ranks of a tp group"):
+            sync.set_batch(dist.get_rank() + 1)
+
+    def test_nonuniform_mesh_refuses_on_all_ranks(self) -> None:
+        for message, options in (
+            (
+                r"replicas of 6 ranks \(WORLD_SIZE\), but got \[4, 3\]",
+                {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}},
+            ),
+            ("either replicas or the sizes before", {"replicate": 2, "replicas": [[0, 1, 2], [3, 4, 5]]}),
+            ("replicate and gtp, or a list of replicas", {"replicate": 2}),
+            ("do not overlap, but rank 3", {"replicas": [[0, 1, 2, 3], [3, 4, 5]]}),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                nonuniform_mesh("cpu", **options)  # type: ignore[arg-type]
+        sizes = [[0, 1, 2, 3], [4, 5]] if dist.get_rank() else [[0, 1, 2], [3, 4, 5]]
+        with self.assertRaisesRegex(RuntimeError, "nonuniform_mesh expects the same arguments"):
+            nonuniform_mesh("cpu", replicas=sizes)
+        weights, memory = [WeightSpec("w", (1 << 10, 1 << 10))], MemoryModel(budget=20 << 20)
+        with self.assertRaisesRegex(ValueError, r"replica 1 of 1 ranks .* is too small: rank 5 needs 2\d\.0 MiB"):
+            nonuniform_mesh("cpu", replicas=[range(5), [5]], weights=weights, memory=memory)
+
+
+@functools.cache
+def _replicas(ranks: tuple[tuple[int, ...], ...], tp: int) -> ElasticMesh:
+    """Each mesh once: to connect its process groups takes longer than a test."""
+    return nonuniform_mesh("cpu", replicas=ranks, tp=tp)
 
 
 if __name__ == "__main__":
