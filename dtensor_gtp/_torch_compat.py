@@ -31,6 +31,7 @@ from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor import _redistribute as redistribute_module
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint as checkpoint_module
@@ -165,6 +166,12 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = Fal
     """A DTensor around ``local``; unlike ``DTensor.from_local`` it does not check, so it costs microseconds."""
     # Its __init__ does nothing but leave torch.compile, which costs more than all the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's shard and where it begins in the logical tensor."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
 
 
 def make_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
@@ -386,6 +393,7 @@ __all__ = [
     "is_awaited",
     "is_profiling",
     "is_real_rank",
+    "local_shape_and_offset",
     "local_tensor",
     "make_spec",
     "maybe_run_for_local_tensor",

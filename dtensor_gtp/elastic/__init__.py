@@ -1,6 +1,7 @@
 """Non-uniform replicas: training goes on when a data-parallel replica has lost some of its ranks."""
 
 from .attach import synchronize_replicas
+from .checkpoint import ReplicaSavePlanner
 from .mesh import ElasticMesh, nonuniform_mesh
 from .plan import (
     Box,
@@ -15,18 +16,23 @@ from .plan import (
     plan_sync,
     segments_of,
 )
+from .recovery import HeldState, hold_state, recover_state
 from .replicas import BatchShare, Replica, ReplicaLayout, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
+from .transfer import Move, plan_moves
 
 __all__ = [
     "BatchShare",
     "Box",
     "Bucket",
     "ElasticMesh",
+    "HeldState",
     "MemoryModel",
+    "Move",
     "RankMemory",
     "Replica",
     "ReplicaLayout",
+    "ReplicaSavePlanner",
     "ReplicaSync",
     "Segment",
     "SyncPlan",
@@ -35,9 +41,12 @@ __all__ = [
     "check_memory",
     "choose_sizes",
     "clip_grad_norm_",
+    "hold_state",
     "nonuniform_mesh",
+    "plan_moves",
     "plan_replicas",
     "plan_sync",
+    "recover_state",
     "replicas_of",
     "segments_of",
     "synchronize_replicas",
