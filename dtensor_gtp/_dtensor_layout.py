@@ -17,7 +17,7 @@ from ._torch_compat import (
     mesh_coordinate,
     redistribute_module,
 )
-from .placement import GTPShard, _BlockGTPShard, _StridedGTPShard, chunk_rows
+from .placement import GTPShard, _BlockGTPShard, _StridedGTPShard, chunk_rows, chunk_size_and_offset
 
 # A list of torch's _TransformInfo: what happens on one mesh axis, in order.
 Steps = list[Any]
@@ -84,7 +84,7 @@ def wrap_spec() -> None:
         if not any(isinstance(p, _BlockGTPShard | _StridedGTPShard) for p in self.placements):
             stock_post_init(self)
             return
-        self.placements = placements = tuple(self.placements)
+        self.placements = placements = as_torch_chunks(self)
         check_placements(self)
         self.placements = tuple(_replace_blocks(placements, lambda p: Shard(p.dim)))
         stock_post_init(self)
@@ -100,6 +100,46 @@ def wrap_spec() -> None:
 
     DTensorSpec.__post_init__ = post_init  # type: ignore[method-assign]
     DTensorSpec._verify_shard_order = verify  # type: ignore[method-assign]
+
+
+def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
+    """The placements of ``spec``, in torch's own terms where that names the same layout and blocks would not do.
+
+    ``fully_shard`` outside of ``gtp_shard`` cuts a dim once more and says so with a strided placement to the left. What
+    a block placement does to the dim has no such name; but where its chunks are those of torch, ``GTPShard(dim)`` is
+    one. An axis of one rank cuts nothing.
+    """
+    placements = list(spec.placements)
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, _BlockGTPShard):
+            continue
+        for other_axis, other in enumerate(placements):
+            if isinstance(other, StridedShard) and _shards(other, placement.dim) and spec.mesh.size(other_axis) == 1:
+                placements[other_axis] = Replicate()
+        others = [other for i, other in enumerate(placements) if i != axis and _shards(other, placement.dim)]
+        if any(isinstance(other, StridedShard) for other in others) and has_torch_chunks(spec, axis):
+            placements[axis] = GTPShard(placement.dim)
+    return tuple(placements)
+
+
+def has_torch_chunks(spec: DTensorSpec, axis: int) -> bool:
+    """Whether the ``GTPShard`` on mesh axis ``axis`` cuts its dim just where ``torch.chunk`` would.
+
+    Plain shardings to the left have cut the dim before, strided ones cut it afterwards.
+    """
+    placement = spec.placements[axis]
+    assert isinstance(placement, GTPShard)
+    if placement.block_size == 1:
+        return True
+    if spec.tensor_meta is None:
+        return False
+    slices = {spec.tensor_meta.shape[placement.dim]}
+    for i, other in enumerate(spec.placements[:axis]):
+        if _shards(other, placement.dim) and not isinstance(other, StridedShard):
+            num = spec.mesh.size(i)
+            slices = {chunk_size_and_offset(rows, num, index)[0] for rows in slices for index in range(num)}
+    num_chunks = spec.mesh.size(axis)
+    return all(chunk_rows(n, num_chunks, placement.block_size) == chunk_rows(n, num_chunks) for n in slices)
 
 
 def check_placements(spec: DTensorSpec) -> None:
@@ -262,9 +302,11 @@ def wrap_distribute_tensor() -> None:
 
 
 __all__ = [
+    "as_torch_chunks",
     "check_placements",
     "gathered",
     "has_block",
+    "has_torch_chunks",
     "is_sharding",
     "on_dim",
     "plan_block_redistribution",

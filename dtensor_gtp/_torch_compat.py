@@ -8,16 +8,18 @@ release it is for.
 from __future__ import annotations
 
 import functools
+import inspect
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed import _composable_state as composable_state
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
@@ -298,6 +300,70 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+# --- other data parallelism -------------------------------------------------------------------------------------------
+
+
+def fully_shard_group_class() -> Any:
+    """The class of the parameter groups of ``fully_shard`` (also of ``replicate``), None if a release has another."""
+    try:
+        group_class = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
+    except (ImportError, AttributeError):
+        return None
+    known = ("post_backward", "_to_sharded", "is_sharded")
+    return group_class if all(hasattr(group_class, name) for name in known) else None
+
+
+class FullyShardCut(NamedTuple):
+    """How a parameter group of ``fully_shard`` cuts its parameters; ``num_shards`` is 1 for ``replicate``."""
+
+    mesh: DeviceMesh
+    num_shards: int
+    placement_fn: Callable[[torch.nn.Parameter], Any] | None
+
+    @classmethod
+    def from_arguments(cls, init: Callable[..., None], *args: Any, **kwargs: Any) -> FullyShardCut:
+        """Of the arguments of a group's ``__init__``."""
+        named = inspect.signature(init).bind(*args, **kwargs).arguments
+        mesh_info = named["mesh_info"]
+        return cls(mesh_info.mesh, getattr(mesh_info, "shard_mesh_size", 1), named["shard_placement_fn"])
+
+    def dim_of(self, param: torch.nn.Parameter) -> int:
+        """The dim of ``param`` that is cut."""
+        asked = self.placement_fn(param) if self.placement_fn is not None else None
+        placement = getattr(asked, "placement", asked)  # it may come with a mesh of its own
+        return 0 if placement is None else int(placement.dim) % param.ndim
+
+
+def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
+    """Module and attribute name of each parameter of a group."""
+    infos = [param._module_info for param in group.fsdp_params]
+    return [(info.module, info.param_name) for info in infos]
+
+
+def fully_shard_params() -> list[torch.Tensor]:
+    """What all ``fully_shard`` and ``replicate`` calls of this process have registered as sharded parameters."""
+    states = [ref() for ref in list(composable_state._module_state_mapping.values())]
+    groups = [group for state in states for group in _groups_of_state(state)]
+    return [param.sharded_param for group in groups for param in group.fsdp_params]
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def localizing_module() -> Any:
+    """The module of torch with ``_localize_dtensor``, by which DDP and ``replicate`` get at the shards of DTensors."""
+    return import_module("torch.distributed.tensor.parallel.ddp")
+
+
+def is_replicated_by_ddp(module: torch.nn.Module) -> bool:
+    """Whether the ``replicate`` that is built on DDP was called on ``module``."""
+    return isinstance(module, import_module("torch.distributed._composable.replicate").DDP)
+
+
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +441,7 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async
 
 __all__ = [
     "DTensorSpec",
+    "FullyShardCut",
     "OpSchema",
     "OutputSharding",
     "Propagate",
@@ -390,11 +457,16 @@ __all__ = [
     "distribute_tensor_modules",
     "dtensor_spec",
     "flatten_mesh",
+    "fully_shard_group_class",
+    "fully_shard_params",
+    "fully_shard_sites",
     "is_awaited",
     "is_profiling",
     "is_real_rank",
+    "is_replicated_by_ddp",
     "local_shape_and_offset",
     "local_tensor",
+    "localizing_module",
     "make_spec",
     "maybe_run_for_local_tensor",
     "mesh_coordinate",

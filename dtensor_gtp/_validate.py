@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from . import _torch_compat as compat
 from ._runtime.modules import binding_of
 from .policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -134,11 +135,16 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
         ValueError: It is wrapped or sharded already, or parameters or an optimizer do not fit.
     """
     for name, submodule in module.named_modules():
-        if isinstance(submodule, FSDPModule | FullyShardedDataParallel | DistributedDataParallel):
+        is_wrapped = isinstance(submodule, FSDPModule | FullyShardedDataParallel | DistributedDataParallel)
+        if not is_wrapped and not compat.is_replicated_by_ddp(submodule):
+            continue
+        # A module beside ours may be anything.
+        if any(param not in ignored for param in submodule.parameters()):
             raise ValueError(
                 f"gtp_shard expects modules that no other data parallelism has wrapped yet, but "
                 f"'{name or type(module).__name__}' is a {type(submodule).__name__}. Call gtp_shard first, then "
-                "fully_shard; or pass a (replicate, gtp) mesh in the place of DistributedDataParallel."
+                "fully_shard; or pass a (replicate, gtp) mesh in the place of DistributedDataParallel; or leave the "
+                "module out by passing all its parameters in ignored_params."
             )
     if binding_of(module) is not None:
         raise ValueError(
@@ -161,6 +167,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 f"'{name}' of shape {tuple(param.shape)} is on {param.device} (rank {dist.get_rank()}). Move the "
                 "module, or build the mesh for its device."
             )
+    _refuse_params_of_others(replaced)
     # An optimizer that nobody uses any more may wait in a reference cycle: collect those before it is held against us.
     if _early_optimizer(replaced) is not None:
         gc.collect()
@@ -173,17 +180,40 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
         )
 
 
+def _refuse_params_of_others(params: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that a wrapper further up, which ``module.modules()`` does not show, holds already.
+
+    Raises:
+        ValueError: ``fully_shard``, ``replicate`` or DistributedDataParallel was called on a module around.
+    """
+    names = {id(param): name for name, param in params.items()}
+    holders: list[tuple[str, Iterable[torch.Tensor]]] = [("fully_shard", compat.fully_shard_params())]
+    holders += [("DistributedDataParallel", ddp._module_parameters) for ddp in _living(DistributedDataParallel)]
+    for what, held in holders:
+        for param in held:
+            if id(param) in names:
+                raise ValueError(
+                    f"gtp_shard expects parameters that no other data parallelism manages yet, but {what} on a module "
+                    f"around has taken parameter '{names[id(param)]}' of shape {tuple(param.shape)} (rank "
+                    f"{dist.get_rank()}). Call gtp_shard first, then {what}."
+                )
+
+
+def _living(cls: type[T]) -> Iterator[T]:
+    for candidate in gc.get_objects():
+        # type() does not trigger the proxies that isinstance() would.
+        if issubclass(type(candidate), cls):
+            yield candidate
+
+
 def _early_optimizer(params: dict[str, nn.Parameter]) -> tuple[str, str] | None:
     """Class of an optimizer that holds one of ``params``, and the parameter's name."""
     names = {id(param): name for name, param in params.items()}
-    for candidate in gc.get_objects():
-        # type() does not trigger the proxies that isinstance() would.
-        if not issubclass(type(candidate), torch.optim.Optimizer):
-            continue
-        for group in getattr(candidate, "param_groups", ()):
+    for optimizer in _living(torch.optim.Optimizer):
+        for group in getattr(optimizer, "param_groups", ()):
             for param in group["params"]:
                 if id(param) in names:
-                    return type(candidate).__name__, names[id(param)]
+                    return type(optimizer).__name__, names[id(param)]
     return None
 
 

@@ -11,8 +11,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from . import _dtensor_norms, _dtensor_random, _grad_scaler
+from . import _data_parallel, _dtensor_norms, _dtensor_random, _grad_scaler
 from ._build import Decision, decide, make_param
+from ._runtime import outer
 from ._runtime.debug import DebugFlags
 from ._runtime.group import ShardGroup
 from ._runtime.modules import Binding, bind, binding_of, unmanaged_params
@@ -133,6 +134,8 @@ def _shard(
     _move_buffers(module, device)
     _grad_scaler.install()
     _dtensor_norms.install()
+    outer.install()
+    _data_parallel.install()
     for mesh_of_param in {param.param.device_mesh for param in group.params}:  # type: ignore[attr-defined]
         _dtensor_random.whole_draws().add_mesh(mesh_of_param)
 

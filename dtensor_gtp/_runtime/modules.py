@@ -24,7 +24,6 @@ from ..ops.compiled import linear as compiled_linear
 from ..ops.embedding import embedding
 from ..ops.grouped import sharded_grouped_linear
 from ..ops.linear import linear
-from .outer import hook_unit, is_outer_module, mark, modules_of_unit
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
 
 if TYPE_CHECKING:
@@ -54,8 +53,6 @@ class Binding:
         # Whether the forward of this module reads sharded weights as attributes: known for owners whose forward is not
         # fused, learned in the first forward for modules that read another module's weights.
         self.reads_weights = False
-        # Whether an outer fully_shard on the module has been hooked, at its first forward.
-        self.is_hooked = False
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -208,8 +205,6 @@ class GTPFrame(GTPManaged):
         if binding is None or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         group, runtime = binding.group, binding.group.runtime
-        if is_outer_module(module) and not binding.is_hooked:
-            _hook_outer(module, binding)
         if not group.is_checked:
             _refuse_added_params(group)
         frame = runtime.enter(module, hooks=binding.reads_weights)
@@ -224,11 +219,8 @@ class GTPFrame(GTPManaged):
         finally:
             binding.reads_weights |= frame.reads_weights
             runtime.exit(frame, is_complete)
-        if runtime.is_materializing or not torch.is_grad_enabled():
-            return output
-        if is_outer_module(module):
-            return mark(output, runtime.note_backward)
-        _watch_backward(output, runtime.note_backward)
+        if not runtime.is_materializing and torch.is_grad_enabled():
+            _watch_backward(output, runtime.note_backward)
         return output
 
 
@@ -252,14 +244,6 @@ def _refuse_added_params(group: ShardGroup) -> None:
                 "before gtp_shard, and pass the parameter in ignored_params if it is to stay local."
             )
     group.is_checked = True
-
-
-def _hook_outer(module: nn.Module, binding: Binding) -> None:
-    binding.is_hooked = True
-    inner = [binding_of(m) for m in modules_of_unit(module)]
-    params = list({id(p): p for b in inner if b is not None for p in b.params.values()}.values())
-    runtime = binding.group.runtime
-    hook_unit(module, lambda: runtime.publish(params), lambda: runtime.drop_prefetched_of(params))
 
 
 class GTPLinear:

@@ -1,50 +1,74 @@
-"""Inside of ``fully_shard``: what it gathers is our shard, and it reads ``.grad`` when its module's backward ends.
+"""Inside of ``fully_shard``: what it gathers is our shard, and it reads ``.grad`` when its post-backward runs.
 
 ``fully_shard`` outside of ``gtp_shard`` cuts our parameters once more, over a data-parallel axis. During a module's
 forward and backward it registers what it has gathered: a DTensor just like ours, which the runtime follows. Two things
 need care. A gather must not read a shard that is not there yet or no longer: the plan skips weights that are not
-registered as ours. And gradients must be complete when the post-backward of their ``fully_shard`` module reads them.
-That is an autograd node on the module's inputs; a node of ours right inside of it moves the gradients of that module
-into ``.grad`` first. Modules whose inputs need no gradient are post-processed by a callback at the end of backward;
-ours is queued before it, by a node around the outputs.
+registered as ours, and gathers in flight are dropped before ``fully_shard`` frees what they read. And gradients must be
+in ``.grad`` when its post-backward reads them.
+
+Both moments are methods of torch's parameter group, and are wrapped there. Hooks on modules would miss some: the module
+that ``fully_shard`` was called on may contain the one that ``gtp_shard`` was called on, be one of a list, or be a
+single linear layer; and where its post-backward stands in autograd's graph depends on the kinds of containers in which
+``fully_shard`` looks for tensors. ``replicate`` (torch 2.13) is made of the same groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
+from .._dtensor_layout import has_torch_chunks
+from ..placement import GTPShard
+from .modules import binding_of
+from .param import ManagedParam
+from .state import Runtime
 
 
-class _Marker(torch.autograd.Function):
-    """Identity on tensors that runs ``note()`` when their gradients pass."""
+@functools.cache
+def install() -> None:
+    """Wrap the parameter groups of ``fully_shard``, once in a process. Does nothing for groups without our parameters.
 
-    @staticmethod
-    def forward(ctx: Any, note: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.note = note
-        # Views keep the memory; as new tensors they get a node of their own.
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+    A torch whose groups are unknown is left alone: there the first use of a parameter that ``fully_shard`` has cut
+    raises (see ``ManagedParam.follow``).
+    """
+    group_class = compat.fully_shard_group_class()
+    if group_class is None:
+        return
+    stock_init, stock_post_backward = group_class.__init__, group_class.post_backward
+    stock_to_sharded = group_class._to_sharded
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.note()
-        return (None, *grads)
+    @functools.wraps(stock_init)
+    def init(group: Any, params: list[nn.Parameter], modules: tuple[nn.Module, ...], *args: Any, **kwargs: Any) -> None:
+        cut = compat.FullyShardCut.from_arguments(stock_init, group, params, modules, *args, **kwargs)
+        _check_cuts(params, modules, cut)
+        stock_init(group, params, modules, *args, **kwargs)
+        for managed in _by_runtime(group).values():
+            for param in managed:
+                param.is_cut_again = True
 
+    @functools.wraps(stock_post_backward)
+    def post_backward(group: Any, *unused: Any) -> None:
+        for runtime, managed in _by_runtime(group).items():
+            runtime.publish(managed)
+        stock_post_backward(group, *unused)
 
-def mark(tree: Any, note: Callable[[], None]) -> Any:
-    """``tree`` (nested containers) with a node around its differentiable tensors that calls ``note`` in backward."""
-    flat, structure = compat.tree_flatten(tree)
-    indices = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not indices or not torch.is_grad_enabled():
-        return tree
-    for i, marked in zip(indices, _Marker.apply(note, *(flat[i] for i in indices)), strict=True):  # type: ignore[no-untyped-call]
-        flat[i] = marked
-    return compat.tree_unflatten(flat, structure)
+    @functools.wraps(stock_to_sharded)
+    def to_sharded(group: Any) -> None:
+        if not group.is_sharded:
+            for runtime, managed in _by_runtime(group).items():
+                runtime.drop_prefetched_of(managed)
+        stock_to_sharded(group)
+
+    group_class.__init__ = init
+    group_class.post_backward = post_backward
+    group_class._to_sharded = to_sharded
 
 
 def is_outer_module(module: nn.Module) -> bool:
@@ -52,30 +76,48 @@ def is_outer_module(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def modules_of_unit(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters the ``fully_shard`` call on ``module`` manages: all below, up to inner calls."""
-    modules, stack = [], [module]
-    while stack:
-        current = stack.pop()
-        modules.append(current)
-        stack.extend(child for child in current.children() if not is_outer_module(child))
-    return modules
+def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
+    """The parameters of a group that are ours."""
+    found: dict[Runtime, list[ManagedParam]] = {}
+    for module, name in compat.fully_shard_sites(group):
+        binding = binding_of(module)
+        if binding is not None and name in binding.params:
+            found.setdefault(binding.group.runtime, []).append(binding.params[name])
+    return found
 
 
-def hook_unit(module: nn.Module, end_of_unit: Callable[[], None], before_reshard: Callable[[], None]) -> None:
-    """Hook one ``fully_shard`` module.
+def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cut: compat.FullyShardCut) -> None:
+    """Refuse what ``fully_shard`` cannot cut again, before it has changed anything.
 
-    Args:
-        end_of_unit: Called in backward before its post-backward.
-        before_reshard: Called after its forward, before it frees what it gathered.
+    Raises:
+        ValueError: Its mesh has ranks in common with that of a parameter of ours, apart from this one.
+        NotImplementedError: It would cut a dim whose blocks must stay whole, in other places than between them.
     """
-
-    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return mark((args, kwargs), end_of_unit)
-
-    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-        before_reshard()
-
-    # After fully_shard's own hook, so that in backward our node runs before its node; and before its own hook.
-    module.register_forward_pre_hook(pre_forward, with_kwargs=True)
-    module.register_forward_hook(post_forward, prepend=True)
+    submodules = [submodule for module in modules for submodule in module.modules()]
+    ours = {id(p.param): p for m in submodules if (b := binding_of(m)) is not None for p in b.params.values()}
+    outer = set(cut.mesh.mesh.flatten().tolist())
+    for param in params:
+        managed = ours.get(id(param))
+        if managed is None or not isinstance(param, DTensor):
+            continue
+        what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
+        if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
+            raise ValueError(
+                f"fully_shard expects a mesh of other axes than gtp_shard, but mesh axes {cut.mesh.mesh_dim_names} and "
+                f"{managed.mesh.mesh_dim_names} share ranks for {what}, whose gradient is averaged over the latter "
+                "already. Pass a mesh of other axes of the same root, e.g. mesh['dp'] beside mesh['gtp']; or, for a "
+                "module beside that gtp_shard does not manage, pass the parameters of gtp_shard in ignored_params."
+            )
+        placement = param.placements[-1]
+        dim = cut.dim_of(param)
+        if not isinstance(placement, GTPShard) or placement.dim != dim or cut.num_shards == 1:
+            continue
+        if has_torch_chunks(compat.dtensor_spec(param), param.device_mesh.ndim - 1):
+            continue
+        raise NotImplementedError(
+            f"fully_shard over mesh axes {cut.mesh.mesh_dim_names} cannot cut dim {dim} of {what} with placements "
+            f"{param.placements}: its shards of whole blocks are not torch.chunk's, and DTensor has no placement for "
+            "what would come out. Let fully_shard cut another dim of it, with shard_placement_fn=lambda param: "
+            f"Shard({1 if dim == 0 else 0}) for this parameter; or choose sizes of which each rank of the gtp axis "
+            "gets as many whole blocks; or use block_size=1."
+        )

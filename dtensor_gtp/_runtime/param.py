@@ -168,8 +168,13 @@ class ManagedParam:
         if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
             self._follow_frozen()
             return
-        if isinstance(current, DTensor) and self._is_cut_again(current):
-            self.is_cut_again = True
+        if isinstance(current, DTensor) and self._is_cut_by_fully_shard(current):
+            if not self.is_cut_again:
+                raise NotImplementedError(
+                    f"Parameter '{self.fqn}' was cut again by the fully_shard of torch {torch.__version__}, which is "
+                    "unknown to this package. Use a torch release that it was tested with, or shard the parameter over "
+                    "one mesh: pass a (replicate, gtp) mesh to gtp_shard."
+                )
             return
         # A tensor that is no parameter, as functional_call puts there, would never see its gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
@@ -223,14 +228,14 @@ class ManagedParam:
             and compat.local_tensor(other).shape == self.shard.shape
         )
 
-    def _is_cut_again(self, other: DTensor) -> bool:
+    def _is_cut_by_fully_shard(self, other: DTensor) -> bool:
         """Whether ``other`` is this parameter as an outer ``fully_shard`` keeps it between its gathers."""
         spec, mine = compat.dtensor_spec(other), self._spec
         num_axes, names = mine.mesh.ndim, spec.mesh.mesh_dim_names or ()
         return (
             spec.mesh.ndim > num_axes
             and other.shape == self.param.shape
-            and spec.placements[-num_axes:] == mine.placements
+            and all(map(_cuts_alike, spec.placements[-num_axes:], mine.placements))
             and names[-num_axes:] == mine.mesh.mesh_dim_names
         )
 
@@ -455,6 +460,13 @@ class WholeParam(ManagedParam):
         self.leaf.grad = None
         self.unsynced_grad = None
         self._wide_local_grad = None
+
+
+def _cuts_alike(outer: Placement, mine: Placement) -> bool:
+    """Whether two placements are one, apart from a block size that made no difference when fully_shard cut again."""
+    if isinstance(mine, GTPShard) and mine.block_size > 1 and outer != mine:
+        return outer == GTPShard(mine.dim)
+    return outer == mine
 
 
 def _notify(param: WholeParam | None) -> None:

@@ -351,6 +351,7 @@ class Runtime:
         if weight.live is None and (weight.kept is None or not weight.kept.is_fresh(weight)):
             self.drop_kept(weight)
             weight.follow(weight.sites[0])
+            weight.check_readable()
             weight.kept = self._take_prefetched(weight) or self._gather(weight)
 
     def wait_kept(self, weight: ShardedWeight) -> None:
