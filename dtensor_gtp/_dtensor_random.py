@@ -72,6 +72,18 @@ class WholeDraws:
         return target
 
 
+def zero_row(weight: DTensor, row: int) -> None:
+    """``weight[row].zero_()``, which on a DTensor that is sharded on dim 0 writes to a gathered copy of the row."""
+    local = compat.local_tensor(weight)
+    if local.is_meta:
+        return
+    rows = torch.zeros(weight.shape[0], dtype=torch.bool, device=local.device)
+    rows[row] = True
+    mask = rows.view(-1, *(1,) * (weight.ndim - 1)).expand(weight.shape)
+    with torch.no_grad():
+        local.masked_fill_(compat.own_part(mask, weight.device_mesh, weight.placements), 0)
+
+
 def _is_partial(tensor: DTensor) -> bool:
     return any(placement.is_partial() for placement in tensor.placements)
 

@@ -122,7 +122,7 @@ def _schedule(binding: Binding) -> str:
         if key.module is None:
             title = "backward"
         else:
-            title = f"forward of {type(key.module).__name__}" + ("" if key.is_grad_enabled else " without gradient")
+            title = f"forward of {key.module._get_name()}" + ("" if key.is_grad_enabled else " without gradient")
         plans.append(format_plan(title, chain.plan, names, chain.depth))
     return "\n".join(plans)
 

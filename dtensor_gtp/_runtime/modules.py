@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch_compat as compat
+from .._dtensor_random import zero_row
 from ..nn.grouped_linear import GroupedLinear, local_part
 from ..ops.compiled import CompiledWeight, materialize
 from ..ops.compiled import embedding as compiled_embedding
@@ -103,6 +104,13 @@ class FlatWeights:
         """RNNBase assigns the list when a parameter changes; it is derived here."""
 
 
+def zero_padding_row(module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """In the place of torch's method, by which ``reset_parameters`` zeros the row of ``padding_idx``."""
+    weight = module._parameters["weight"]
+    if module.padding_idx is not None and isinstance(weight, DTensor):
+        zero_row(weight, module.padding_idx)
+
+
 class TensorParallelRefusal:
     """Answers torch's question whether a module is tensor parallel already.
 
@@ -125,6 +133,7 @@ class GTPManaged:
     """Mixin of every module that holds or contains managed parameters."""
 
     _gtp_original: type[nn.Module]
+    _gtp_prefix: str
 
     @property
     def _distribute_module_applied(self) -> TensorParallelRefusal:
@@ -187,6 +196,12 @@ class GTPManaged:
             f"{type(self).__name__} cannot be pickled or copied after gtp_shard, because it holds process groups. Save "
             "its state_dict() and load it into a module that is built again."
         )
+
+    def _get_name(self) -> str:
+        """What ``repr`` shows. The class itself keeps its name, as there is code that goes by it: transformers writes
+        it into the config of an export, and knows norms and rotary embeddings by it."""
+        original = self._gtp_original.__name__
+        return f"{type(self).__name__.removesuffix(original)}{self._gtp_prefix}{original}"
 
     def extra_repr(self) -> str:
         own: str = super().extra_repr()  # type: ignore[misc]
@@ -369,8 +384,11 @@ def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes:
         body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
         if isinstance(module, nn.RNNBase) and binding.params:
             body["_flat_weights"] = FlatWeights()
-        # A container keeps its name: only modules whose own parameters are sharded, and the root, show it.
-        name = f"GTP{cls.__name__}" if binding.params or mixins else cls.__name__
-        classes[key] = type(name, bases, {**body, "__module__": cls.__module__, "_gtp_original": cls})
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and "weight" in binding.params:
+            body["_fill_padding_idx_with_zero"] = zero_padding_row
+        # Shown by modules whose own parameters are sharded, and by the root, but not by containers.
+        body["_gtp_prefix"] = "GTP" if binding.params or mixins else ""
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_gtp_original": cls}
+        classes[key] = type(cls.__name__, bases, body)
     module.__dict__[_BINDING] = binding
     module.__class__ = classes[key]

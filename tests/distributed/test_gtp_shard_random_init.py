@@ -13,8 +13,14 @@ from dtensor_gtp import GTPShard, gtp_shard
 
 
 def build() -> nn.Module:
+    """Only built, never called; ``padding_idx`` names a row that ``reset_parameters`` zeros."""
     return nn.Sequential(
-        nn.Embedding(33, 16), nn.Linear(16, 21), nn.LayerNorm(21), nn.Conv1d(21, 9, 3), nn.LSTM(9, 7), nn.Linear(7, 3)
+        nn.Embedding(33, 16, padding_idx=20),
+        nn.Linear(16, 21),
+        nn.LayerNorm(21),
+        nn.Conv1d(21, 9, 3),
+        nn.LSTM(9, 7),
+        nn.EmbeddingBag(5, 7, padding_idx=-1),
     )
 
 
