@@ -1,25 +1,34 @@
-"""Models of ``transformers``, built from tiny configs, train, evaluate and generate as in one process.
+"""Models of ``transformers``, built from tiny configs, train, evaluate, generate and export as in one process.
 
 They know nothing of sharding: Conv1D with transposed weights (GPT-2), weights tied between embedding and head, relative
 position tables that one layer lends to the others (T5), stacked experts as 3-D parameters (Mixtral), convolutions and
-raw position parameters (ViT).
+raw position parameters (ViT), a layer class that wraps ``forward`` of its subclasses, ours included, in a checkpoint.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import tempfile
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, check_training
+from common import ALL, GlooTest, assert_same_params, check_training, full
+from runtime_common import assert_idle, num_gathers
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import GTPShard, gtp_shard
 
 VOCABULARY = 35  # not a multiple of the number of ranks
 NUM_TOKENS = 6
@@ -55,10 +64,10 @@ def make_gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**COMMON, **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-def make_llama() -> nn.Module:
+def make_llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**COMMON, **LLAMA))
+    return LlamaForCausalLM(LlamaConfig(**COMMON, **LLAMA, **options))
 
 
 def make_mixtral(implementation: str = "eager") -> nn.Module:
@@ -86,11 +95,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert": make_bert,
     "gpt2": make_gpt2,
     "llama": make_llama,
+    "llama_tied": lambda: make_llama(tie_word_embeddings=True),
     "mixtral": make_mixtral,
     "mixtral_grouped_mm": lambda: make_mixtral("grouped_mm"),
     "t5": make_t5,
     "vit": make_vit,
 }
+TEXT_MODELS = ["bert", "gpt2", "llama", "mixtral", "t5"]
 
 
 def make(name: str) -> nn.Module:
@@ -129,21 +140,215 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.2, momentum=0.9)
 
 
+class LoRA(nn.Module):
+    """A frozen linear layer and the small product that trains in its place."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base
+        options: dict[str, Any] = {"bias": False, "dtype": base.weight.dtype}
+        self.down = nn.Linear(base.in_features, rank, **options)
+        self.up = nn.Linear(rank, base.out_features, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def add_lora(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Freeze ``model``, and put a trainable ``LoRA`` around each linear layer of one of these names."""
+    model.requires_grad_(False)
+    torch.manual_seed(1)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in names:
+                setattr(module, name, LoRA(child))
+
+
+def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(**batch).logits
+    return logits
+
+
+@contextmanager
+def compiled_in_one_graph() -> Iterator[None]:
+    """What is compiled inside of the block is one graph without a break, for layers of one kind share it."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
+    assert graphs == 1, f"{graphs} graphs"
+    assert not breaks, breaks
+
+
 @unittest.skipIf(find_spec("transformers") is None, "needs transformers: pip install 'dtensor-gtp[transformers]'")
 class TestTransformers(GlooTest):
+    def _check_training(
+        self,
+        name: str,
+        prepare: Callable[[Any], object] = lambda model: None,
+        *,
+        reference: nn.Module | None = None,
+        **options: Any,
+    ) -> Any:
+        """Compare with one process; ``prepare`` is done to the sharded model only, before it is sharded."""
+        mesh = self.gtp_mesh()
+
+        def shard(model: nn.Module) -> nn.Module:
+            prepare(model)
+            return gtp_shard(model, mesh, schedule=ALL)
+
+        reference = make(name) if reference is None else reference
+        batch = functools.partial(make_batch, name)
+        if name == "mixtral_grouped_mm":
+            options["tolerance"] = {"rtol": 1e-4, "atol": 1e-5}
+        return check_training(
+            reference, shard, mesh, batch, model_loss, **{"make_optimizer": sgd, "steps": 2, **options}
+        )
+
     @parametrize("name", sorted(MODELS))
     def test_trains(self, name: str) -> None:
+        self._check_training(name)
+
+    @parametrize("name", TEXT_MODELS)
+    def test_trains_with_sdpa(self, name: str) -> None:
+        reference: Any = make(name)
+        reference.set_attn_implementation("sdpa")
+        model = self._check_training(name, reference=reference, steps=1)
+        self.assertEqual(model.config._attn_implementation, "sdpa")
+
+    @parametrize("name", TEXT_MODELS)
+    @parametrize("use_reentrant", [False, True])
+    def test_gradient_checkpointing(self, name: str, use_reentrant: bool) -> None:
+        """The reference trains without, so that recomputation is seen to change nothing."""
+
+        def prepare(model: Any) -> None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+
+        model = self._check_training(name, prepare)
+        self.assertTrue(model.is_gradient_checkpointing)
+        assert_idle(model)
+
+    def test_gradient_checkpointing_gathers_each_layer_three_times(self) -> None:
+        """Forward, recomputation, backward: of the layers, but not of the embedding and the head around them."""
+        for use_reentrant in (False, True):
+            model: Any = gtp_shard(make("llama"), self.gtp_mesh(), schedule=ALL)
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            batch = make_batch("llama", torch.Generator().manual_seed(self.rank))
+            for _ in range(2):
+                before = num_gathers(model)
+                model_loss(model, batch).backward()
+            counts = {name: count - before[name] for name, count in num_gathers(model).items()}
+            self.assertEqual(counts.pop("model.embed_tokens.weight"), 1)
+            self.assertEqual(counts.pop("lm_head.weight"), 1)  # kept at the turning point
+            self.assertEqual(set(counts.values()), {3}, counts)
+
+    def test_dropout_draws_what_one_process_draws(self) -> None:
+        """Also in the recomputation: with one seed and one batch the masks are the same."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        reference: Any = GPT2LMHeadModel(GPT2Config(**COMMON, n_positions=32, n_embd=16, n_layer=2, n_head=2))
+        reference.double().train()
+        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = make_batch("gpt2", torch.Generator().manual_seed(0))
+        for module in (reference, model):
+            torch.manual_seed(1)
+            model_loss(module, batch).backward()
+        assert_same_params(model, reference, "grad")
+
+    def test_trains_with_padding(self) -> None:
+        """With ``num_items_in_batch`` the loss is a sum over tokens, of which ranks may have unequally many."""
         mesh = self.gtp_mesh()
-        check_training(
-            make(name),
-            lambda model: gtp_shard(model, mesh, schedule=ALL),
-            mesh,
-            lambda generator: make_batch(name, generator),
-            model_loss,
-            make_optimizer=sgd,
-            steps=2,
-            tolerance={"rtol": 1e-4, "atol": 1e-5} if name == "mixtral_grouped_mm" else None,
-        )
+
+        def batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+            tokens = make_batch("llama", generator)
+            lengths = torch.tensor([6, 6, 5, 2, 3, 4, 6, 2])
+            is_padding = torch.arange(NUM_TOKENS) >= lengths[:, None]
+            tokens["attention_mask"] = (~is_padding).long()
+            tokens["labels"] = tokens["labels"].masked_fill(is_padding, -100)
+            return {**tokens, "items_per_row": (lengths - 1).sum().div(8).repeat(8)}
+
+        def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            items = batch["items_per_row"].sum()  # gradients are averaged: a rank's share of all items
+            rest = {name: value for name, value in batch.items() if name != "items_per_row"}
+            result: torch.Tensor = model(**rest, num_items_in_batch=items).loss
+            return result
+
+        shard = functools.partial(gtp_shard, mesh=mesh, schedule=ALL)
+        check_training(make("llama"), shard, mesh, batch, loss, make_optimizer=sgd, steps=2)
+
+    @parametrize("use_reentrant", [None, False, True])
+    def test_lora(self, use_reentrant: bool | None) -> None:
+        """A frozen base, whose weights are sharded and gathered but get no gradient; with checkpointing or without."""
+        reference: Any = make("llama")
+        add_lora(reference, ("q_proj", "v_proj", "down_proj"))
+        frozen = {name: p.detach().clone() for name, p in reference.named_parameters() if not p.requires_grad}
+
+        def prepare(model: Any) -> None:
+            if use_reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+                model.enable_input_require_grads()  # a checkpoint of either kind starts at an input with a gradient
+
+        model = self._check_training("llama", prepare, reference=reference)
+        params = dict(model.named_parameters())
+        self.assertEqual({name: full(params[name]) for name in frozen}, frozen)
+        self.assertTrue(all(isinstance(params[name], DTensor) for name in frozen))
+        assert_idle(model)
+
+    @parametrize("use_reentrant", [None, False])
+    def test_compiled_layers(self, use_reentrant: bool | None) -> None:
+        def prepare(model: Any) -> None:
+            if use_reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.config.use_cache = False  # else each layer writes to a cache, at its own index: one graph a layer
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
+
+        with compiled_in_one_graph():
+            self._check_training("llama", prepare)
+
+    @parametrize("name", ["llama", "llama_tied"])
+    def test_tensor_parallel(self, name: str) -> None:
+        """The plan is that of the config: heads and the hidden dim of the MLP are cut by tp, then again by gtp."""
+        root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+        def shard(model: Any) -> nn.Module:
+            plan = {f"model.{name}": styles[style]() for name, style in model.config.base_model_tp_plan.items()}
+            parallelize_module(model, root["tp"], plan)
+            return gtp_shard(model, root["gtp"], schedule=ALL)
+
+        batch = functools.partial(make_batch, name)
+        model: Any = check_training(make(name), shard, root["gtp"], batch, model_loss, make_optimizer=sgd, steps=2)
+        attention = model.model.layers[0].self_attn
+        self.assertEqual(attention.q_proj.weight.placements, (Shard(0), GTPShard(0)))
+        self.assertEqual(attention.o_proj.weight.placements, (Shard(1), GTPShard(0)))
+        self.assertEqual(model.model.embed_tokens.weight.device_mesh.mesh_dim_names, ("gtp",))
+
+    @parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+    def test_experts_without_tokens(self, implementation: str) -> None:
+        """The weights of all experts of a layer are two parameters: a rank that has tokens for two experts gathers
+        them as often, and in the same order, as one that has tokens for all. So no empty input is needed to keep the
+        ranks in step, unlike with a list of modules of which each rank calls those that it has tokens for."""
+        model: Any = make_mixtral(implementation)
+        reference = copy.deepcopy(model)
+        gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+        batch = make_batch("mixtral", torch.Generator().manual_seed(0))
+        rows = slice(2 * self.rank, 2 * self.rank + 2)
+        chosen: set[int] = set()
+        routers = [layer.mlp.gate for layer in model.model.layers]
+        for router in routers:
+            router.register_forward_hook(lambda module, args, output: chosen.update(output[2].flatten().tolist()))
+        model_loss(reference, batch).backward()
+        model_loss(model, {name: value[rows] for name, value in batch.items()}).backward()
+        assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+        experts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(experts, (len(chosen), num_gathers(model)))
+        self.assertEqual(len({str(gathers) for _, gathers in experts}), 1, experts)
+        self.assertGreater(len({num_chosen for num_chosen, _ in experts}), 1, experts)
 
     @parametrize("name", sorted(MODELS))
     def test_evaluates(self, name: str) -> None:
@@ -156,21 +361,46 @@ class TestTransformers(GlooTest):
         self.assertEqual(result.loss, expected.loss)
         self.assertEqual(type(result), type(expected))
 
-    @parametrize("name", ["gpt2", "llama", "t5"])
+    @parametrize("name", ["gpt2", "llama", "llama_tied", "mixtral", "t5"])
     def test_generates(self, name: str) -> None:
-        """Ranks have prompts of their own, but take equally many steps: each step is collective."""
-        reference = make(name).eval()
-        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+        """Greedily and by beam search, from a cache. Ranks have prompts of their own, but take equally many steps: each
+        step is collective."""
+        reference: Any = make(name).eval()
+        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         tokens = make_batch(name, torch.Generator().manual_seed(self.rank))["input_ids"][:2]
         options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False}
         for beams in (1, 2):
             steps = {"max_new_tokens": 7, "min_new_tokens": 7, "num_beams": beams}
             self.assertEqual(model.generate(tokens, **options, **steps), reference.generate(tokens, **options, **steps))
+        assert_idle(model)
+
+    def test_generates_from_a_static_cache_with_sdpa(self) -> None:
+        reference: Any = make("llama").eval()
+        reference.set_attn_implementation("sdpa")
+        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+        tokens = make_batch("llama", torch.Generator().manual_seed(self.rank))["input_ids"][:2]
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False}
+        steps = {"max_new_tokens": 5, "min_new_tokens": 5, "cache_implementation": "static"}
+        self.assertEqual(model.generate(tokens, **options, **steps), reference.generate(tokens, **options, **steps))
+
+    def test_generates_between_training_steps(self) -> None:
+        """With the weights of the last step, and without trace in the next one."""
+        reference: Any = make("gpt2")
+        tokens = make_batch("gpt2", torch.Generator().manual_seed(7))["input_ids"][:2]
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False}
+
+        def generate(model: Any, step: int) -> None:
+            sequences = [module.eval().generate(tokens, **options, max_new_tokens=5) for module in (reference, model)]
+            self.assertEqual(*sequences)
+            for module in (reference, model):
+                module.train()
+
+        self._check_training("gpt2", reference=reference, steps=3, between=generate)
 
     def test_generates_until_all_ranks_have_ended(self) -> None:
         """``synced_gpus`` is how transformers lets ranks that are done go on with the others."""
-        reference = make("llama").eval()
-        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+        reference: Any = make("llama").eval()
+        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         tokens = make_batch("llama", torch.Generator().manual_seed(self.rank))["input_ids"][:1]
         options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "max_new_tokens": 9}
         free = reference.generate(tokens, **options, min_new_tokens=9)
@@ -178,16 +408,55 @@ class TestTransformers(GlooTest):
         expected = reference.generate(tokens, **options, eos_token_id=end)
         self.assertEqual(model.generate(tokens, **options, eos_token_id=end, synced_gpus=True), expected)
 
-    def test_gradient_checkpointing(self) -> None:
-        mesh = self.gtp_mesh()
-        for use_reentrant in (False, True):
+    @parametrize("name", TEXT_MODELS)
+    def test_exports(self, name: str) -> None:
+        """After a step, to an unsharded model: by a full state dict, and by the folder that ``save_pretrained`` makes
+        of it."""
+        model: Any = gtp_shard(make(name), self.gtp_mesh(), schedule=ALL)
+        batch = make_batch(name, torch.Generator().manual_seed(0))
+        model_loss(model, batch).backward()
+        sgd(list(model.parameters())).step()
+        expected = logits_of(model, batch)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if self.rank > 0:  # only rank 0 has it
+            self.assertEqual(state, {})
+            return
+        whole = make(name)
+        self.assertNotEqual(logits_of(whole, batch), expected)
+        whole.load_state_dict(state)
+        self.assertEqual(logits_of(whole, batch), expected)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder, state_dict=state)
+            loaded = type(whole).from_pretrained(folder, attn_implementation="eager")
+        self.assertEqual(loaded.config.architectures, [type(whole).__name__])
+        if name == "mixtral":
+            loaded.set_experts_implementation("eager")  # the default takes no float64
+        self.assertEqual(logits_of(loaded, batch), expected)
 
-            def shard(model: nn.Module, use_reentrant: bool = use_reentrant) -> nn.Module:
-                model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-                return gtp_shard(model, mesh, schedule=ALL)
-
-            batch = functools.partial(make_batch, "llama")
-            check_training(make("llama"), shard, mesh, batch, model_loss, make_optimizer=sgd, steps=2)
+    @parametrize("name", ["gpt2", "llama_tied"])
+    def test_starts_on_the_meta_device(self, name: str) -> None:
+        """Initialized by transformers after sharding, to the bits that an unsharded model gets; then it loads what
+        rank 0 has."""
+        models: list[Any] = []
+        for is_sharded in (False, True):
+            with torch.device("meta"):
+                models.append(MODELS[name]())
+            if is_sharded:
+                gtp_shard(models[-1], self.gtp_mesh(), schedule=ALL)
+            models[-1].to_empty(device="cpu")
+            models[-1].tie_weights()
+            torch.manual_seed(0)
+            models[-1].initialize_weights()
+        reference, model = models
+        # transformers zeros the row of padding by writing to weight[padding_idx], which of a DTensor is a copy.
+        model.get_input_embeddings()._fill_padding_idx_with_zero()
+        assert_same_params(model, reference, rtol=0.0, atol=0.0)
+        self.assertEqual(dict(model.named_buffers()), dict(reference.named_buffers()))
+        trained = make(name).float()
+        state = trained.state_dict() if self.rank == 0 else {}
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        batch = make_batch(name, torch.Generator().manual_seed(self.rank))
+        self.assertEqual(logits_of(model, batch), logits_of(trained, batch))
 
 
 instantiate_parametrized_tests(TestTransformers)
