@@ -48,6 +48,14 @@ class Place:
         if self.rank == 0:
             print(*values, flush=True)
 
+    def mean_over_ranks(self, value: torch.Tensor) -> float:
+        """The mean of a scalar of which each rank has one, and which it gives up.
+
+        Where all ranks have as many rows, the mean of their means is the mean over the global batch.
+        """
+        dist.all_reduce(value)
+        return value.item() / self.world_size
+
 
 def start() -> Place:
     """Chooses the device and joins the default process group (NCCL with GPUs, gloo without).

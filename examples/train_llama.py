@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
@@ -274,13 +273,8 @@ class Trainer:
         logits = self.model(batch.inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
 
-    def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """All ranks have as many rows, so that the mean of their means is the mean over the global batch."""
-        dist.all_reduce(value)
-        return value.item() / self.place.world_size
-
     def log(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        mean_loss = self.mean_over_ranks(loss.clone())
+        mean_loss = self.place.mean_over_ranks(loss.clone())
         if not math.isfinite(mean_loss):
             raise FloatingPointError(f"the loss of step {self.step} is {mean_loss}; try a smaller --lr.")
         self.losses.append((self.step, mean_loss))
@@ -296,7 +290,7 @@ class Trainer:
         self.model.eval()
         losses = [self.loss(self.held_out_batches(index)) for index in range(self.preset.eval_batches)]
         self.model.train()
-        self.validation_losses.append((self.step, self.mean_over_ranks(torch.stack(losses).mean())))
+        self.validation_losses.append((self.step, self.place.mean_over_ranks(torch.stack(losses).mean())))
         self.place.print_once(
             f"step {self.step:>4}/{self.preset.steps}  validation loss {self.validation_losses[-1][1]:.4f}"
         )
