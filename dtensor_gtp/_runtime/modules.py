@@ -52,8 +52,31 @@ class Binding:
             if isinstance(param, ShardedWeight)
         }
         # Whether the forward of this module reads sharded weights as attributes: known for owners whose forward is not
-        # fused, learned in the first forward for modules that read another module's weights.
-        self.reads_weights = False
+        # fused; learned in the first forward (None before it) for modules that read another module's weights.
+        self._reads_weights: bool | None = None
+        # The pass in which a forward read weights that had not done so before.
+        self._learned_in: int | None = None
+
+    def know_reads(self) -> None:
+        """The forward of this module reads sharded weights of its own."""
+        self._reads_weights = True
+
+    def may_read_weights(self, num_passes: int) -> bool:
+        """Whether saved tensors of a forward in pass ``num_passes`` need hooks.
+
+        The answer changes between passes only: a recomputation (activation checkpointing) must save as many tensors
+        in the same way as its forward did.
+        """
+        if self._learned_in is not None and num_passes != self._learned_in:
+            self._reads_weights, self._learned_in = True, None
+        return self._reads_weights is not False
+
+    def learn_reads(self, reads_weights: bool, num_passes: int) -> None:
+        """After a complete forward in pass ``num_passes``."""
+        if self._reads_weights is None:
+            self._reads_weights = reads_weights
+        elif reads_weights and not self._reads_weights and self._learned_in is None:
+            self._learned_in = num_passes
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -222,7 +245,7 @@ class GTPFrame(GTPManaged):
         group, runtime = binding.group, binding.group.runtime
         if not group.is_checked:
             _refuse_added_params(group)
-        frame = runtime.enter(module, hooks=binding.reads_weights)
+        frame = runtime.enter(module, binding.may_read_weights)
         is_complete = False
         try:
             if group.module is module:
@@ -231,8 +254,8 @@ class GTPFrame(GTPManaged):
             if group.module is module:
                 output = group.cast_outputs(output)
             is_complete = True
+            binding.learn_reads(frame.reads_weights, runtime.num_passes)
         finally:
-            binding.reads_weights |= frame.reads_weights
             runtime.exit(frame, is_complete)
         if not runtime.is_materializing and torch.is_grad_enabled():
             _watch_backward(output, runtime.note_backward)
@@ -328,7 +351,7 @@ def _in_frame(module: Any, mixin: Any, *args: torch.Tensor | None) -> torch.Tens
     """The stock forward below ``mixin``, reading the weight as an attribute in a frame of its own."""
     binding = binding_of(module)
     assert binding is not None
-    frame = binding.group.runtime.enter(module, hooks=True)
+    frame = binding.group.runtime.enter(module, lambda num_passes: True)
     is_complete = False
     try:
         output: torch.Tensor = super(mixin, module).forward(*args)
@@ -376,7 +399,8 @@ def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes:
         classes: Subclasses made so far in this call; modules of one class share one.
     """
     fused = is_fusible(module, binding.params)
-    binding.reads_weights = fused is None and any(isinstance(p, ShardedWeight) for p in binding.params.values())
+    if fused is None and any(isinstance(p, ShardedWeight) for p in binding.params.values()):
+        binding.know_reads()
     cls = type(module)
     bases = (*mixins, *((fused,) if fused else ()), GTPManaged if fused and not mixins else GTPFrame, cls)
     key = (*bases, *binding.params)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
@@ -27,6 +26,7 @@ from . import collectives
 from .comm_context import CommContext, Done
 from .debug import DebugFlags, profiler_range
 from .gradients import Gradients
+from .optimizer_steps import optimizer_steps
 from .param import Gathered, ManagedParam, ShardedWeight, WholeParam
 from .saved import SavedWeights
 from .schedule import Chain
@@ -80,6 +80,7 @@ class Runtime:
         self.whole: list[WholeParam] = []
         self.chains: dict[ChainKey, Chain] = {}
         self.is_last_backward = True
+        self.num_passes = 0  # outermost forwards; a recomputation belongs to the pass before it
         self._frames: list[Frame] = []
         self._forward_chain: Chain | None = None
         self._differentiable_chain: Chain | None = None
@@ -89,25 +90,15 @@ class Runtime:
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
-        self._watch_optimizers()
+        optimizer_steps().tell(self)
 
-    def _watch_optimizers(self) -> None:
-        """Count optimizer steps, of which fused and foreach ones leave no trace in the tensors they write to."""
-        this = weakref.ref(self)
-
-        def note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            runtime = this()
-            if runtime is None:
-                return
-            updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for weight in runtime.weights:
-                weight.num_updates += id(weight.param) in updated
-            for param in runtime.whole:
-                if id(param.param) in updated:
-                    torch.autograd.graph.increment_version(param.leaf)
-
-        hook = register_optimizer_step_post_hook(torch.compiler.disable(note_step))
-        weakref.finalize(self, hook.remove)
+    def note_step(self, updated: set[int]) -> None:
+        """An optimizer has written to the parameters with these ids."""
+        for weight in self.weights:
+            weight.num_updates += id(weight.param) in updated
+        for param in self.whole:
+            if id(param.param) in updated:
+                torch.autograd.graph.increment_version(param.leaf)
 
     def add(self, params: Iterable[ManagedParam]) -> None:
         """Take over parameters, also those of a nested ``gtp_shard`` call that had a runtime of its own."""
@@ -135,13 +126,16 @@ class Runtime:
         """Whether a parameter read as a module attribute is the full weight: in a forward, and in backward."""
         return bool(self._frames) or compat.current_graph_task_id() != -1
 
-    def enter(self, module: nn.Module, hooks: bool) -> Frame:
-        """A forward of ``module`` begins; with ``hooks``, what it saves of full weights is replaced by handles."""
+    def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool]) -> Frame:
+        """A forward of ``module`` begins.
+
+        If it ``needs_hooks``, asked with the number of the pass, what it saves of full weights is replaced by handles.
+        """
         frame = Frame()
         if not self._frames and compat.current_graph_task_id() == -1:
             self._begin_forward(module)
         self._frames.append(frame)
-        if hooks and torch.is_grad_enabled() and compat.saved_tensors_hooks_enabled():
+        if torch.is_grad_enabled() and needs_hooks(self.num_passes) and compat.saved_tensors_hooks_enabled():
             frame.saved = SavedWeights(self)
             frame.saved.push()
         return frame
@@ -173,6 +167,7 @@ class Runtime:
             # The last backward raised before its end: its prefetches and gradients are void.
             self._abandon_backward()
         self._ensure_initialized()
+        self.num_passes += 1
         self._end_keeps()
         for param in self.params:
             param.begin_forward()

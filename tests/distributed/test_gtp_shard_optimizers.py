@@ -7,6 +7,7 @@ into an optimizer would show in the norms and the updates (R7).
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterable
 from itertools import product
@@ -16,11 +17,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import adamw, local, make, make_sharded, shard, tokens_of_step, train
-from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, check_training, fake_world, full, rows_of_rank
 from runtime_common import counted
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
@@ -341,6 +343,25 @@ class TestOptimizers(GlooTest):
         model = make_sharded(0, self.gtp_mesh())
         with self.assertRaisesRegex(ValueError, "Muon only supports 2D parameters"):
             Muon(model.parameters())
+
+
+def test_a_model_that_is_collected_during_a_step_does_not_break_it() -> None:
+    """torch goes through its hooks one by one: none of ours may leave the list because its model has died."""
+    with fake_world():
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        kept = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([kept], lr=1.0)
+        kept.grad = torch.ones(1)
+        handle = register_optimizer_step_post_hook(lambda *unused: gc.collect())
+        gc.disable()
+        try:
+            for _ in range(3):
+                gtp_shard(nn.Linear(8, 8), mesh, schedule=ALL)
+            optimizer.step()
+        finally:
+            gc.enable()
+            handle.remove()
+        assert kept.item() == 0
 
 
 if __name__ == "__main__":
