@@ -1,0 +1,102 @@
+"""Random models under random compositions train as one process does; what a long run found is kept here by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import fuzz
+import pytest
+from common import GlooTest
+from fuzz import Draw, Layer, Span, draw_of, problem_of, show
+from fuzz_cli import describe
+from fuzz_run import Meshes, Outcome, rounds, run_round
+from fuzz_shrink import kind_of, shrink
+from torch.testing._internal.common_utils import run_tests
+
+# What CI draws, and what a soak run draws after it.
+SEEDS = range(300)
+SOAK_SEEDS = range(1000, 6000)
+
+
+class TestFuzz(GlooTest):
+    timeout = timedelta(seconds=60)
+    meshes: Any = None
+
+    def _meshes(self) -> Meshes:
+        cls = type(self)
+        if cls.meshes is None:
+            cls.meshes = Meshes()
+        meshes: Meshes = cls.meshes
+        return meshes
+
+    def _check(self, draws: Iterable[Draw]) -> None:
+        """Run all of them, unless one leaves the ranks in disorder, and report those that failed, on all ranks."""
+        failed: list[Outcome] = []
+        for some in rounds(draws, self.world_size):
+            failed += [outcome for outcome in run_round(some, self._meshes()) if outcome.failures]
+            if any(outcome.is_raised for outcome in failed):
+                break
+        if failed:
+            how = "python tests/distributed/fuzz.py --seed SEED shrinks a draw, see docs/contributing.md"
+            self.fail("\n\n".join((how, *map(describe, failed[:5]))))
+
+    def test_draws(self) -> None:
+        self._check(map(draw_of, SEEDS))
+
+    @pytest.mark.soak
+    def test_many_draws(self) -> None:
+        self._check(map(draw_of, SOAK_SEEDS))
+
+    # --- what it found, shrunk ----------------------------------------------------------------------------------------
+
+    def test_seed_33_weights_of_a_child_under_checkpointing_in_the_first_step(self) -> None:
+        """Which modules read the weights of others was learned in the first forward, so that its recomputation saved
+        fewer tensors than it."""
+        self._check([Draw(layers=(Layer("list"),), spans=(Span(0, 1, "nonreentrant"),), width=5, steps=1)])
+
+    def test_seed_1066_fully_shard_on_a_linear_layer(self) -> None:
+        """Such a layer opens no frame, and nobody completed its gradient before ``fully_shard`` read it."""
+        draw = Draw(needs_input_grad=True, uses_dp=True, outer_units=True)
+        self._check([draw, replace(draw, axes=(2, 1, 1, 1)), replace(draw, axes=(2, 1, 2, 1), nested_axes=(1, 2))])
+
+
+# --- the fuzzer itself ------------------------------------------------------------------------------------------------
+
+
+def test_a_draw_prints_as_what_makes_it() -> None:
+    for seed in range(200):
+        draw = draw_of(seed)
+        assert eval(show(draw), dict(vars(fuzz))) == draw
+        assert draw == draw_of(seed)
+        assert not problem_of(draw)
+
+
+def test_a_failing_draw_is_shrunk_to_what_makes_it_fail() -> None:
+    def fails(draw: Draw) -> bool:
+        return any(layer.residual for layer in draw.layers) and draw.prefetch_depth > 2
+
+    seed = next(seed for seed in range(1000) if fails(draw_of(seed)) and len(draw_of(seed).layers) > 2)
+    draw = shrink(draw_of(seed), fails, lambda _: None)
+    assert draw.prefetch_depth == draw_of(seed).prefetch_depth
+    assert draw == Draw(
+        seed=seed,
+        layers=(Layer(draw.layers[0].kind, residual=True),),
+        width=draw.width,
+        prefetch_depth=draw.prefetch_depth,
+        steps=1,
+    )
+
+
+def test_what_stays_the_same_while_a_draw_shrinks() -> None:
+    raised = "Traceback (most recent call last):\n  File ...\nValueError: gtp_shard expects\n"
+    waited = "Traceback (most recent call last):\n  File ...\nRuntimeError: Timed out waiting 20000ms\n"
+    assert kind_of(Outcome(Draw(), {}, False)) == ""
+    assert kind_of(Outcome(Draw(), {1: "grad of w: off by 1 of 1"}, False)) == "difference"
+    assert kind_of(Outcome(Draw(), {0: waited, 1: raised}, True)) == "ValueError: gtp_shard expects"
+
+
+if __name__ == "__main__":
+    run_tests()
