@@ -340,6 +340,25 @@ def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
     return [(info.module, info.param_name) for info in infos]
 
 
+@contextmanager
+def empty_grads_set_aside(group: Any) -> Iterator[None]:
+    """Around the post-backward of a parameter group: it cannot reduce gradients without elements.
+
+    They are not reduced; all ranks of its mesh, whose shards are alike, leave out the same ones. The sharded parameter
+    gets one all the same, so that all ranks of the other axes have a gradient of the same parameters.
+    """
+    empty = []
+    for param in group.fsdp_params:
+        unsharded: Any = getattr(param, "_unsharded_param", None)
+        grad = None if unsharded is None else unsharded.grad
+        if isinstance(grad, DTensor) and not local_tensor(grad).numel():
+            unsharded.grad = None
+            empty.append(param)
+    yield
+    for param in empty:
+        param.sharded_param.grad = param.to_sharded_dtensor(torch.zeros_like(local_tensor(param.sharded_param)))
+
+
 def fully_shard_params() -> list[torch.Tensor]:
     """What all ``fully_shard`` and ``replicate`` calls of this process have registered as sharded parameters."""
     states = [ref() for ref in list(composable_state._module_state_mapping.values())]
@@ -456,6 +475,7 @@ __all__ = [
     "current_graph_task_id",
     "distribute_tensor_modules",
     "dtensor_spec",
+    "empty_grads_set_aside",
     "flatten_mesh",
     "fully_shard_group_class",
     "fully_shard_params",

@@ -57,7 +57,8 @@ def install() -> None:
     def post_backward(group: Any, *unused: Any) -> None:
         for runtime, managed in _by_runtime(group).items():
             runtime.publish(managed)
-        stock_post_backward(group, *unused)
+        with compat.empty_grads_set_aside(group):
+            stock_post_backward(group, *unused)
 
     @functools.wraps(stock_to_sharded)
     def to_sharded(group: Any) -> None:

@@ -267,14 +267,13 @@ def _problem_of_whole(draw: Draw) -> str:
 
 def _problem_beside_fully_shard(draw: Draw) -> str:
     if any(layer.placement == "block" for layer in draw.layers):
-        return "fully_shard over blocks is refused"
+        return "fully_shard over blocks is refused, where they are not torch's chunks"
     if draw.retains_graph or draw.unshards or draw.unsynced or not draw.reshard_after_backward:
         return "fully_shard has switches of its own"
     if draw.divides_by:
         return "fully_shard divides, too"
-    has_one_row = any(layer.out == 1 or layer.kind == "conv2d" for layer in draw.layers)
-    if draw.axes[2] > 2 or (draw.axes[2] == 2 and has_one_row):
-        return "fully_shard reduces no gradient without rows"
+    if draw.hsdp and any(layer.tp for layer in draw.layers):
+        return "fully_shard takes parameters of two axes at most"
     if not draw.outer_reshard and any(layer.unfrozen_at for layer in draw.layers):
         return "fully_shard leaves parameters registered that requires_grad_ does not reach the sharded ones through"
     return ""

@@ -311,9 +311,11 @@ def _tolerance(draw: Draw) -> float:
 def _difference(
     draw: Draw, what: str, actual: torch.Tensor, expected: torch.Tensor, scale: float | None = None
 ) -> Iterator[str]:
+    if not actual.numel() and not expected.numel():
+        return  # fully_shard gives (0, 0) to its part of a shard of shape (3, 0)
     if actual.shape != expected.shape:
         yield f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    elif expected.numel():
+    else:
         wide = expected.detach().double()
         off = float((actual.detach().double() - wide).abs().max())
         own = float(wide.abs().max())
