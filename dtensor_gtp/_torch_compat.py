@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import Variable
 from torch.distributed import _composable_state as composable_state
 from torch.distributed import distributed_c10d
@@ -427,6 +428,19 @@ def named_group(ranks: list[int], name: str, desc: str) -> dist.ProcessGroup:
         return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
 
 
+def leave_process_groups() -> None:
+    """Destroy all process groups of this process, some of whose ranks may be gone.
+
+    DTensor keeps results of its planner by mesh, and meshes of equal ranks are equal: an operation on a mesh that is
+    made later would be given one whose groups are no more. So they are forgotten.
+    """
+    dist.destroy_process_group()
+    op_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    redistribute_module._gen_transform_infos.cache_clear()
+    redistribute_module.clear_redistribute_planner_cache()
+
+
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The live process group of that name."""
     return _resolve_process_group(cast("Any", name))
@@ -463,7 +477,9 @@ __all__ = [
     "FullyShardCut",
     "OpSchema",
     "OutputSharding",
+    "PrefixStore",
     "Propagate",
+    "Store",
     "StridedShard",
     "TensorMeta",
     "agreed_name",
@@ -484,6 +500,7 @@ __all__ = [
     "is_profiling",
     "is_real_rank",
     "is_replicated_by_ddp",
+    "leave_process_groups",
     "local_shape_and_offset",
     "local_tensor",
     "localizing_module",

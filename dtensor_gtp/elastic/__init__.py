@@ -17,6 +17,7 @@ from .plan import (
     segments_of,
 )
 from .recovery import HeldState, hold_state, recover_state
+from .regroup import Survivors, regroup
 from .replicas import BatchShare, Replica, ReplicaLayout, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
 from .transfer import Move, plan_moves
@@ -35,6 +36,7 @@ __all__ = [
     "ReplicaSavePlanner",
     "ReplicaSync",
     "Segment",
+    "Survivors",
     "SyncPlan",
     "WeightSpec",
     "box_of_rank",
@@ -47,6 +49,7 @@ __all__ = [
     "plan_replicas",
     "plan_sync",
     "recover_state",
+    "regroup",
     "replicas_of",
     "segments_of",
     "synchronize_replicas",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from expecttest import TestCase
@@ -339,3 +341,9 @@ class TestMemory(TestCase):
             r"18\.0 MiB, activations 0 B\), and has 100\.0 MiB",
         ):
             check_memory(layout, weights, MemoryModel(budget=100 << 20))
+
+
+class TestPicture(TestCase):
+    def test_the_picture_in_the_docs_is_that_of_the_plan(self) -> None:
+        script = Path(__file__).parents[2] / "docs" / "images" / "segments.py"
+        self.assertEqual(runpy.run_path(str(script))["draw"](), script.with_suffix(".svg").read_text())
