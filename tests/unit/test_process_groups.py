@@ -51,7 +51,10 @@ NEED_A_GROUP = {
     "send",
 }
 # The one place that makes meshes, of the whole world where nobody has made one; it communicates over none of them.
-MAKES_MESHES = {"mesh.py": ("init_device_mesh", "init_process_group", "get_world_size", "get_backend")}
+MAKES_MESHES = {
+    "mesh.py": ("init_device_mesh", "init_process_group", "get_world_size", "get_backend"),
+    "elastic/regroup.py": ("init_process_group", "get_backend"),
+}
 GROUP_IS_FIRST = {"get_backend", "get_group_rank", "get_process_group_ranks", "get_world_size"}
 
 
