@@ -423,9 +423,18 @@ def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> 
 
 def named_group(ranks: list[int], name: str, desc: str) -> dist.ProcessGroup:
     """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and over nobody
-    else."""
-    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
-        return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
+    else.
+
+    Where the default group is bound to a device, torch would split its communicator, which waits for all of its ranks:
+    so it is made to look unbound, and the new group connects at its first collective.
+    """
+    default = distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+            return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
+    finally:
+        default.bound_device_id = device
 
 
 def leave_process_groups() -> None:

@@ -94,13 +94,14 @@ class CheckpointDir:
         except FileNotFoundError:
             return None
 
-    def save(self, step: int, state: Stateful, run: dict[str, Any]) -> None:
+    def save(self, step: int, state: Stateful, run: dict[str, Any], planner: dcp.SavePlanner | None = None) -> None:
         """Writes a checkpoint and, once it is complete, makes it the latest one.
 
         Args:
             step: number of finished steps, which names the checkpoint.
             state: what to save.
             run: JSON-serializable facts that :meth:`read_run` gives back.
+            planner: says which rank writes what; DCP's own by default.
         """
         partial = self.path / f"step-{step}.tmp"
         if self._place.rank == 0:
@@ -108,7 +109,7 @@ class CheckpointDir:
             for leftover in self.path.glob("step-*.tmp"):
                 shutil.rmtree(leftover)
         dist.barrier()  # nobody writes into a leftover that rank 0 is removing
-        dcp.save({"train": state}, checkpoint_id=partial)
+        dcp.save({"train": state}, checkpoint_id=partial, planner=planner)
         # dcp.save returns on rank 0 after every rank has flushed its files and the metadata is written.
         if self._place.rank == 0:
             _write_durably(partial / _RUN_FILE, json.dumps({"step": step, **run}, indent=2))

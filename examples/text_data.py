@@ -73,16 +73,25 @@ class TextBatches:
         batch_size: windows in a global batch, over all ranks.
         seed: seed of the order in which the windows are read.
         rank: this process's place among ``world_size``.
-        world_size: number of processes that share a global batch; divides ``batch_size``.
+        world_size: number of processes that share a global batch; divides ``batch_size`` unless ``rows`` is given.
+        rows: this process's rows of a global batch, where processes have unequal numbers of them.
 
     Raises:
         ValueError: if the batch does not divide over the ranks, or the text is shorter than one global batch.
     """
 
     def __init__(
-        self, text: torch.Tensor, *, seq_len: int, batch_size: int, seed: int, rank: int, world_size: int
+        self,
+        text: torch.Tensor,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        rows: slice | None = None,
     ) -> None:
-        if batch_size % world_size:
+        if rows is None and batch_size % world_size:
             below = batch_size // world_size * world_size
             fitting = [size for size in (below, below + world_size) if size > 0]
             raise ValueError(
@@ -93,7 +102,7 @@ class TextBatches:
         self._seq_len = seq_len
         self._batch_size = batch_size
         self._seed = seed
-        self._rows = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
+        self._rows = rows or slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self._num_windows = (text.numel() - 1) // seq_len
         self._epoch_order = (-1, torch.empty(0, dtype=torch.int64))
         if self._num_windows < batch_size:

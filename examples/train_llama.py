@@ -6,6 +6,11 @@ needs no argument, no download and no GPU: the text is the source code of Python
 small model trains for about a minute on gloo; with one GPU per process a larger one trains in bf16 on NCCL, by the same
 code. ``python examples/train_llama.py`` runs it in a single process. ``--resume`` continues from the last complete
 checkpoint on any number of processes, with the same data order; on as many processes as before, bit for bit.
+
+    torchrun --max-restarts 3 --nproc-per-node 7 examples/train_llama.py --elastic 4
+
+trains replicas of four processes, the last of which has three, and resumes by itself where there is a checkpoint: when
+torchrun starts the job again after a failure, on as many processes as are left, it goes on.
 """
 
 import argparse
@@ -24,10 +29,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from checkpoints import CheckpointDir, TrainState, check_requirements, check_same_run
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, elastic, gtp_shard, sharding_report
 from launch import Place, UsageError, run, start
 from llama import Llama, LlamaConfig
 from text_data import VOCAB_SIZE, Batch, Corpus, TextBatches, load_corpus
@@ -81,6 +87,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--lr", type=float, help="peak learning rate (default: the preset's)")
     add("--prefetch-depth", type=int, default=2, help="weights gathered ahead of use")
     add("--replicate", type=int, default=1, help="copies of the sharded model: the mesh becomes (replicate, gtp)")
+    add("--elastic", type=int, metavar="N", help="replicas of N processes, the last one of what is left; auto-resume")
     add("--checkpoint-dir", type=Path, default=Path("checkpoints/train_llama"), help="shared by all hosts")
     add("--checkpoint-every", type=int, help="steps between checkpoints, 0 for none (default: the preset's)")
     add("--resume", action="store_true", help="continue from the last complete checkpoint in --checkpoint-dir")
@@ -117,6 +124,15 @@ def build_mesh(place: Place, replicate: int) -> DeviceMesh:
         return init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("gtp",))
     shape = (replicate, place.world_size // replicate)
     return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "gtp"))
+
+
+def build_replicas(place: Place, size: int, replicate: int) -> elastic.ElasticMesh:
+    """Replicas of ``size`` consecutive processes; the last one has those that are left."""
+    if size < 1 or replicate != 1:
+        raise UsageError(f"expected --elastic of at least 1 and no --replicate, but got {size} and {replicate}.")
+    ranks = range(place.world_size)
+    replicas = [ranks[first : first + size] for first in range(0, place.world_size, size)]
+    return elastic.nonuniform_mesh(place.device.type, replicas=replicas)
 
 
 def build_model(config: LlamaConfig, mesh: DeviceMesh, place: Place, options: argparse.Namespace) -> Llama:
@@ -163,8 +179,14 @@ def build_optimizer(model: Llama, preset: Preset, place: Place) -> tuple[torch.o
     return optimizer, LambdaLR(optimizer, lr_ratio)
 
 
-def build_batches(text: torch.Tensor, preset: Preset, place: Place, seed: int) -> TextBatches:
-    """Batches of ``text``, which moves to the device, so that no step waits for a copy."""
+def build_batches(
+    text: torch.Tensor, preset: Preset, place: Place, seed: int, share: elastic.BatchShare | None
+) -> TextBatches:
+    """Batches of ``text``, which moves to the device, so that no step waits for a copy.
+
+    Args:
+        share: This rank's rows where replicas are unequal; None for as many on each rank.
+    """
     try:
         return TextBatches(
             text.to(place.device),
@@ -173,6 +195,7 @@ def build_batches(text: torch.Tensor, preset: Preset, place: Place, seed: int) -
             seed=seed,
             rank=place.rank,
             world_size=place.world_size,
+            rows=None if share is None else share.rows,
         )
     except ValueError as error:
         raise UsageError(f"--batch-size {preset.batch_size}: {error}") from None
@@ -218,12 +241,24 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, preset: Preset, place: Place, corpus: Corpus) -> None:
         self.preset = preset
         self.place = place
-        self.train_batches = build_batches(corpus.train, preset, place, options.seed)
-        self.held_out_batches = build_batches(corpus.held_out, preset, place, 0)
-        self.model = build_model(preset.model, build_mesh(place, options.replicate), place, options)
+        self.replicas: elastic.ElasticMesh | None = None
+        share = None
+        if options.elastic is None:
+            mesh = build_mesh(place, options.replicate)
+        else:
+            self.replicas = build_replicas(place, options.elastic, options.replicate)
+            mesh, share = self.replicas.weights, self.share_of(self.replicas)
+            place.print_once(self.replicas.layout)
+        # What the mean of this rank's rows counts in the mean over ranks.
+        self.weight = 1.0 if share is None else share.num_samples * place.world_size / preset.batch_size
+        self.train_batches = build_batches(corpus.train, preset, place, options.seed, share)
+        self.held_out_batches = build_batches(corpus.held_out, preset, place, 0, share)
+        self.model = build_model(preset.model, mesh, place, options)
+        if self.replicas is not None and share is not None:
+            elastic.synchronize_replicas(self.model, self.replicas).set_batch(share)
         self.optimizer, self.scheduler = build_optimizer(self.model, preset, place)
         self.checkpoints = CheckpointDir(options.checkpoint_dir, place)
-        if preset.checkpoint_every or options.resume:
+        if preset.checkpoint_every or options.resume or options.elastic is not None:
             check_requirements(place)
         # What a resumed run must have in common with the saved one to be the same run.
         self.facts = {
@@ -236,6 +271,12 @@ class Trainer:
         self.validation_losses: list[tuple[int, float]] = []
         self.speed = Speed(place.device)
         self.tokens_per_s = 0.0
+
+    def share_of(self, replicas: elastic.ElasticMesh) -> elastic.BatchShare:
+        try:
+            return replicas.rebalance_batch(self.preset.batch_size)
+        except ValueError as error:
+            raise UsageError(f"--batch-size {self.preset.batch_size}: {error}") from None
 
     def train(self) -> None:
         """Runs the remaining steps, with validation at both ends and at each checkpoint."""
@@ -261,7 +302,7 @@ class Trainer:
         batch = self.train_batches(self.step)
         loss = self.loss(batch)
         loss.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_GRAD_NORM)
+        grad_norm = self.clip_grad_norm()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -269,20 +310,27 @@ class Trainer:
         self.speed.count(self.preset.batch_size * self.preset.model.max_seq_len)
         return loss.detach(), grad_norm
 
+    def clip_grad_norm(self) -> torch.Tensor:
+        if self.replicas is not None:
+            return elastic.clip_grad_norm_(self.model.parameters(), _MAX_GRAD_NORM, self.replicas)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_GRAD_NORM)
+
     def loss(self, batch: Batch) -> torch.Tensor:
         logits = self.model(batch.inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
 
     def log(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        mean_loss = self.place.mean_over_ranks(loss.clone())
+        mean_loss = self.place.mean_over_ranks(loss * self.weight)
         if not math.isfinite(mean_loss):
             raise FloatingPointError(f"the loss of step {self.step} is {mean_loss}; try a smaller --lr.")
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
         self.losses.append((self.step, mean_loss))
         self.tokens_per_s = self.speed.read()
         self.place.print_once(
             f"step {self.step:>4}/{self.preset.steps}  loss {mean_loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
             f"peak memory {peak_memory_bytes(self.place.device) / 2**20:,.0f} MiB  "
-            f"gradient norm {grad_norm.full_tensor().item():.3f}"
+            f"gradient norm {grad_norm.item():.3f}"
         )
 
     @torch.no_grad()
@@ -290,14 +338,16 @@ class Trainer:
         self.model.eval()
         losses = [self.loss(self.held_out_batches(index)) for index in range(self.preset.eval_batches)]
         self.model.train()
-        self.validation_losses.append((self.step, self.place.mean_over_ranks(torch.stack(losses).mean())))
+        self.validation_losses.append((self.step, self.place.mean_over_ranks(torch.stack(losses).mean() * self.weight)))
         self.place.print_once(
             f"step {self.step:>4}/{self.preset.steps}  validation loss {self.validation_losses[-1][1]:.4f}"
         )
 
     def save(self) -> None:
         state = TrainState(self.model, self.optimizer, self.scheduler, self.place)
-        self.checkpoints.save(self.step, state, {"place": self.place_facts, **self.facts})
+        # Unequal replicas hold overlapping chunks: one of them writes.
+        planner = None if self.replicas is None else elastic.ReplicaSavePlanner(self.replicas)
+        self.checkpoints.save(self.step, state, {"place": self.place_facts, **self.facts}, planner)
 
     def resume(self) -> None:
         """Continues from the last complete checkpoint; nothing has changed when it raises."""
@@ -330,7 +380,7 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
     place = start()
     trainer = Trainer(options, resolve_preset(options, place), place, load_corpus())
-    if options.resume:
+    if options.resume or (options.elastic is not None and trainer.checkpoints.latest() is not None):
         trainer.resume()
     trainer.train()
     if options.json is not None and place.rank == 0:

@@ -60,7 +60,8 @@ def regroup(
 ) -> Survivors:
     """Leave the process groups of a job that lost ranks, and make one of those that are left.
 
-    Call it on each rank on which a collective raised, after :func:`hold_state`. Meshes and sharded modules of before
+    Call it on each rank on which a collective raised, after :func:`hold_state`. All process groups of before are
+    destroyed. Meshes and sharded modules of before
     are of no use afterwards: build them anew on ``nonuniform_mesh(replicas=survivors.replicas)``.
 
     Args:
@@ -68,8 +69,8 @@ def regroup(
         rank: This process's rank in it.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of torchrun's agent.
         generation: How often there was a failure before, counted alike on all ranks.
-        grace: How long to wait for the others; longer than the time limit of the process group, which is when the last
-            of them notices.
+        grace: How long to wait for ranks that do not come. With gloo the others notice as soon as one has left; else
+            it must be longer than the time limit of the process group, which is when the last of them notices.
         backend: For ``init_process_group``; the one of before by default.
         timeout: For ``init_process_group``.
 
@@ -77,6 +78,8 @@ def regroup(
         RuntimeError: The others went on without this rank.
     """
     backend = backend or dist.get_backend()
+    # First of all: where connections close, ranks that still wait in a collective notice at once.
+    compat.leave_process_groups()
     shared = compat.PrefixStore(f"dtensor_gtp_regroup_{generation}", store)
     alive = agree_on_survivors(layout.num_ranks, rank, shared, grace)
     if rank not in alive:
@@ -84,7 +87,6 @@ def regroup(
             f"rank {rank} came to regroup after the {grace.total_seconds():g} seconds of grace: ranks {alive} went on "
             "without it. End this process; it may rejoin at the next restart."
         )
-    compat.leave_process_groups()
     dist.init_process_group(
         backend,
         store=compat.PrefixStore("group", shared),

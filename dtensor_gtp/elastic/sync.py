@@ -100,6 +100,7 @@ class ReplicaSync:
         self.plan = plan
         self.num_all_reduces = 0
         self._params = list(params)
+        self._specs = dict(zip(params, plan.weights, strict=True))
         self._comm = comm
         self._bucket_nbytes = bucket_nbytes
         self._place = mesh.place
@@ -283,7 +284,7 @@ class ReplicaSync:
 
     def _box_of(self, param: WholeParam) -> Box | None:
         """The part of a whole parameter that tensor parallelism leaves this rank; None if that is all of it."""
-        weight = self.plan.weights[self._params.index(param)]
+        weight = self._specs[param]
         is_cut = weight.tp_dim is not None and self.mesh.layout.replicas[self._place.replica].tp > 1
         return box_of_rank(weight, self.mesh.layout, dist.get_rank()) if is_cut else None
 

@@ -1,0 +1,64 @@
+"""examples/train_llama.py on replicas of unequal sizes under torchrun, which starts it again when a rank is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from common import environment
+from test_train_llama import SCRIPT, STEPS, finish, launch, metrics, popen, saved_tensors, tiny, wrapper
+from torch.testing import assert_close
+
+KILLED_AT = 3
+RESUMED_AT = 2
+# No number of rows that three processes could share evenly.
+BATCH = ("--batch-size", "13")
+
+
+def popen_with_restarts(arguments: list[str | Path], num_processes: int) -> subprocess.Popen[str]:
+    """torchrun reads its own options from the environment, too."""
+    with environment(PET_MAX_RESTARTS="1"):
+        return popen(arguments, num_processes)
+
+
+def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path) -> None:
+    """Three processes are replicas of two and one. One is killed in the fourth backward; torchrun starts all of them
+    again, and the job ends as one process would have ended it."""
+    whole = launch([SCRIPT, *tiny(tmp_path / "whole", *BATCH, "--json", tmp_path / "whole.json")], None)
+    assert whole.status == 0, whole.output
+    patch = f"""
+        step = train_llama.Trainer.train_step
+        def step_or_die(self):
+            if self.step == {KILLED_AT} and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                self.model.embedding.register_forward_hook(
+                    lambda m, a, out: out.register_hook(lambda g: os.kill(os.getpid(), signal.SIGKILL)) and None)
+            return step(self)
+        train_llama.Trainer.train_step = step_or_die
+    """
+    script = wrapper(tmp_path / "killed.py", patch)
+    started = time.monotonic()
+    options = tiny(tmp_path / "elastic", *BATCH, "--elastic", "2", "--json", tmp_path / "elastic.json")
+    result = finish(popen_with_restarts([script, *options], 3), started, 120)
+    assert result.status == 0, result.output
+    assert "2 replicas of 3 ranks" in result.output
+    checkpoint = tmp_path / "elastic" / f"step-{RESUMED_AT}"
+    assert f"resumed from {checkpoint}, saved by 3 processes" in result.output
+    expected, resumed = metrics(tmp_path / "whole.json"), metrics(tmp_path / "elastic.json")
+    assert [step for step, _ in resumed["losses"]] == list(range(RESUMED_AT + 1, STEPS + 1))
+    for (_, loss), (_, reference) in zip(resumed["losses"], expected["losses"][RESUMED_AT:], strict=True):
+        assert loss == pytest.approx(reference, abs=1e-5)
+    final = saved_tensors(tmp_path / "whole" / f"step-{STEPS}", tmp_path / "whole.pt")
+    for key, tensor in saved_tensors(tmp_path / "elastic" / f"step-{STEPS}", tmp_path / "elastic.pt").items():
+        if ".model." in key:
+            assert_close(tensor, final[key], rtol=1e-4, atol=1e-5)
+
+
+def test_options_that_do_not_fit(tmp_path: Path) -> None:
+    for more, message in (
+        (("--elastic", "0"), "--elastic of at least 1"),
+        (("--elastic", "1", "--replicate", "2"), "no --replicate"),
+    ):
+        result = launch([SCRIPT, *tiny(tmp_path / "none", *more)], None)
+        assert (result.status, message in result.output) == (1, True), result.output
