@@ -438,12 +438,12 @@ def named_group(ranks: list[int], name: str, desc: str) -> dist.ProcessGroup:
 
 
 def leave_process_groups() -> None:
-    """Destroy all process groups of this process, some of whose ranks may be gone.
+    """Abort all process groups of this process, some of whose ranks may be gone: nothing waits for them.
 
     DTensor keeps results of its planner by mesh, and meshes of equal ranks are equal: an operation on a mesh that is
     made later would be given one whose groups are no more. So they are forgotten.
     """
-    dist.destroy_process_group()
+    distributed_c10d._abort_process_group()
     op_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute_module._gen_transform_infos.cache_clear()

@@ -346,6 +346,9 @@ def start_process_group(
     """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""
     backend = backend or {"cuda": "nccl", "cpu": "gloo"}.get(device_type)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
+    # torchrun may serve all attempts of a job from one store, where gloo would find addresses of ended processes.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = compat.PrefixStore(f"attempt_{attempt}_of_{world_size}", store)
     dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
 
 

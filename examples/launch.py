@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 
 # How long a collective may wait for a peer that neither answers nor dies. A peer that dies is noticed at once.
 _PEER_TIMEOUT = timedelta(minutes=2)
@@ -66,7 +67,7 @@ def start() -> Place:
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     num_gpus = torch.cuda.device_count()
     # Outside torchrun the store lives in the process: a group of one needs no address.
-    store = None if "WORLD_SIZE" in os.environ else dist.HashStore()
+    store = _store_of_attempt() if "WORLD_SIZE" in os.environ else dist.HashStore()
     if num_gpus >= local_world_size:
         backend, device = "nccl", torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -86,6 +87,13 @@ def start() -> Place:
     if 0 < num_gpus < local_world_size:
         place.print_once(f"{num_gpus} GPUs for {local_world_size} processes on this host: running on CPU")
     return place
+
+
+def _store_of_attempt() -> dist.Store:
+    """The store of this attempt: torchrun serves all attempts of a job from one, where gloo would find the addresses of
+    processes that are gone."""
+    store, _, world_size = next(rendezvous("env://", timeout=_PEER_TIMEOUT))
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-of-{world_size}", store)
 
 
 def run(main: Callable[[], None]) -> None:

@@ -69,8 +69,8 @@ def regroup(
         rank: This process's rank in it.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of torchrun's agent.
         generation: How often there was a failure before, counted alike on all ranks.
-        grace: How long to wait for ranks that do not come. With gloo the others notice as soon as one has left; else
-            it must be longer than the time limit of the process group, which is when the last of them notices.
+        grace: How long to wait for ranks that do not come; longer than the time limit of the process group, which is
+            when the last of those that are left notices.
         backend: For ``init_process_group``; the one of before by default.
         timeout: For ``init_process_group``.
 
@@ -78,7 +78,7 @@ def regroup(
         RuntimeError: The others went on without this rank.
     """
     backend = backend or dist.get_backend()
-    # First of all: where connections close, ranks that still wait in a collective notice at once.
+    # First: a collective in flight with ranks that are gone ends.
     compat.leave_process_groups()
     shared = compat.PrefixStore(f"dtensor_gtp_regroup_{generation}", store)
     alive = agree_on_survivors(layout.num_ranks, rank, shared, grace)
