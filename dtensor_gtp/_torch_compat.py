@@ -426,15 +426,13 @@ def named_group(ranks: list[int], name: str, desc: str) -> dist.ProcessGroup:
     else.
 
     Where the default group is bound to a device, torch would split its communicator, which waits for all of its ranks:
-    so it is made to look unbound, and the new group connects at its first collective.
+    so it is told that there is nothing to split.
     """
-    default = distributed_c10d._get_default_group()
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
-            return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
-    finally:
-        default.bound_device_id = device
+    with (
+        mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
+        mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
+    ):
+        return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
 
 
 def leave_process_groups() -> None:

@@ -515,7 +515,7 @@ def test_local_rank_chooses_the_device(job: pytest.MonkeyPatch) -> None:
     job.setattr(torch, "get_device_module", lambda device_type: devices)
     job.setenv("LOCAL_RANK", "3")
     job.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.exit("reached"))
-    job.setattr("dtensor_gtp.mesh.rendezvous", lambda *args, **kwargs: iter([(None, 0, 1)]))
+    job.setattr("dtensor_gtp.mesh.rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), 0, 1)]))
     with pytest.raises(pytest.exit.Exception):
         init_weight_mesh("cuda")
     assert devices.current == 3
