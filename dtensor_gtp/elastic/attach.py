@@ -55,8 +55,11 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
 
     def describe(specs: list[WeightSpec]) -> list[str]:
         # Tensor parallelism may have another size in each replica: its cuts are compared below.
-        shared = [f"bucket_nbytes={bucket_nbytes}", *_policies(module)]
-        return shared + [f"{replace(spec, tp_dim=None, tp_block_size=1)}" for spec in specs]
+        tensors = [param.param for param in _runtime_of(module).params]
+        return [f"bucket_nbytes={bucket_nbytes}", *_policies(module)] + [
+            f"{replace(spec, tp_dim=None, tp_block_size=1)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
+            for spec, tensor in zip(specs, tensors, strict=True)
+        ]
 
     specs = agree_on_all_ranks(
         mesh.world, check, describe, caller="synchronize_replicas", expected="the same model and policies"
@@ -130,9 +133,8 @@ def _spec_of(param: ManagedParam, mesh: ElasticMesh) -> WeightSpec:
     assert isinstance(tensor, DTensor)
     cut = _tensor_parallel_cut(param, tensor, mesh)
     is_sharded = isinstance(param, ShardedWeight)
-    name = f"{param.fqn} ({tensor.dtype}, requires_grad={tensor.requires_grad})"
     return WeightSpec(
-        name=name,
+        name=param.fqn,
         shape=tuple(tensor.shape),
         dim=param.layout.dim if is_sharded else None,  # type: ignore[attr-defined]
         block_size=param.layout.block_size if is_sharded else 1,  # type: ignore[attr-defined]
