@@ -36,15 +36,17 @@ class Fault:
     """Where in which step a rank is struck.
 
     Args:
+        num_ranks: Of the job at the time; a step that is done again with fewer ranks is not struck again.
+        step: Counted from 0.
         rank: As it is counted at the time.
         point: ``forward``, ``backward``, ``sync`` or ``updated`` (after the optimizer).
     """
 
-    def __init__(self, step: int, rank: int, point: str, number: signal.Signals = signal.SIGKILL) -> None:
-        self.step, self.rank, self.point, self.number = step, rank, point, number
+    def __init__(self, num_ranks: int, step: int, rank: int, point: str) -> None:
+        self.place = (num_ranks, step, rank, point)
 
     def strike(self, *args: Any) -> None:
-        os.kill(os.getpid(), self.number)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Striker:
@@ -55,7 +57,7 @@ class Striker:
 
     def at(self, step: int, point: str) -> Callable[..., None] | None:
         for fault in self.faults:
-            if (fault.step, fault.rank, fault.point) == (step, dist.get_rank(), point):
+            if fault.place == (dist.get_world_size(), step, dist.get_rank(), point):
                 return fault.strike
         return None
 
@@ -163,7 +165,7 @@ def run_job(replicas: list[list[int]], faults: list[Fault]) -> list[int | None]:
 def test_job_goes_on_in_memory_when_ranks_are_killed() -> None:
     """Two ranks of three die one after the other, when some ranks may have updated their weights; the last one ends
     the job alone."""
-    codes = run_job([[0, 1], [2]], [Fault(1, 1, "sync"), Fault(2, 0, "updated")])
+    codes = run_job([[0, 1], [2]], [Fault(3, 1, 1, "sync"), Fault(2, 2, 0, "updated")])
     assert sorted(map(str, codes)) == ["-9", "-9", "0"], codes
 
 
