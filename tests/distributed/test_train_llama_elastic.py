@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from common import environment
-from test_train_llama import SCRIPT, STEPS, finish, launch, metrics, popen, saved_tensors, tiny, wrapper
+from test_train_llama import EXAMPLES, SCRIPT, STEPS, finish, launch, metrics, popen, saved_tensors, tiny, wrapper
 from torch.testing import assert_close
 
 KILLED_AT = 3
@@ -55,10 +56,13 @@ def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path) -> Non
             assert_close(tensor, final[key], rtol=1e-4, atol=1e-5)
 
 
-def test_options_that_do_not_fit(tmp_path: Path) -> None:
-    for more, message in (
-        (("--elastic", "0"), "--elastic of at least 1"),
-        (("--elastic", "1", "--replicate", "2"), "no --replicate"),
-    ):
-        result = launch([SCRIPT, *tiny(tmp_path / "none", *more)], None)
-        assert (result.status, message in result.output) == (1, True), result.output
+@pytest.mark.parametrize(
+    ("size", "replicate", "message"), [(0, 1, "--elastic of at least 1"), (1, 2, "no --replicate")]
+)
+def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, size: int, replicate: int, message: str) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from launch import Place, UsageError
+    from train_llama import build_replicas
+
+    with pytest.raises(UsageError, match=message):
+        build_replicas(Place(0, 4, torch.device("cpu")), size, replicate)
