@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import Variable
 from torch.distributed import _composable_state as composable_state
 from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -301,6 +302,38 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+def complete_collectives(tree: Any) -> Any:
+    """``tree`` (nested containers) with all tensors waited for that a functional collective has yet to fill.
+
+    For the inputs of compiled code. torch 2.13 drops the gradient of such an input, because it takes the tensor out of
+    its wrapper and with it out of the graph (pytorch 191113), and does not look for one inside of a DTensor (180614).
+    """
+    return tree_map_only(torch.Tensor, lambda t: _Completed.apply(t) if _is_pending(t) else t, tree)  # type: ignore[no-untyped-call]
+
+
+def completed_local(tensor: DTensor) -> torch.Tensor:
+    """The local tensor of ``tensor``, without a wrapper around it that would wait when it is used first."""
+    local = local_tensor(tensor)
+    return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _is_pending(tensor: torch.Tensor) -> bool:
+    return isinstance(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor, AsyncCollectiveTensor)
+
+
+class _Completed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return wrap_local(completed_local(tensor), dtensor_spec(tensor))
+        completed: torch.Tensor = tensor.trigger_wait()
+        return completed.view_as(completed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 # --- other data parallelism -------------------------------------------------------------------------------------------
 
 
@@ -493,6 +526,8 @@ __all__ = [
     "all_gather_base",
     "all_reduce",
     "backend_name",
+    "complete_collectives",
+    "completed_local",
     "concatenate_meshes",
     "copy_all",
     "current_graph_task_id",

@@ -22,9 +22,10 @@ from ..nn.grouped_linear import GroupedLinear, local_part
 from ..ops.compiled import CompiledWeight, materialize
 from ..ops.compiled import embedding as compiled_embedding
 from ..ops.compiled import linear as compiled_linear
+from ..ops.compiled import parallel_linear as compiled_parallel_linear
 from ..ops.embedding import embedding
 from ..ops.grouped import sharded_grouped_linear
-from ..ops.linear import linear
+from ..ops.linear import linear, parallel_linear
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
 
 if TYPE_CHECKING:
@@ -250,6 +251,8 @@ class GTPFrame(GTPManaged):
         try:
             if group.module is module:
                 args, kwargs = group.cast_inputs(args, kwargs)
+            if module._compiled_call_impl is not None:
+                args, kwargs = compat.complete_collectives((args, kwargs))
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
             if group.module is module:
                 output = group.cast_outputs(output)
@@ -295,7 +298,10 @@ class GTPLinear:
         runtime = binding.group.runtime
         if torch.compiler.is_compiling():
             # Reads the bias as an attribute: whichever it is, the graph gets its value.
-            return compiled_linear(input, module.bias, binding.compiled["weight"])
+            if binding.compiled["weight"].weight.tp_spec is None:
+                return compiled_linear(input, module.bias, binding.compiled["weight"])
+            output = compiled_parallel_linear(input, module.bias, binding.compiled["weight"])
+            return super().forward(input) if output is None else output  # type: ignore[misc]
         is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
         if not is_plain or torch.is_autocast_enabled(input.device.type) or module._parameters["weight"] is None:
             return _in_frame(self, GTPLinear, input)
@@ -306,7 +312,10 @@ class GTPLinear:
             value: torch.Tensor | None = bias.value()
         else:
             value = module._parameters["bias"]
-        return linear(input, value, runtime, weight)
+        if weight.tp_spec is None:
+            return linear(input, value, runtime, weight)
+        output = parallel_linear(input, value, runtime, weight)
+        return _in_frame(self, GTPLinear, input) if output is None else output
 
 
 class GTPEmbedding:
@@ -373,7 +382,7 @@ def _placement(param: ManagedParam) -> str:
 
 
 def is_fusible(module: nn.Module, params: dict[str, ManagedParam]) -> type | None:
-    """The mixin with the fused op for ``module``, if its forward is the stock one and its weight is a plain shard."""
+    """The mixin with the fused op for ``module``, if its forward is the stock one and its weight is a shard."""
     weight = params.get("weight")
     if not isinstance(weight, ShardedWeight) or "forward" in module.__dict__:
         return None
@@ -381,11 +390,9 @@ def is_fusible(module: nn.Module, params: dict[str, ManagedParam]) -> type | Non
         # Expert parallelism deals out whole groups: each rank computes with those that it has.
         placements = () if weight.tp_spec is None else weight.tp_spec.placements
         return GTPGroupedLinear if all(p == Shard(0) for p in placements) else None
-    if weight.tp_spec is not None:
-        return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return GTPLinear
-    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+    if weight.tp_spec is None and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         return GTPEmbedding
     return None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,11 +20,12 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .._runtime.param import ShardedWeight
 from .._runtime.state import Runtime
 from .embedding import embedding_grad
-from .linear import wgrad
+from .linear import parallel_plan, wgrad
 
 
 class Handles:
@@ -74,6 +76,19 @@ def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tens
     return output
 
 
+def parallel_linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor | None:
+    """``linear`` of DTensors on their local tensors, or None without a plan for it."""
+    plan = parallel_plan(input, bias, compiled.weight)
+    if plan is None or not isinstance(input, DTensor):
+        return None
+    local = input.to_local(grad_placements=[plan.grad_input])
+    output = linear(local, bias.to_local() if isinstance(bias, DTensor) else None, compiled)
+    stride = tuple(math.prod(plan.shape[dim + 1 :]) for dim in range(len(plan.shape)))
+    return DTensor.from_local(
+        output, input.device_mesh, [plan.output], run_check=False, shape=plan.shape, stride=stride
+    )
+
+
 def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight) -> Tensor:
     """``F.embedding`` as one op of the compiled graph."""
     padding = -1 if padding_idx is None else padding_idx
@@ -85,10 +100,14 @@ def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight
 
 
 def materialize(compiled: CompiledWeight) -> Tensor:
-    """The full weight as one op of the compiled graph."""
+    """The full weight as one op of the compiled graph; a DTensor around it where the module is tensor-parallel."""
     weight = compiled.weight
     full: Tensor = _materialize(weight.leaf, compiled.handle, list(weight.layout.shape), weight.compute_dtype)
-    return full
+    spec = weight.tp_spec
+    if spec is None:
+        return full
+    # The slices of the ranks may differ in size, so from_local must be told the logical shape.
+    return DTensor.from_local(full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 # --- linear -----------------------------------------------------------------------------------------------------------

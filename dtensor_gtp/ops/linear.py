@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
@@ -42,37 +43,144 @@ class _Linear(torch.autograd.Function):
         runtime: Runtime,
         weight: ShardedWeight,
     ) -> torch.Tensor:
-        ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
-        with runtime.using(weight) as full:
-            output = F.linear(input, full, bias)
-        if ctx.needs_input_grad[1]:
-            ctx.save_for_backward(input)
-        else:
-            # Frozen weight: dgrad needs the weight alone. Saving nothing still detects a second backward.
-            ctx.save_for_backward()
-        return output
+        return _forward(ctx, input, bias, runtime, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        runtime: Runtime = ctx.runtime
-        weight: ShardedWeight = ctx.weight
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        needs_weight = needs_weight and compat.is_awaited(ctx, 1)
-        runtime.note_backward()
-        saved = ctx.saved_tensors
-        grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_input = grad_bias = None
-        if needs_weight:
-            # wgrad first: it needs no weight, so it hides this gather, and its scatter then hides behind dgrad.
-            wgrad(runtime, weight, grad_2d, saved[0].reshape(-1, saved[0].shape[-1]))
-        if needs_input:
-            check_unmodified(weight, ctx.version)
-            with runtime.using(weight) as full:
-                grad_input = grad_output.matmul(full)
-        if needs_bias:
-            grad_bias = grad_2d.sum(0)
+        grad_input, grad_bias = _backward(ctx, grad_output)
         return grad_input, None, grad_bias, None, None
+
+
+def _forward(
+    ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight
+) -> torch.Tensor:
+    ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
+    with runtime.using(weight) as full:
+        output = F.linear(input, full, bias)
+    if ctx.needs_input_grad[1]:
+        ctx.save_for_backward(input)
+    else:
+        # Frozen weight: dgrad needs the weight alone. Saving nothing still detects a second backward.
+        ctx.save_for_backward()
+    return output
+
+
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of input and bias; that of the weight is on its way to the shard."""
+    runtime: Runtime = ctx.runtime
+    weight: ShardedWeight = ctx.weight
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs_weight = needs_weight and compat.is_awaited(ctx, 1)
+    runtime.note_backward()
+    saved = ctx.saved_tensors
+    grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
+    grad_input = grad_bias = None
+    if needs_weight:
+        # wgrad first: it needs no weight, so it hides this gather, and its scatter then hides behind dgrad.
+        wgrad(runtime, weight, grad_2d, saved[0].reshape(-1, saved[0].shape[-1]))
+    if needs_input:
+        check_unmodified(weight, ctx.version)
+        with runtime.using(weight) as full:
+            grad_input = grad_output.matmul(full)
+    if needs_bias:
+        grad_bias = grad_2d.sum(0)
+    return grad_input, grad_bias
+
+
+class ParallelPlan(NamedTuple):
+    """How a linear layer whose weight tp has cut runs on local tensors.
+
+    Args:
+        output: Placement of the output on tp.
+        grad_input: Placement of the input's gradient.
+        shape: Logical shape of the output.
+    """
+
+    output: Placement
+    grad_input: Placement
+    shape: torch.Size
+
+
+def parallel_plan(input: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> ParallelPlan | None:
+    """The plan of a layer in which the local tensors are all there is to it, None where DTensor has more to do.
+
+    Column-wise, each rank of tp has the whole input and some of the output's features; the input's gradient is a
+    partial sum. Row-wise, it has some of the input's features, and the output is a partial sum, to which a bias would
+    have to be added once.
+    """
+    spec = weight.tp_spec
+    if spec is None or spec.mesh.ndim != 1 or not isinstance(input, DTensor):
+        return None
+    last = Shard(input.ndim - 1)
+    if input.device_mesh != spec.mesh or input.shape[-1] != spec.shape[1]:
+        return None
+    shape = torch.Size((*input.shape[:-1], spec.shape[0]))
+    cut = (spec.placements[0], input.placements[0])
+    is_bias_cut = bias is None or (isinstance(bias, DTensor) and bias.placements[0] == Shard(0))
+    if cut == (Shard(0), Replicate()) and is_bias_cut:
+        return ParallelPlan(last, Partial(), shape)
+    if cut == (Shard(1), last) and bias is None:
+        return ParallelPlan(Partial(), last, shape)
+    return None
+
+
+def parallel_linear(
+    input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight
+) -> torch.Tensor | None:
+    """``F.linear`` of DTensors on their local tensors, or None without a plan for it.
+
+    All that DTensor would do besides is to find out the plan, op by op, which takes the host longer than a small GEMM.
+
+    Args:
+        input: Logical shape ``(*, in_features)``.
+        bias: Logical shape ``(out_features,)`` or None.
+        runtime: Gathers the weight and reduces its gradient.
+        weight: Logical shape ``(out_features, in_features)``.
+    """
+    plan = parallel_plan(input, bias, weight)
+    if plan is None:
+        return None
+    output: torch.Tensor = _ParallelLinear.apply(input, weight.leaf, bias, runtime, weight, plan)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _ParallelLinear(torch.autograd.Function):
+    """Takes DTensors apart on the way in and makes DTensors on the way out, in both directions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: DTensor,
+        leaf: torch.Tensor,
+        bias: DTensor | None,
+        runtime: Runtime,
+        weight: ShardedWeight,
+        plan: ParallelPlan,
+    ) -> DTensor:
+        given = compat.dtensor_spec(input)
+        ctx.grad_specs = (
+            compat.make_spec(given.mesh, (plan.grad_input,), given.shape, input.dtype),
+            compat.dtensor_spec(bias) if bias is not None else None,
+        )
+        # The gradient of a partial sum is the same for all terms.
+        ctx.placements = (Replicate() if plan.output == Partial() else plan.output,)
+        local_bias = compat.completed_local(bias) if bias is not None else None
+        output = _forward(ctx, compat.completed_local(input), local_bias, runtime, weight)
+        return compat.wrap_local(output, compat.make_spec(given.mesh, (plan.output,), plan.shape, output.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: DTensor) -> tuple[torch.Tensor | None, ...]:
+        if grad_output.placements != ctx.placements:
+            grad_output = grad_output.redistribute(placements=ctx.placements)
+        grads = _backward(ctx, compat.completed_local(grad_output))
+        wrapped = (
+            grad if grad is None else compat.wrap_local(grad, spec)
+            for grad, spec in zip(grads, ctx.grad_specs, strict=True)
+        )
+        grad_input, grad_bias = wrapped
+        return grad_input, None, grad_bias, None, None, None
 
 
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: torch.Tensor, input_MK: torch.Tensor) -> None:

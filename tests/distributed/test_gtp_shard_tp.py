@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from common import GlooTest, assert_same_params, full, rows_of_rank, shared_directory
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInputOutput,
@@ -37,7 +37,6 @@ from tp_common import (
     TP_ALONE,
     TP_GTP,
     Cell,
-    Norms,
     Plan,
     Prepared,
     Stacked,
@@ -47,16 +46,17 @@ from tp_common import (
     gtp_axes,
     llama_cell,
     next_token_loss,
-    norms_plan,
+    norms_cell,
     outside_cell,
     replicate_all,
     root_mesh,
     sharded_input,
     sharded_output,
     tied_model,
+    uneven_cell,
 )
 
-from dtensor_gtp import GTPShard
+from dtensor_gtp import GTPShard, gtp_shard
 
 
 def adamw(**options: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -143,12 +143,7 @@ class TestTensorParallel(GlooTest):
         self.assertEqual([tuple(p.to_local().shape) for p in model.parameters()], [(4, 6), (8,), (4, 8), (8,)])
 
     def test_uneven_cuts(self) -> None:
-        """Neither axis divides any weight, nor what the other axis has left of it."""
-        cell = Cell(
-            lambda: nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 7)),
-            {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()},
-        )
-        model = self.check(cell, GTP_TP, TP_ALONE, TP_GTP)
+        model = self.check(uneven_cell(), GTP_TP, TP_ALONE, TP_GTP)
         tp, gtp = (model[0].weight.device_mesh.get_local_rank(axis) for axis in ("tp", "gtp"))
         rows = ((3, 3), (3, 2))[tp][gtp]
         self.assertEqual(tuple(model[0].weight.to_local().shape), (rows, 6))
@@ -178,6 +173,29 @@ class TestTensorParallel(GlooTest):
         )
         self.check(cell, GTP_TP, TP_GTP)
 
+    def test_which_linear_layers_run_on_local_tensors(self) -> None:
+        """Where that is all there is to do. Anything else is left to DTensor."""
+        root = root_mesh(*GTP_TP)
+        whole, columns = Replicate(), Shard(1)
+        for style, bias, layout, is_local in (
+            (ColwiseParallel(), True, whole, True),
+            (RowwiseParallel(), False, columns, True),
+            (RowwiseParallel(), True, columns, False),  # the bias counts once in a sum over ranks
+            (None, True, whole, False),  # replicated weights
+            (None, False, Shard(0), False),
+        ):
+            layer = nn.Linear(6, 4, bias=bias)
+            if style is None:
+                distribute_module(layer, root["tp"])
+            else:
+                # Without the style's hooks, which would bring the input into place.
+                parallelize_module(layer, root["tp"], style)
+                layer._forward_pre_hooks.clear()
+                layer._forward_hooks.clear()
+            gtp_shard(layer, root["gtp"], schedule=ALL)
+            x = distribute_tensor(torch.randn(2, 6), root["tp"], [layout])
+            self.assertEqual(type(layer(x).grad_fn).__name__ == "_ParallelLinearBackward", is_local)
+
     def test_microbatches(self) -> None:
         """Accumulated with and without gradient sync."""
         cell = Cell(
@@ -196,9 +214,8 @@ class TestTensorParallel(GlooTest):
 
     def test_sequence_parallel_norms(self) -> None:
         """Each tp rank normalizes its part of the sequence: the norms' gradients are partial sums over tp."""
-        cell = Cell(lambda: Norms(), norms_plan(), (4, 6))
-        model = self.check(cell, GTP_TP, REPLICATE_TP, TP_GTP)
-        self.assertEqual(model.norm.weight.placements, (Replicate(), Replicate()))
+        model = self.check(norms_cell(), GTP_TP, REPLICATE_TP, TP_GTP)
+        self.assertEqual(model[0].norm.weight.placements, (Replicate(), Replicate()))
 
     def test_modules_outside_of_the_plan(self) -> None:
         """Their parameters are plain tensors, on gtp alone, and equal on the ranks of tp."""
@@ -218,10 +235,10 @@ class TestTensorParallel(GlooTest):
 
     def test_embedding_rowwise(self) -> None:
         """Cut by vocabulary, unevenly, each rank masking what it does not hold."""
-        self.check(embedding_cell(RowwiseParallel(input_layouts=Replicate())), GTP_TP, TP_ALONE, TP_GTP)
+        self.check(embedding_cell(RowwiseParallel(input_layouts=Replicate())), GTP_TP, TP_GTP)
 
     def test_embedding_colwise(self) -> None:
-        self.check(embedding_cell(ColwiseParallel(output_layouts=Replicate())), GTP_TP, TP_ALONE, TP_GTP)
+        self.check(embedding_cell(ColwiseParallel(output_layouts=Replicate())), GTP_TP, TP_GTP)
 
     def test_tied_embedding_and_head(self) -> None:
         """Parallelized one by one, then tied: one weight, rowwise as an embedding and colwise as a head."""
@@ -309,6 +326,31 @@ class TestTensorParallel(GlooTest):
         """Parameters on (tp, gtp) and on (gtp) in one group."""
         for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
             self.check(outside_cell(), GTP_TP, make_optimizer=adamw(**options))
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    def test_refusals_on_all_ranks(self) -> None:
+        """Every rank raises the same error before the first collective, and the model is as it was."""
+        root, other = root_mesh(*GTP_TP), DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("gtp", "tp"))
+        cell = uneven_cell()
+        model = parallelize_module(cell.reference(), root["tp"], cell.plan)
+        before = dict(model.named_parameters())
+        refused = {
+            "same root as its own.* Build one mesh with init_device_mesh and pass its sub-meshes": other["gtp"],
+            r"whose axes no parameter uses yet.*overlap with \('tp',\).* mesh\['gtp'\] beside mesh\['tp'\]": root["tp"],
+        }
+        for message, mesh in refused.items():
+            with self.assertRaisesRegex(ValueError, message):
+                gtp_shard(model, mesh, schedule=ALL)
+        self.assertTrue(all(param is before[name] for name, param in model.named_parameters()))
+        gtp_shard(model, root["gtp"], schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, "Call parallelize_module first, then gtp_shard, then fully_shard"):
+            parallelize_module(model, root["tp"], cell.plan)
+        batch = cell.batch(torch.Generator().manual_seed(0))
+        cell.loss(model, rows_of_rank(batch, root["gtp"])).backward()
+        reference = cell.reference()
+        cell.loss(reference, batch).backward()
+        assert_same_params(model, reference, "grad")
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

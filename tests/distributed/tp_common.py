@@ -92,6 +92,15 @@ def gtp_axes(root: DeviceMesh) -> DeviceMesh:
     return root["replicate", "gtp"] if "replicate" in (root.mesh_dim_names or ()) else root["gtp"]
 
 
+class Chain(nn.Sequential):
+    """As Sequential, whose own forward torch.compile leaves out, compiling child by child."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
 class Norms(nn.Module):
     """A norm used twice and linear layers on (batch, sequence, width)."""
 
@@ -107,13 +116,14 @@ class Norms(nn.Module):
         return self.last(self.norm(x))
 
 
-def norms_plan() -> Plan:
+def norms_cell(num_blocks: int = 1) -> Cell:
+    """Everything between the inputs of the first and the outputs of the last block is cut along the sequence."""
     sequence = Shard(1)
-    return {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=sequence),
-        "down": RowwiseParallel(output_layouts=sequence),
-        "last": SequenceParallel(),
+    plan: Plan = {
+        "*.norm": SequenceParallel(),
+        "*.up": ColwiseParallel(input_layouts=sequence),
+        "*.down": RowwiseParallel(output_layouts=sequence),
+        "*.last": SequenceParallel(use_local_output=True),
         "": PrepareModuleInputOutput(
             input_layouts=Replicate(),
             desired_input_layouts=sequence,
@@ -121,6 +131,15 @@ def norms_plan() -> Plan:
             desired_output_layouts=Replicate(),
         ),
     }
+    return Cell(lambda: Chain(*[Norms() for _ in range(num_blocks)]), plan, (4, 6))
+
+
+def uneven_cell() -> Cell:
+    """Neither axis divides any weight, nor what the other axis has left of it."""
+    return Cell(
+        lambda: Chain(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 7)),
+        {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()},
+    )
 
 
 def replicate_all(model: nn.Module, tp: DeviceMesh) -> None:
@@ -152,7 +171,7 @@ def outside_cell() -> Cell:
 
 def embedding_cell(style: ParallelStyle) -> Cell:
     def make() -> nn.Module:
-        return nn.Sequential(nn.Embedding(17, 6), nn.Linear(6, 17))
+        return Chain(nn.Embedding(17, 6), nn.Linear(6, 17))
 
     return Cell(make, {"0": style}, (5,), 17, loss=next_token_loss)
 

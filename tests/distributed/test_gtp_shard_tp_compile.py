@@ -1,0 +1,73 @@
+"""``torch.compile`` of tensor-parallel modules under ``gtp_shard``: no graph break, one graph for layers of one shape.
+
+In compiled code a weight that tp has cut is an opaque op's result, wrapped as a DTensor on tp inside of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from common import GlooTest, check_training
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.testing._internal.common_utils import run_tests
+from tp_common import GTP_TP, TP_GTP, Cell, embedding_cell, gtp_axes, llama_cell, norms_cell, root_mesh, uneven_cell
+
+
+class TestTensorParallelCompile(GlooTest):
+    def check(
+        self,
+        cell: Cell,
+        layout: tuple[tuple[int, ...], tuple[str, ...]],
+        modules: Callable[[nn.Module], list[nn.Module]],
+        num_graphs: int = 1,
+    ) -> None:
+        root = root_mesh(*layout)
+        torch._dynamo.reset()
+        counters.clear()
+
+        def shard(model: nn.Module) -> nn.Module:
+            cell.sharded(model, root)
+            for module in modules(model):
+                module.compile(backend="aot_eager", fullgraph=True)
+            return model
+
+        with cell.around():
+            check_training(
+                cell.reference(),
+                shard,
+                gtp_axes(root),
+                cell.batch,
+                cell.loss,
+                num_microbatches=2,
+                steps=2,
+                make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            )
+        self.assertEqual(counters["stats"]["unique_graphs"], num_graphs)
+        self.assertFalse(counters["graph_break"])
+
+    def test_blocks_share_one_graph(self) -> None:
+        """Of three blocks, the first gets an input that needs no gradient, which takes a graph of its own."""
+        self.check(norms_cell(3), TP_GTP, list, num_graphs=2)
+
+    def test_recomputed_llama_blocks_share_one_graph(self) -> None:
+        """Activation checkpointing around each compiled block; the first one's input is an unfinished collective."""
+        self.check(llama_cell("non-reentrant"), GTP_TP, lambda model: list(model.layers))
+
+    def test_whole_model(self) -> None:
+        """The two hooks of the compiled module itself are graphs of their own, as without gtp."""
+        self.check(norms_cell(), TP_GTP, lambda model: [model], num_graphs=3)
+
+    def test_uneven_cuts(self) -> None:
+        self.check(uneven_cell(), GTP_TP, lambda model: [model])
+
+    def test_embedding(self) -> None:
+        for style in (RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())):
+            self.check(embedding_cell(style), GTP_TP, lambda model: [model])
+
+
+if __name__ == "__main__":
+    run_tests()
