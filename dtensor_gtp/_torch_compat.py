@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
@@ -434,6 +435,15 @@ def muon_adjust_lr(lr: Any, adjust_lr_fn: str | None, shape: torch.Size) -> Any:
     return cast("Any", import_module("torch.optim._muon"))._adjust_lr(lr, adjust_lr_fn, shape)
 
 
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def pipeline_stage_class() -> Any | None:
+    """Base class of the stages of ``torch.distributed.pipelining``; None as long as nobody has imported that."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    return getattr(module, "_PipelineStageBase", None)
+
+
 # --- communication ----------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +564,7 @@ __all__ = [
     "named_group",
     "op_dispatcher",
     "own_part",
+    "pipeline_stage_class",
     "pop_saved_tensors_hooks",
     "post_accumulate_grad_hooks",
     "push_saved_tensors_hooks",

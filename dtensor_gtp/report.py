@@ -119,10 +119,11 @@ def _schedule(binding: Binding) -> str:
     for key, chain in runtime.chains.items():
         if not chain.plan:
             continue
-        if key.module is None:
-            title = "backward"
-        else:
-            title = f"forward of {key.module._get_name()}" + ("" if key.is_grad_enabled else " without gradient")
+        title = "backward" if key.is_backward else "forward"
+        if key.module is not None:
+            title += f" of {key.module._get_name()}"
+        if not key.is_grad_enabled:
+            title += " without gradient"
         plans.append(format_plan(title, chain.plan, names, chain.depth))
     return "\n".join(plans)
 

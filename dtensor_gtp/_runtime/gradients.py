@@ -7,7 +7,8 @@ coalesced call for each mesh and dtype. Only then is anything put into ``.grad``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -68,6 +69,26 @@ class Gradients:
         self._comm = comm
         # Set where the mesh is one replica of several that need not be alike.
         self.replicas: UnequalReplicas | None = None
+        self._postponed: list[Callable[[], None]] | None = None
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    def compute(self, job: Callable[[], None]) -> None:
+        """Compute and submit a weight's gradient with ``job()``: now, or after a backward that leaves it for later."""
+        if self._postponed is None:
+            job()
+        else:
+            self._postponed.append(job)
+
+    @contextmanager
+    def postponing(self) -> Iterator[list[Callable[[], None]]]:
+        """A backward inside of the context leaves the jobs that it is given for later, in this list."""
+        postponed: list[Callable[[], None]] = []
+        self._postponed = postponed
+        try:
+            yield postponed
+        finally:
+            self._postponed = None
 
     # --- sharded weights ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ dicts, ``parameters()`` and hooks are those of ``nn.Module``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -27,9 +28,11 @@ from ..ops.embedding import embedding
 from ..ops.grouped import sharded_grouped_linear
 from ..ops.linear import linear, parallel_linear
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
+from .split_backward import follow_pipelining
 
 if TYPE_CHECKING:
     from .group import ShardGroup
+    from .state import Runtime
 
 _BINDING = "_gtp_binding"
 
@@ -261,7 +264,8 @@ class GTPFrame(GTPManaged):
         finally:
             runtime.exit(frame, is_complete)
         if not runtime.is_materializing and torch.is_grad_enabled():
-            _watch_backward(output, runtime.note_backward)
+            follow_pipelining(_runtimes_below)
+            _watch_backward(output, partial(runtime.note_backward, module))
         return output
 
 
@@ -285,6 +289,11 @@ def _refuse_added_params(group: ShardGroup) -> None:
                 "before gtp_shard, and pass the parameter in ignored_params if it is to stay local."
             )
     group.is_checked = True
+
+
+def _runtimes_below(module: nn.Module) -> list[Runtime]:
+    bindings = (binding_of(submodule) for submodule in module.modules())
+    return list({id(b.group.runtime): b.group.runtime for b in bindings if b is not None}.values())
 
 
 class GTPLinear:

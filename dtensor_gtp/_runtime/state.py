@@ -35,10 +35,15 @@ logger = logging.getLogger("dtensor_gtp")
 
 
 class ChainKey(NamedTuple):
-    """Which order of uses: that of one outermost module's forward, or (module None) that of backward."""
+    """Which order of uses: that of one outermost module's forward, with or without gradients, or that of its backward.
+
+    Stages of a pipeline may share a runtime: their backwards alternate, and each has an order of its own. The module is
+    None in a backward of which nobody knows where it comes from (a fused op that no module called).
+    """
 
     module: nn.Module | None
     is_grad_enabled: bool
+    is_backward: bool = False
 
 
 class Frame:
@@ -83,10 +88,11 @@ class Runtime:
         self.num_passes = 0  # outermost forwards; a recomputation belongs to the pass before it
         self._frames: list[Frame] = []
         self._forward_chain: Chain | None = None
+        self._forward_module: nn.Module | None = None
         self._differentiable_chain: Chain | None = None
         self._is_in_backward = False
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
-        self._backward_chain = self._chain(ChainKey(None, True))
+        self._backward_chain = self._chain(ChainKey(None, True, True))
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
@@ -95,7 +101,9 @@ class Runtime:
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has written to the parameters with these ids."""
         for weight in self.weights:
-            weight.num_updates += id(weight.param) in updated
+            if id(weight.param) in updated:
+                weight.num_updates += 1
+                self.drop_kept(weight)
         for param in self.whole:
             if id(param.param) in updated:
                 torch.autograd.graph.increment_version(param.leaf)
@@ -171,6 +179,7 @@ class Runtime:
         self._end_keeps()
         for param in self.params:
             param.begin_forward()
+        self._forward_module = module
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
         self._prefetch(self._forward_chain.begin())
@@ -243,7 +252,7 @@ class Runtime:
         # nothing hides at the turning point.
         chain = self._forward_chain
         is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
-        return is_last and self._backward_chain.plan[:1] == (weight.index,)
+        return is_last and self._chain(ChainKey(self._forward_module, True, True)).plan[:1] == (weight.index,)
 
     def _end_keeps(self) -> None:
         """A weight is kept from a forward to its backward at most, unless the user asks for more: between passes shards
@@ -399,8 +408,12 @@ class Runtime:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def note_backward(self) -> None:
-        """Called by whatever happens first in a backward: its chain begins, and its end is awaited."""
+    def note_backward(self, module: nn.Module | None = None) -> None:
+        """Called by whatever happens first in a backward: its chain begins, and its end is awaited.
+
+        Args:
+            module: The outermost module whose output's gradient has come, if that is what happens.
+        """
         if self._is_in_backward:
             if self._end_of_backward is not None and self._end_of_backward() is not None:
                 return
@@ -410,6 +423,7 @@ class Runtime:
         end = _EndOfBackward(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
+        self._backward_chain = self._chain(ChainKey(module, True, True))
         self._prefetch(self._backward_chain.begin())
 
     def watch_saved(self, saved: SavedWeights) -> None:
@@ -430,6 +444,10 @@ class Runtime:
         self._end_keeps()
         self._is_in_backward = False
         self._backward_chain.end()
+        self.complete_gradients()
+
+    def complete_gradients(self) -> None:
+        """Reduce what is left to reduce; all gradients are in ``.grad`` when this returns."""
         if self.is_last_backward:
             self.grads.flush(self.weights)
             self.grads.reduce_whole(self.whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class _Embedding(torch.autograd.Function):
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()
         (indices,) = ctx.saved_tensors
-        embedding_grad(ctx.runtime, weight, grad_output, indices, ctx.padding_idx)
+        ctx.runtime.grads.compute(partial(embedding_grad, ctx.runtime, weight, grad_output, indices, ctx.padding_idx))
         return None, None, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,8 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     grad_input = grad_bias = None
     if needs_weight:
         # wgrad first: it needs no weight, so it hides this gather, and its scatter then hides behind dgrad.
-        wgrad(runtime, weight, grad_2d, saved[0].reshape(-1, saved[0].shape[-1]))
+        input_2d = saved[0].reshape(-1, saved[0].shape[-1])
+        runtime.grads.compute(partial(wgrad, runtime, weight, grad_2d, input_2d))
     if needs_input:
         check_unmodified(weight, ctx.version)
         with runtime.using(weight) as full:

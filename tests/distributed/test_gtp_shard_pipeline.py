@@ -1,0 +1,425 @@
+"""Stages of ``torch.distributed.pipelining``, each sharded over its own gtp mesh, train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, GlooTest, _mesh, assert_same_params, full, shared_directory
+from runtime_common import Raw, assert_idle, counted, num_gathers, runtime_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp._runtime.param import WeightState
+
+VOCABULARY = 31
+WIDTH = 8
+NUM_MICROBATCHES = 4
+
+
+class Part(nn.Module):
+    """One stage: a fused and a generic layer and a norm; the first one embeds, the last one has the head."""
+
+    def __init__(self, index: int, num_parts: int) -> None:
+        super().__init__()
+        if index == 0:
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.raw = Raw(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        if index == num_parts - 1:
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.is_checkpointed = False
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x + self.raw(torch.tanh(self.linear(x))))
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "embedding"):
+            x = self.embedding(x)
+        x = checkpoint(self.body, x, use_reentrant=False) if self.is_checkpointed else self.body(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+def make_parts(num_parts: int, seed: int = 0, is_tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(seed)
+    parts = nn.Sequential(*(Part(index, num_parts) for index in range(num_parts)))
+    if is_tied:
+        parts[-1].head.weight = parts[0].embedding.weight
+    return parts
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Layout(NamedTuple):
+    """Which parts the ranks of a pp coordinate hold, the schedule that runs them, and the sizes of (pp, dp, gtp)."""
+
+    num_parts: int
+    parts_of: Callable[[int], tuple[int, ...]]
+    schedule: Any
+    sizes: tuple[int, int, int] = (2, 1, 2)
+
+
+GPIPE = Layout(2, lambda rank: (rank,), ScheduleGPipe)
+ONE_F_ONE_B = Layout(2, lambda rank: (rank,), Schedule1F1B)
+INTERLEAVED = Layout(4, lambda rank: (rank, rank + 2), ScheduleInterleaved1F1B)
+ZERO_BUBBLE = Layout(4, lambda rank: (rank, rank + 2), ScheduleInterleavedZeroBubble)
+ZERO_BUBBLE_V = Layout(4, lambda rank: (rank, 3 - rank), ScheduleZBVZeroBubble)
+
+
+def shard_each(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
+    for part in parts:
+        gtp_shard(part, gtp, schedule=ALL)
+
+
+class Pipeline:
+    """The parts of this rank, sharded, under a schedule.
+
+    Args:
+        shard: Shards the parts of this rank.
+        options: Passed to the schedule.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parts: nn.Sequential | None = None,
+        *,
+        stage_class: Any = PipelineStage,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = token_loss,
+        shard: Callable[[list[nn.Module], DeviceMesh, DeviceMesh], None] = shard_each,
+        **options: Any,
+    ) -> None:
+        self.layout = layout
+        mesh = _mesh(layout.sizes, ("pp", "dp", "gtp"))
+        self.data_index = mesh.get_local_rank("dp") * mesh.size(2) + mesh.get_local_rank("gtp")
+        indices = layout.parts_of(mesh.get_local_rank("pp"))
+        self.has_first, self.has_last = 0 in indices, layout.num_parts - 1 in indices
+        parts = make_parts(layout.num_parts) if parts is None else parts
+        self.parts = {index: parts[index] for index in indices}
+        shard(list(self.parts.values()), mesh["gtp"], mesh["dp"])
+        self.stages = [
+            stage_class(part, index, layout.num_parts, torch.device("cpu"), group=mesh["pp"].get_group())
+            for index, part in self.parts.items()
+        ]
+        is_single = layout.schedule in (ScheduleGPipe, Schedule1F1B)
+        self.schedule = layout.schedule(
+            self.stages[0] if is_single else self.stages,
+            n_microbatches=NUM_MICROBATCHES,
+            loss_fn=loss_fn,
+            **options,
+        )
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(param for part in self.parts.values() for param in part.parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"{index}.{k}": v for index, part in self.parts.items() for k, v in part.state_dict().items()}
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(self.layout.sizes[1] * self.layout.sizes[2])[self.data_index]
+
+    def run(self, step: int, run: Any = None) -> torch.Tensor | None:
+        inputs, targets = map(self._rows, make_batch(step))
+        args = (inputs,) if self.has_first else ()
+        target = {"target": targets} if self.has_last else {}
+        result: torch.Tensor | None = (run or self.schedule.step)(*args, **target)
+        return result
+
+    def assert_same(self, reference: nn.Sequential, what: str) -> None:
+        for index, part in self.parts.items():
+            assert_same_params(part, reference[index], what)
+
+    def assert_same_logits(self, reference: nn.Sequential, step: int) -> None:
+        if any(i + 1 in self.layout.parts_of(rank) for rank in (0, 1) for i in self.layout.parts_of(rank)):
+            return  # torch (2.13) cannot evaluate stages of which one rank holds two in a row
+        with torch.no_grad():
+            logits = self.run(step, self.schedule.eval)
+            if logits is not None:
+                torch.testing.assert_close(logits, reference(self._rows(make_batch(step)[0])))
+
+    def gathers(self) -> dict[str, int]:
+        return {f"{i}.{name}": n for i, part in self.parts.items() for name, n in num_gathers(part).items()}
+
+    def num_deviations(self) -> int:
+        runtimes = {id(runtime_of(part)): runtime_of(part) for part in self.parts.values()}.values()
+        return sum(chain.num_deviations for runtime in runtimes for chain in runtime.chains.values())
+
+
+def train(
+    pipeline: Pipeline,
+    reference: nn.Sequential,
+    steps: int = 3,
+    *,
+    add_grads: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Train both; gradients, parameters and evaluation must agree.
+
+    Args:
+        add_grads: Called before gradients are compared.
+        after_step: Called after the schedule's step.
+    """
+    mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9) for model in (pipeline, reference))
+    for step in range(steps):
+        inputs, targets = make_batch(step)
+        token_loss(reference(inputs), targets).backward()
+        pipeline.run(step)
+        after_step()
+        add_grads()
+        pipeline.assert_same(reference, "grad")
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        pipeline.assert_same(reference, "param")
+    pipeline.assert_same_logits(reference, steps)
+
+
+def check_reload(pipeline: Pipeline, reference: nn.Sequential) -> None:
+    """What is saved from the stages loads into other stages, and into a whole model over another mesh."""
+    layout = pipeline.layout
+    again = Pipeline(layout, make_parts(layout.num_parts, seed=1))
+    whole = gtp_shard(make_parts(layout.num_parts, seed=2), _mesh((4,), ("gtp",)), schedule=ALL)
+    with shared_directory() as folder:
+        dcp.save({"model": pipeline.state_dict()}, checkpoint_id=folder)
+        for model in (again, whole):
+            dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    again.assert_same(reference, "param")
+    assert_same_params(whole, reference)
+    again.assert_same_logits(reference, 9)
+
+
+def check(layout: Layout) -> None:
+    pipeline, reference = Pipeline(layout), make_parts(layout.num_parts)
+    train(pipeline, reference)
+    for part in pipeline.parts.values():
+        assert_idle(part)
+    check_reload(pipeline, reference)
+
+
+class Recording(PipelineStage):
+    """Notes the order of forwards and backwards."""
+
+    order = ""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.order += "F"
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        self.order += "W" if backward_type == "weight" else "B"
+        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+
+
+class OncePerStep(PipelineStage):
+    """Reduces gradients in the last microbatch alone, and frees weights that were kept when the step ends."""
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        self.submod.set_requires_gradient_sync(last_backward)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        super().perform_reduce_grad(grad_scale_factor)
+        self.submod.reshard()
+
+
+class TestPipeline(GlooTest):
+    def test_gpipe(self) -> None:
+        check(GPIPE)
+
+    def test_1f1b(self) -> None:
+        check(ONE_F_ONE_B)
+
+    def test_interleaved_1f1b(self) -> None:
+        check(INTERLEAVED)
+
+    def test_zero_bubble(self) -> None:
+        check(ZERO_BUBBLE)
+
+    def test_zero_bubble_v(self) -> None:
+        check(ZERO_BUBBLE_V)
+
+    def test_each_microbatch_gathers_for_each_use(self) -> None:
+        for layout in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE):
+            pipeline = Pipeline(layout, stage_class=Recording)
+            for step in range(2):  # torch also runs each stage once to learn shapes
+                pipeline.run(step)
+            deviations, before = pipeline.num_deviations(), pipeline.gathers()
+            for stage in pipeline.stages:
+                stage.order = ""
+            pipeline.run(2)
+            used = {name: n - before[name] for name, n in pipeline.gathers().items()}
+            expected = {}
+            for (index, part), stage in zip(pipeline.parts.items(), pipeline.stages, strict=True):
+                order = stage.order
+                assert order.count("F") == order.count("B") == NUM_MICROBATCHES, order
+                assert order.count("W") in (0, NUM_MICROBATCHES), order
+                uses = {f"{index}.{name}": 2 * NUM_MICROBATCHES for name in num_gathers(part)}
+                # Once more to look up; what the forward used last is kept if its backward is next.
+                last = f"{index}.head.weight" if hasattr(part, "head") else f"{index}.raw.second"
+                uses[last] -= order.replace("W", "").count("FB")
+                if index == 0:
+                    uses["0.embedding.weight"] = NUM_MICROBATCHES
+                expected |= uses
+            self.assertEqual(used, expected)
+            self.assertEqual(pipeline.num_deviations(), deviations)
+
+    def test_second_part_of_a_backward_gathers_nothing(self) -> None:
+        """And reduces what the first part has left: the fused weights of all stages but the first."""
+        counts = {}
+
+        class Counting(PipelineStage):
+            def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+                with counted() as calls:
+                    result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+                    counts[self.stage_index, backward_type] = calls()[:2]
+                return result
+
+        pipeline = Pipeline(ZERO_BUBBLE, stage_class=Counting)
+        for step in range(2):
+            pipeline.run(step)
+        for index in pipeline.parts:
+            if index == 0:  # torch does not split it: nobody waits for the gradients of its inputs
+                self.assertEqual(counts[0, "full"][1], 4)
+                continue
+            num_fused = 2 if index == 3 else 1
+            self.assertEqual(counts[index, "input"][1], 2)
+            self.assertEqual(counts[index, "weight"], (0, num_fused))
+
+    def test_kept_across_microbatches(self) -> None:
+        """Each step gathers each weight once. It is freed by ``reshard``, or when the optimizer has made it stale."""
+        for layout, stage_class in ((ONE_F_ONE_B, PipelineStage), (INTERLEAVED, OncePerStep)):
+            reference, pipeline = make_parts(layout.num_parts), Pipeline(layout, stage_class=stage_class)
+            for part in pipeline.parts.values():
+                part.set_reshard_after_forward(False)
+                part.set_reshard_after_backward(False)
+            before = pipeline.gathers()
+
+            def is_gathered_once(pipeline: Pipeline = pipeline, before: dict[str, int] = before) -> None:
+                used = {name: n - before[name] for name, n in pipeline.gathers().items()}
+                self.assertEqual(used, dict.fromkeys(before, 1))
+                before.update(pipeline.gathers())
+
+            train(pipeline, reference, after_step=is_gathered_once)
+            optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+            pipeline.run(7)
+            if stage_class is PipelineStage:
+                weights = [weight for part in pipeline.parts.values() for weight in runtime_of(part).weights]
+                assert all(weight.state is WeightState.GATHERED for weight in weights)
+                optimizer.step()
+            for part in pipeline.parts.values():
+                assert_idle(part)
+
+    def test_gradients_reduced_once(self) -> None:
+        for layout in (GPIPE, INTERLEAVED, ZERO_BUBBLE):
+            reference, pipeline = make_parts(layout.num_parts), Pipeline(layout, stage_class=OncePerStep)
+            train(pipeline, reference, steps=2)
+            with counted() as calls:
+                pipeline.run(5)
+            num_weights = sum(len(num_gathers(part)) for part in pipeline.parts.values())
+            self.assertEqual(calls.counts["_reduce_scatter_base_"], num_weights)
+            self.assertEqual(calls.counts["allreduce_"], len(pipeline.parts))
+
+    def test_activation_checkpointing(self) -> None:
+        for layout in (ONE_F_ONE_B, ZERO_BUBBLE):
+            parts = make_parts(layout.num_parts)
+            for part in parts:
+                part.is_checkpointed = True
+            train(Pipeline(layout, parts), make_parts(layout.num_parts), steps=2)
+
+    def test_stages_of_one_call(self) -> None:
+        """The stages of a rank share a runtime; their forwards and backwards alternate, each has its plan."""
+
+        def shard_together(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
+            gtp_shard(nn.Sequential(*parts), gtp, schedule=ALL)
+
+        for layout in (INTERLEAVED, ZERO_BUBBLE_V):
+            pipeline, reference = Pipeline(layout, shard=shard_together), make_parts(layout.num_parts)
+            train(pipeline, reference, steps=2)
+            deviations = pipeline.num_deviations()
+            train(pipeline, reference, steps=1)
+            self.assertEqual(pipeline.num_deviations(), deviations)
+
+    def test_fully_shard_outside(self) -> None:
+        def shard(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
+            for part in parts:
+                gtp_shard(part, gtp, schedule=ALL)
+                fully_shard(part, mesh=dp)
+
+        for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+            layout = Layout(2, lambda rank: (0, 1), schedule, sizes=(1, 2, 2))
+            train(Pipeline(layout, shard=shard), make_parts(2))
+
+    def test_tied_stages_of_one_rank(self) -> None:
+        """Embedding and head meet on the first ranks: one shard, summed gradients. A schedule that scales gradients
+        would scale those of each stage, hence the shared one twice: the loss is scaled instead."""
+
+        def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return token_loss(logits, targets) / NUM_MICROBATCHES
+
+        pipeline = Pipeline(ZERO_BUBBLE_V, make_parts(4, is_tied=True), loss_fn=loss_fn, scale_grads=False)
+        reference = make_parts(4, is_tied=True)
+        train(pipeline, reference)
+        if pipeline.has_first:
+            assert pipeline.parts[0].embedding.weight is pipeline.parts[3].head.weight
+
+    def test_tied_stages_of_one_rank_with_different_meshes_are_refused(self) -> None:
+        mesh = _mesh((2, 1, 2), ("pp", "dp", "gtp"))
+        parts = make_parts(4, is_tied=True)
+        gtp_shard(parts[0], mesh["gtp"], schedule=ALL)
+        with self.assertRaisesRegex(
+            ValueError,
+            "parameter 'head.weight'.*'embedding.weight' of an earlier call.*tied weights on one pipeline stage",
+        ):
+            gtp_shard(parts[3], _mesh((4,), ("gtp",)), schedule=ALL)
+
+    def test_tied_stages_of_different_ranks(self) -> None:
+        """Each stage has a copy; the user adds up their gradients, shard by shard."""
+        pipeline, reference = Pipeline(ONE_F_ONE_B), make_parts(2, is_tied=True)
+        (part,) = pipeline.parts.values()
+        copy = part.embedding.weight if pipeline.has_first else part.head.weight
+        with torch.no_grad():
+            dist.broadcast(copy.to_local(), group_src=0, group=_mesh((2, 1, 2), ("pp", "dp", "gtp")).get_group("pp"))
+
+        def add_grads() -> None:
+            dist.all_reduce(copy.grad.to_local(), group=_mesh((2, 1, 2), ("pp", "dp", "gtp")).get_group("pp"))
+
+        mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2) for model in (pipeline, reference))
+        for step in range(3):
+            inputs, targets = make_batch(step)
+            token_loss(reference(inputs), targets).backward()
+            pipeline.run(step)
+            add_grads()
+            torch.testing.assert_close(full(copy.grad), reference[0].embedding.weight.grad)
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.testing.assert_close(full(copy), reference[0].embedding.weight)
+
+
+if __name__ == "__main__":
+    run_tests()
