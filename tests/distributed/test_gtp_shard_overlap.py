@@ -307,7 +307,7 @@ class TestOverlap(GlooTest):
         self.assertExpectedInline(
             sharding_report(model).schedule,
             """\
-backward: 4 uses, prefetch depth 2
+backward of GTPNet: 4 uses, prefetch depth 2
   begin                      gather embedding.weight, layers.1.second
   use embedding.weight                         gather layers.1.first
   use layers.1.second                          gather layers.0.weight

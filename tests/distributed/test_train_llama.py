@@ -161,7 +161,7 @@ class TestTraining:
         assert "5.0 KiB" in row  # half of 32 * 80 * 4 bytes
         assert "schedule: not observed yet" in report
         schedule, rest = after_report.split("step    1/6", maxsplit=1)
-        assert "backward: " in schedule
+        assert "backward of " in schedule
         assert "use layers.1.ffn.w2.weight" in schedule
         assert "layers.1.ffn.w2.weight" not in rest
 
