@@ -35,11 +35,8 @@ logger = logging.getLogger("dtensor_gtp")
 
 
 class ChainKey(NamedTuple):
-    """Which order of uses: that of one outermost module's forward, with or without gradients, or that of its backward.
-
-    Stages of a pipeline may share a runtime: their backwards alternate, and each has an order of its own. The module is
-    None in a backward of which nobody knows where it comes from (a fused op that no module called).
-    """
+    """Which order of uses: that of an outermost module's forward or backward; stages of a pipeline may share a runtime.
+    The module is None in a backward that no module's output announced."""
 
     module: nn.Module | None
     is_grad_enabled: bool
@@ -409,11 +406,8 @@ class Runtime:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def note_backward(self, module: nn.Module | None = None) -> None:
-        """Called by whatever happens first in a backward: its chain begins, and its end is awaited.
-
-        Args:
-            module: The outermost module whose output's gradient has come, if that is what happens.
-        """
+        """Called by whatever happens first in a backward, as the gradient of the output of an outermost ``module``: its
+        chain begins, and its end is awaited."""
         if self._is_in_backward:
             if self._end_of_backward is not None and self._end_of_backward() is not None:
                 return

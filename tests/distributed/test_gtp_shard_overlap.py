@@ -307,12 +307,6 @@ class TestOverlap(GlooTest):
         self.assertExpectedInline(
             sharding_report(model).schedule,
             """\
-backward of GTPNet: 4 uses, prefetch depth 2
-  begin                      gather embedding.weight, layers.1.second
-  use embedding.weight                         gather layers.1.first
-  use layers.1.second                          gather layers.0.weight
-  use layers.1.first
-  use layers.0.weight
 forward of GTPNet: 5 uses, prefetch depth 2
   begin                      gather embedding.weight, layers.0.weight
   use embedding.weight                         gather layers.1.first
@@ -320,6 +314,12 @@ forward of GTPNet: 5 uses, prefetch depth 2
   use layers.1.first                           gather embedding.weight
   use layers.1.second
   use embedding.weight
+backward of GTPNet: 4 uses, prefetch depth 2
+  begin                      gather embedding.weight, layers.1.second
+  use embedding.weight                         gather layers.1.first
+  use layers.1.second                          gather layers.0.weight
+  use layers.1.first
+  use layers.0.weight
 forward of GTPNet without gradient: 5 uses, prefetch depth 2
   begin                      gather embedding.weight, layers.0.weight
   use embedding.weight                         gather layers.1.first
