@@ -89,7 +89,7 @@ class Runtime:
         self._differentiable_chain: Chain | None = None
         self._is_in_backward = False
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
-        self._backward_chain = self._chain(ChainKey(None, True, True))
+        self._backward_chain = Chain(schedule.prefetch_depth)  # until the first backward
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
