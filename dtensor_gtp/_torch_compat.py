@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
+from types import CodeType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from unittest import mock
 
@@ -81,6 +82,17 @@ def is_awaited(ctx: Any, index: int) -> bool:
     return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
 
 
+def accumulate_node(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def is_node_awaited(node: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that runs now comes to ``node``; as :func:`is_awaited`, without a context."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def push_saved_tensors_hooks(pack: PackHook, unpack: UnpackHook) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -104,6 +116,17 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> list[Callable[[torch.Tens
     return list(hooks.values()) if hooks else []
 
 
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Hooks registered with ``Tensor.register_hook``, in order."""
+    hooks = getattr(tensor, "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def in_func_transform() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_profiling() -> bool:
     """True while a profiler records; ``record_function`` costs microseconds also when nobody listens."""
     return bool(torch._C._autograd._profiler_enabled())
@@ -119,18 +142,32 @@ def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
 
     It expects a recomputation to run the very ops of the forward, which is not so for ops that serve later uses.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not asks_checkpoint_policy():
         return nullcontext()
-    modes = python_dispatch._get_current_dispatch_mode_stack()
-    return _without_checkpoint_modes(modes) if any(isinstance(m, _POLICY_MODES) for m in modes) else nullcontext()
+    return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
 
 
-_POLICY_MODES = (checkpoint_module._CachingTorchDispatchMode, checkpoint_module._CachedTorchDispatchMode)
+# What is active in the forward, and in the recomputation, of a checkpoint with a policy.
+POLICY_MODES: tuple[type[Any], ...] = (
+    checkpoint_module._CachingTorchDispatchMode,
+    checkpoint_module._CachedTorchDispatchMode,
+)
+
+
+def asks_checkpoint_policy() -> bool:
+    """Whether a selective checkpoint asks its policy about the ops that run now."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and any(isinstance(torch._C._get_dispatch_stack_at(i), POLICY_MODES) for i in range(depth))
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """A context in which no mode, that of a tracing compiler among them, sees the ops."""
+    return cast("AbstractContextManager[Any]", python_dispatch._disable_current_modes())
 
 
 @contextmanager
 def _without_checkpoint_modes(modes: list[Any]) -> Iterator[None]:
-    others = [mode for mode in modes if not isinstance(mode, _POLICY_MODES)]
+    others = [mode for mode in modes if not isinstance(mode, POLICY_MODES)]
     _replace_dispatch_modes(len(modes), others)
     try:
         yield
@@ -153,6 +190,25 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def sleep_stream(cycles: int) -> None:
     """Make the current CUDA stream spin for ``cycles`` of the SM clock."""
     torch.cuda._sleep(cycles)
+
+
+def make_wrapper_subclass(cls: type[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...], **kw: Any) -> Any:
+    """A tensor of class ``cls`` that has no memory of its own; ``kw`` are dtype and device."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, **kw)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+# Makes its argument the compiler of Python frames on this thread (None: they run as they are) and returns the last one.
+set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def skip_code(code: CodeType, *, recursive: bool = False) -> None:
+    """Let the compiler leave frames of ``code`` alone, and what they call too if ``recursive``; they may be inlined."""
+    eval_frame = import_module("torch._dynamo.eval_frame")
+    action = eval_frame.FrameAction
+    strategy = eval_frame.FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
+    eval_frame.set_code_exec_strategy(code, strategy)
 
 
 # --- DTensor and meshes -----------------------------------------------------------------------------------------------
@@ -523,6 +579,7 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async
 
 
 __all__ = [
+    "POLICY_MODES",
     "DTensorSpec",
     "FullyShardCut",
     "OpSchema",
@@ -532,9 +589,11 @@ __all__ = [
     "Store",
     "StridedShard",
     "TensorMeta",
+    "accumulate_node",
     "agreed_name",
     "all_gather_base",
     "all_reduce",
+    "asks_checkpoint_policy",
     "backend_name",
     "complete_collectives",
     "completed_local",
@@ -548,7 +607,9 @@ __all__ = [
     "fully_shard_group_class",
     "fully_shard_params",
     "fully_shard_sites",
+    "in_func_transform",
     "is_awaited",
+    "is_node_awaited",
     "is_profiling",
     "is_real_rank",
     "is_replicated_by_ddp",
@@ -557,6 +618,7 @@ __all__ = [
     "local_tensor",
     "localizing_module",
     "make_spec",
+    "make_wrapper_subclass",
     "maybe_run_for_local_tensor",
     "mesh_coordinate",
     "muon_adjust_lr",
@@ -576,9 +638,12 @@ __all__ = [
     "saved_tensors_hooks_enabled",
     "seed_dtensor_rng",
     "set_dtensor_handler",
+    "set_eval_frame",
+    "skip_code",
     "sleep_stream",
     "stock_dtensor_dispatch",
     "storage_use_count",
+    "tensor_hooks",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_map_only",
@@ -587,6 +652,7 @@ __all__ = [
     "unflatten_mesh",
     "unscale_grads_op",
     "unseen_by_checkpoint_policies",
+    "without_dispatch_modes",
     "wrap_local",
     "wrap_sharding_propagation",
 ]

@@ -242,31 +242,64 @@ class GTPFrame(GTPManaged):
     """Mixin of modules whose call is a frame: all but those with a fused op."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = cast(nn.Module, self)
-        binding = binding_of(module)
-        if binding is None or torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        group, runtime = binding.group, binding.group.runtime
-        if not group.is_checked:
-            _refuse_added_params(group)
-        frame = runtime.enter(module, binding.may_read_weights)
-        is_complete = False
+        if torch.compiler.is_compiling():
+            return _call_in_graph(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+        # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
+        compiler = compat.set_eval_frame(None)
         try:
-            if group.module is module:
-                args, kwargs = group.cast_inputs(args, kwargs)
-            if module._compiled_call_impl is not None:
-                args, kwargs = compat.complete_collectives((args, kwargs))
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            if group.module is module:
-                output = group.cast_outputs(output)
-            is_complete = True
-            binding.learn_reads(frame.reads_weights, runtime.num_passes)
+            return _call_in_frame(cast(nn.Module, self), super().__call__, args, kwargs, compiler)  # type: ignore[misc]
         finally:
-            runtime.exit(frame, is_complete)
-        if not runtime.is_materializing and torch.is_grad_enabled():
-            follow_pipelining(_runtimes_below)
-            _watch_backward(output, partial(runtime.note_backward, module))
-        return output
+            compat.set_eval_frame(compiler)
+
+
+compat.skip_code(GTPFrame.__call__.__code__)
+
+
+def _call_in_graph(module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call while the compiler traces it: frames are opened outside of compiled code, if at all."""
+    binding = binding_of(module)
+    if binding is None or binding.group.module is not module:
+        return call(*args, **kwargs)
+    args, kwargs = binding.group.cast_inputs(args, kwargs)
+    return binding.group.cast_outputs(call(*args, **kwargs))
+
+
+def _call_in_frame(module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any) -> Any:
+    binding = binding_of(module)
+    if binding is None:
+        return _call_compiled(call, args, kwargs, compiler)
+    group, runtime = binding.group, binding.group.runtime
+    if not group.is_checked:
+        _refuse_added_params(group)
+    frame = runtime.enter(module, binding.may_read_weights)
+    is_complete = False
+    try:
+        if group.module is module:
+            args, kwargs = group.cast_inputs(args, kwargs)
+        if compiler is not None or module._compiled_call_impl is not None:
+            args, kwargs = compat.complete_collectives((args, kwargs))
+        output = _call_compiled(call, args, kwargs, compiler)
+        if group.module is module:
+            output = group.cast_outputs(output)
+        is_complete = True
+        binding.learn_reads(frame.reads_weights, runtime.num_passes)
+    finally:
+        runtime.exit(frame, is_complete)
+    if not runtime.is_materializing and torch.is_grad_enabled():
+        follow_pipelining(_runtimes_below)
+        _watch_backward(output, partial(runtime.note_backward, module))
+    return output
+
+
+def _call_compiled(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any) -> Any:
+    """The call itself, again under the compiler that was active around the frame, if there was one."""
+    if compiler is None:
+        return call(*args, **kwargs)
+    compat.set_eval_frame(compiler)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        compat.set_eval_frame(None)
 
 
 def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -306,6 +339,8 @@ class GTPLinear:
         weight, bias = binding.params["weight"], binding.params.get("bias")
         runtime = binding.group.runtime
         if torch.compiler.is_compiling():
+            if torch.is_autocast_enabled(input.device.type) or module._parameters["weight"] is None:
+                return super().forward(input)  # type: ignore[misc, no-any-return]
             # Reads the bias as an attribute: whichever it is, the graph gets its value.
             if binding.compiled["weight"].weight.tp_spec is None:
                 return compiled_linear(input, module.bias, binding.compiled["weight"])

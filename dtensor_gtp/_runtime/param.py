@@ -25,6 +25,8 @@ from .. import _torch_compat as compat
 from ..placement import GTPShard
 from .comm_context import Done, Groups
 from .layout import WeightLayout
+from .stand_in import StandIn
+from .user_hooks import run_post_accumulate_hooks, run_tensor_hooks
 
 
 class Site(NamedTuple):
@@ -272,6 +274,7 @@ class ManagedParam:
         reduced, self.reduced = self.reduced, None
         if reduced is None:
             return
+        reduced = run_tensor_hooks(self.param, reduced, self._spec)
         grad, dtype = self.param.grad, self.param.dtype
         earlier, self._wide_grad = self._wide_grad, None
         if grad is None:
@@ -289,12 +292,17 @@ class ManagedParam:
             reduced = total
         if reduced.dtype != dtype:
             self._wide_grad = reduced
-        for hook in compat.post_accumulate_grad_hooks(self.param):
-            hook(self.param)
+        run_post_accumulate_hooks(self.param)
 
     def begin_forward(self) -> None:
         """What may have changed since the last pass: a sum over microbatches that the user has dropped with ``.grad``,
-        and whether the parameter is frozen."""
+        whether the parameter is frozen, and (a RuntimeError) whether it is still registered."""
+        if any(name not in module._parameters for module, name in self.sites):
+            raise RuntimeError(
+                f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was removed from its module (rank "
+                f"{dist.get_rank()}): weight_norm, a parametrization or pruning after gtp_shard put others in its "
+                "place, which nobody shards. Change the module before gtp_shard."
+            )
         if self._wide_grad is not None and self.param.grad is None:
             self._wide_grad = None
         self._follow_frozen()
@@ -341,6 +349,8 @@ class ShardedWeight(ManagedParam):
         self.is_pinned = False
         # Optimizer steps that may have written to the shard.
         self.num_updates = 0
+        # What the last use by compiled code has read, which has no place to keep it for its backward.
+        self.compiled_version: Version
         self._rebound()
 
     def _rebound(self) -> None:
@@ -350,10 +360,16 @@ class ShardedWeight(ManagedParam):
         self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.shard.device)
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
+        self.stand_in = StandIn(self.leaf.requires_grad)
         if self.tp_spec is not None:
             # It is gathered in the compute dtype.
             spec = self.tp_spec
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
+
+    def _follow_frozen(self) -> None:
+        super()._follow_frozen()
+        if self.stand_in.leaf.requires_grad != self.leaf.requires_grad:
+            self.stand_in = StandIn(self.leaf.requires_grad)
 
     @property
     def placements(self) -> tuple[Placement, ...]:

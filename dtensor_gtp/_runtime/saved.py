@@ -146,6 +146,10 @@ class SavedWeights:
             self._release(use)
 
 
+# Autograd calls them in the middle of code that is being compiled, of which they are no part.
+for _hook in (SavedWeights._pack, SavedWeights._unpack):
+    compat.skip_code(_hook.__code__, recursive=True)
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -159,4 +163,16 @@ def check_unmodified(weight: ShardedWeight, version: Version) -> None:
             f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been modified by an inplace "
             f"operation since its forward: it is at {weight.version}; expected {version}. Run backward before the "
             "optimizer step, or the forward again after it."
+        )
+
+
+def check_differentiable(weight: ShardedWeight) -> None:
+    """Raises:
+    NotImplementedError: A transform of ``torch.func`` asks for derivatives of a use of the weight.
+    """
+    if compat.in_func_transform():
+        raise NotImplementedError(
+            f"Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, so gtp_shard does "
+            f"not support them on uses of parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}. Take "
+            "derivatives with torch.autograd.grad or torch.autograd.functional, and run vmap under torch.no_grad()."
         )

@@ -28,7 +28,7 @@ from .debug import DebugFlags, profiler_range
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
 from .param import Gathered, ManagedParam, ShardedWeight, WholeParam
-from .saved import SavedWeights
+from .saved import SavedWeights, check_differentiable
 from .schedule import Chain
 
 logger = logging.getLogger("dtensor_gtp")
@@ -389,6 +389,7 @@ class Runtime:
             frame.saved.watch(weight, gathered)
         if not is_differentiable:
             return weight.for_modules(gathered)
+        check_differentiable(weight)
         value: torch.Tensor = Materialize.apply(weight.leaf, self, weight, gathered)  # type: ignore[no-untyped-call]
         return value
 

@@ -4,8 +4,13 @@ The compiler sees an op with an input, an output and a gradient; gathers, stream
 is named by a 0-dim tensor on the host. Tensors are inputs of a compiled graph, hence all layers of one shape run the
 same compiled code, where a Python number would be compiled in, once for each layer.
 
-``leaf``, empty, stands for the weight in autograd's graph. Its empty gradient keeps the backward op alive where no
-gradient of the input is wanted.
+``leaf``, one number on the host, stands for the weight in autograd's graph.
+
+[Note: effects of opaque ops]
+Reducing a gradient is an effect that the compiler does not know of, so two things keep it from optimizing backward ops
+away. Each returns a gradient of ``leaf``, a real number: Inductor computes tensors without elements by itself and drops
+the op. And each has an argument ``call`` that no other has: two uses of a weight with equal inputs and equal gradients
+(``linear(x) + linear(x)``) are two gradients, but to common-subexpression elimination they were one.
 """
 
 from __future__ import annotations
@@ -21,8 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 
+from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
+from .._runtime.saved import check_unmodified
 from .._runtime.state import Runtime
 from .embedding import embedding_grad
 from .linear import parallel_plan, wgrad
@@ -34,14 +42,19 @@ class Handles:
     def __init__(self) -> None:
         self._uses: WeakValueDictionary[int, CompiledWeight] = WeakValueDictionary()
         self._numbers: Iterator[int] = itertools.count()
+        self._calls: Iterator[int] = itertools.count()
 
     def add(self, weight: CompiledWeight) -> Tensor:
         number = next(self._numbers)
         self._uses[number] = weight
-        return torch.tensor(number)
+        return torch.tensor(number, device="cpu")
 
     def __getitem__(self, handle: Tensor) -> CompiledWeight:
         return self._uses[int(handle)]
+
+    def next_call(self) -> int:
+        """A number that makes one call of a backward op unlike any other, see [Note: effects of opaque ops]."""
+        return next(self._calls)
 
 
 @functools.cache
@@ -68,11 +81,32 @@ class CompiledWeight:
         self.weight.follow(self.site)
         return self._runtime_of(), self.weight
 
+    def resolve_in_forward(self) -> tuple[Runtime, ShardedWeight]:
+        """For a use of forward, or of its recomputation in backward."""
+        weight = self.weight
+        is_in_time = weight.stand_in.leaf.requires_grad == weight.param.requires_grad
+        runtime, weight = self.resolve()
+        if not is_in_time:
+            # Frames see to it, but a compiled function that calls the module has none around it.
+            raise RuntimeError(
+                f"Parameter '{weight.fqn}' was frozen or unfrozen after the function that calls its module was "
+                "compiled. Compile the module instead, with module.compile() or torch.compile(module)."
+            )
+        if compat.current_graph_task_id() != -1:
+            runtime.note_backward()
+        weight.compiled_version = weight.version
+        return runtime, weight
+
+    def resolve_in_backward(self) -> tuple[Runtime, ShardedWeight]:
+        runtime, weight = self.resolve()
+        runtime.note_backward()
+        return runtime, weight
+
 
 def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor:
     """``F.linear`` as one op of the compiled graph."""
     out_features = compiled.weight.layout.shape[0]
-    output: Tensor = _linear(input, compiled.weight.leaf, bias, compiled.handle, out_features)
+    output: Tensor = _linear(input, compiled.weight.stand_in.leaf, bias, compiled.handle, out_features)
     return output
 
 
@@ -94,7 +128,7 @@ def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight
     padding = -1 if padding_idx is None else padding_idx
     dim = compiled.weight.layout.shape[1]
     output: Tensor = _embedding(
-        indices, compiled.weight.leaf, compiled.handle, dim, padding, compiled.weight.compute_dtype
+        indices, compiled.weight.stand_in.leaf, compiled.handle, dim, padding, compiled.weight.compute_dtype
     )
     return output
 
@@ -102,7 +136,8 @@ def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight
 def materialize(compiled: CompiledWeight) -> Tensor:
     """The full weight as one op of the compiled graph; a DTensor around it where the module is tensor-parallel."""
     weight = compiled.weight
-    full: Tensor = _materialize(weight.leaf, compiled.handle, list(weight.layout.shape), weight.compute_dtype)
+    shape, device = list(weight.layout.shape), weight.shard.device
+    full: Tensor = _materialize(weight.stand_in.leaf, compiled.handle, shape, weight.compute_dtype, device)
     spec = weight.tp_spec
     if spec is None:
         return full
@@ -110,12 +145,17 @@ def materialize(compiled: CompiledWeight) -> Tensor:
     return DTensor.from_local(full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
+def _gradient_of(leaf: Tensor) -> Tensor:
+    """What backward ops return for ``leaf``, see [Note: effects of opaque ops]."""
+    return torch.zeros_like(leaf)
+
+
 # --- linear -----------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
-    runtime, weight = handles()[handle].resolve()
+    runtime, weight = handles()[handle].resolve_in_forward()
     with runtime.using(weight) as full:
         return F.linear(input, full, bias)
 
@@ -127,37 +167,53 @@ def _(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_feat
 
 @torch.library.custom_op("dtensor_gtp::linear_backward", mutates_args=())
 def _linear_backward(
-    grad: Tensor, input: Tensor, leaf: Tensor, handle: Tensor, needs_input: bool, needs_weight: bool
+    grad: Tensor,
+    input: Tensor | None,
+    leaf: Tensor,
+    handle: Tensor,
+    in_features: int,
+    needs_input: bool,
+    call: int,
 ) -> tuple[Tensor, Tensor]:
-    runtime, weight = handles()[handle].resolve()
-    runtime.note_backward()
-    if needs_weight:
-        wgrad(runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1]))
+    """``input`` is None if the weight is frozen."""
+    runtime, weight = handles()[handle].resolve_in_backward()
+    if input is not None and weight.stand_in.is_awaited:
+        wgrad(runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, in_features))
     grad_input = grad.new_empty(0)
     if needs_input:
+        check_unmodified(weight, weight.compiled_version)
         with runtime.using(weight) as full:
             grad_input = grad.matmul(full)
-    return grad_input, torch.empty_like(leaf)
+    return grad_input, _gradient_of(leaf)
 
 
 @_linear_backward.register_fake
 def _(
-    grad: Tensor, input: Tensor, leaf: Tensor, handle: Tensor, needs_input: bool, needs_weight: bool
+    grad: Tensor,
+    input: Tensor | None,
+    leaf: Tensor,
+    handle: Tensor,
+    in_features: int,
+    needs_input: bool,
+    call: int,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(input, memory_format=torch.contiguous_format) if needs_input else grad.new_empty(0), (
-        torch.empty_like(leaf)
-    )
+    return grad.new_empty((*grad.shape[:-1], in_features) if needs_input else 0), _gradient_of(leaf)
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, leaf, _, handle, _ = inputs
-    ctx.save_for_backward(input, leaf, handle)
+    ctx.in_features = input.shape[-1]
+    # Of a frozen weight nothing is saved but its name.
+    ctx.save_for_backward(input if leaf.requires_grad else None, leaf, handle)
 
 
 def _linear_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, leaf, handle = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad_input, grad_leaf = _linear_backward(grad, input, leaf, handle, needs_input, needs_weight)
+    grad_input = grad_leaf = None
+    if needs_input or needs_weight:
+        call = handles().next_call()
+        grad_input, grad_leaf = _linear_backward(grad, input, leaf, handle, ctx.in_features, needs_input, call)
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
     return grad_input if needs_input else None, grad_leaf if needs_weight else None, grad_bias, None, None
 
@@ -165,32 +221,67 @@ def _linear_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _linear.register_autograd(_linear_grad, setup_context=_linear_setup)
 
 
+def _ask_about_gemm(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Under selective activation checkpointing: save the output if the policy wants it of this op, or of the GEMM that
+    ``nn.Linear`` is known by."""
+    input, _, bias, _, out_features = args
+    ask = mode.policy_fn
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = ask(context, op, *args, **kwargs)
+        if answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            return answer
+        weight_t = _shape_only(input.shape[-1], out_features)
+        if bias is None:
+            return ask(context, torch.ops.aten.mm.default, input, weight_t)
+        return ask(context, torch.ops.aten.addmm.default, bias, input, weight_t)
+
+    if ask is None:  # torch asks in forward alone
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    mode.policy_fn = policy
+    try:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    finally:
+        mode.policy_fn = ask
+
+
+def _shape_only(*shape: int) -> Tensor:
+    with compat.without_dispatch_modes():
+        return torch.empty(tuple(int(size) for size in shape), device="meta")
+
+
+for _mode in compat.POLICY_MODES:
+    _linear.register_torch_dispatch(_mode, _ask_about_gemm)
+
+
 # --- embedding --------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("dtensor_gtp::embedding", mutates_args=())
 def _embedding(indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype) -> Tensor:
-    runtime, weight = handles()[handle].resolve()
+    runtime, weight = handles()[handle].resolve_in_forward()
     with runtime.using(weight) as full:
         return F.embedding(indices, full)
 
 
 @_embedding.register_fake
 def _(indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype) -> Tensor:
-    return leaf.new_empty((*indices.shape, dim), dtype=dtype)
+    return indices.new_empty((*indices.shape, dim), dtype=dtype)
 
 
 @torch.library.custom_op("dtensor_gtp::embedding_backward", mutates_args=())
-def _embedding_backward(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding_idx: int) -> Tensor:
-    runtime, weight = handles()[handle].resolve()
-    runtime.note_backward()
-    embedding_grad(runtime, weight, grad, indices, padding_idx)
-    return torch.empty_like(leaf)
+def _embedding_backward(
+    grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding_idx: int, call: int
+) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_backward()
+    if weight.stand_in.is_awaited:
+        embedding_grad(runtime, weight, grad, indices, padding_idx)
+    return _gradient_of(leaf)
 
 
 @_embedding_backward.register_fake
-def _(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding_idx: int) -> Tensor:
-    return torch.empty_like(leaf)
+def _(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding_idx: int, call: int) -> Tensor:
+    return _gradient_of(leaf)
 
 
 def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -200,7 +291,8 @@ def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     indices, leaf, handle = ctx.saved_tensors
-    return None, _embedding_backward(grad, indices, leaf, handle, ctx.padding_idx), None, None, None, None
+    grad_leaf = _embedding_backward(grad, indices, leaf, handle, ctx.padding_idx, handles().next_call())
+    return None, grad_leaf, None, None, None, None
 
 
 _embedding.register_autograd(_embedding_grad, setup_context=_embedding_setup)
@@ -210,39 +302,42 @@ _embedding.register_autograd(_embedding_grad, setup_context=_embedding_setup)
 
 
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
-def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    runtime, weight = handles()[handle].resolve()
-    with runtime.using(weight) as full:
-        # An op must not return memory that it owns: on an axis of one rank that would be the shard itself.
-        return full.clone() if weight.layout.world == 1 else full.contiguous()
+def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_forward()
+    gathered = runtime.acquire(weight)
+    full = gathered.contiguous()
+    runtime.release(weight, gathered)
+    # The compiler takes what an op returns for its own, and may write to it after the last use.
+    is_shared = gathered.is_alias or gathered.holds > 0 or weight.kept is gathered
+    return full.clone() if is_shared else full
 
 
 @_materialize.register_fake
-def _(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return leaf.new_empty(shape, dtype=dtype)
+def _(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return leaf.new_empty(shape, dtype=dtype, device=device)
 
 
 @torch.library.custom_op("dtensor_gtp::reduce_grad", mutates_args=())
-def _reduce_grad(grad: Tensor, leaf: Tensor, handle: Tensor) -> Tensor:
-    runtime, weight = handles()[handle].resolve()
-    runtime.note_backward()
-    runtime.grads.add_full(weight, grad, is_owned=False)
-    return torch.empty_like(leaf)
+def _reduce_grad(grad: Tensor, leaf: Tensor, handle: Tensor, call: int) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_backward()
+    if weight.stand_in.is_awaited:
+        runtime.grads.add_full(weight, grad, is_owned=False)
+    return _gradient_of(leaf)
 
 
 @_reduce_grad.register_fake
-def _(grad: Tensor, leaf: Tensor, handle: Tensor) -> Tensor:
-    return torch.empty_like(leaf)
+def _(grad: Tensor, leaf: Tensor, handle: Tensor, call: int) -> Tensor:
+    return _gradient_of(leaf)
 
 
 def _materialize_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    leaf, handle, _, _ = inputs
+    leaf, handle, _, _, _ = inputs
     ctx.save_for_backward(leaf, handle)
 
 
 def _materialize_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     leaf, handle = ctx.saved_tensors
-    return _reduce_grad(grad, leaf, handle), None, None, None
+    return _reduce_grad(grad, leaf, handle, handles().next_call()), None, None, None, None
 
 
 _materialize.register_autograd(_materialize_grad, setup_context=_materialize_setup)

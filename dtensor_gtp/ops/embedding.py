@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from .._runtime.param import ShardedWeight
+from .._runtime.saved import check_differentiable
 from .._runtime.state import Runtime
+from .ungathered import using
 
 
 def embedding(indices: torch.Tensor, padding_idx: int | None, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
@@ -27,6 +29,7 @@ def embedding(indices: torch.Tensor, padding_idx: int | None, runtime: Runtime, 
     if not torch.is_grad_enabled() or not weight.param.requires_grad:
         with runtime.using(weight) as full:
             return F.embedding(indices, full, padding_idx)
+    check_differentiable(weight)
     result: torch.Tensor = _Embedding.apply(indices, weight.leaf, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
     return result
 
@@ -41,7 +44,7 @@ class _Embedding(torch.autograd.Function):
         runtime: Runtime,
         weight: ShardedWeight,
     ) -> torch.Tensor:
-        with runtime.using(weight) as full:
+        with using(runtime, weight) as full:
             output = F.embedding(indices, full, padding_idx)
         ctx.runtime, ctx.weight = runtime, weight
         ctx.padding_idx = -1 if padding_idx is None else padding_idx

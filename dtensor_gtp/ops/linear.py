@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_unmodified
+from .._runtime.saved import check_differentiable, check_unmodified
 from .._runtime.state import Runtime
+from .ungathered import using
 
 
 def linear(input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
@@ -30,6 +31,7 @@ def linear(input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, wei
     if not torch.is_grad_enabled():
         with runtime.using(weight) as full:
             return F.linear(input, full, bias)
+    check_differentiable(weight)
     result: torch.Tensor = _Linear.apply(input, weight.leaf, bias, runtime, weight)  # type: ignore[no-untyped-call]
     return result
 
@@ -57,7 +59,7 @@ def _forward(
     ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight
 ) -> torch.Tensor:
     ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
-    with runtime.using(weight) as full:
+    with using(runtime, weight) as full:
         output = F.linear(input, full, bias)
     if ctx.needs_input_grad[1]:
         ctx.save_for_backward(input)

@@ -20,6 +20,7 @@ from dtensor_gtp import gtp_shard
 from dtensor_gtp._runtime.modules import binding_of
 from dtensor_gtp._runtime.param import ShardedWeight, WeightState
 from dtensor_gtp._runtime.state import Runtime
+from dtensor_gtp.ops.ungathered import UngatheredWeight
 
 VOCABULARY = 31  # 4 * 8 - 1: the last rank's shard is short
 WIDTH = 12
@@ -207,8 +208,8 @@ class counted(TorchDispatchMode):
         self.dtypes: dict[str, set[torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # DTensor comes back with the collectives that it consists of
+        if any(issubclass(cls, DTensor | UngatheredWeight) for cls in types):
+            return NotImplemented  # these come back with the collectives that they consist of
         if func.namespace == "c10d":
             self.counts[func._opname] += 1
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,66 @@
+"""A full weight that is gathered by the first op that computes with it.
+
+Selective activation checkpointing asks a policy about every aten op, and in the recomputation returns what it has saved
+instead of running the op. A fused op shows it the GEMM (``aten.mm``, ``aten.addmm``) or the lookup on such a weight: if
+the output was saved, nobody comes to gather the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch_compat as compat
+from .._runtime.param import ShardedWeight
+from .._runtime.state import Runtime
+
+
+class UngatheredWeight(Tensor):
+    """Stands for the full weight, or its transpose, in the arguments of an op; the op itself gets the real one.
+
+    Args:
+        runtime: Gathers the weight for as long as an op runs on it.
+        weight: The weight.
+        is_transposed: Stand for ``weight.t()``.
+    """
+
+    _runtime: Runtime
+    _weight: ShardedWeight
+    _is_transposed: bool
+
+    @staticmethod
+    def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
+        shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
+        strides = (1, shape[0]) if is_transposed else (shape[1], 1)
+        self = compat.make_wrapper_subclass(cls, shape, strides, dtype=weight.compute_dtype, device=weight.shard.device)
+        self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
+        return self  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.t.default:
+            (weight,) = args
+            return cls(weight._runtime, weight._weight, not weight._is_transposed)
+        with ExitStack() as stack:
+            real = compat.tree_map_only(cls, lambda weight: weight._gathered(stack), (args, kwargs or {}))
+            return func(*real[0], **real[1])
+
+    def _gathered(self, stack: ExitStack) -> Tensor:
+        full = stack.enter_context(self._runtime.using(self._weight))
+        return full.t() if self._is_transposed else full
+
+
+@contextmanager
+def using(runtime: Runtime, weight: ShardedWeight) -> Iterator[Tensor]:
+    """``runtime.using(weight)``, but under selective checkpointing a weight that is gathered when an op needs it."""
+    if compat.asks_checkpoint_policy():
+        yield UngatheredWeight(runtime, weight)
+        return
+    with runtime.using(weight) as full:
+        yield full
