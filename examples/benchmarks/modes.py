@@ -13,6 +13,7 @@ from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
 
 MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16")
+COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEARNING_RATE = 1e-5
 
@@ -52,6 +53,17 @@ PRESETS = {
         seq_lens=(32, 64),
         rope_theta=10000.0,
     ),
+    # Narrow with a wide feed-forward, so that activations take longer than GEMMs on a CPU: what a compiler can fuse.
+    "elementwise": Preset(
+        dim=32,
+        hidden_dim=4096,
+        num_heads=2,
+        num_kv_heads=1,
+        vocab_size=256,
+        layers=2,
+        seq_lens=(512,),
+        rope_theta=10000.0,
+    ),
 }
 
 
@@ -88,16 +100,28 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     Args:
         mode: "compute": whole bf16 weights and no communication, the bound; "fsdp2-R": ``fully_shard`` on each block
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
-            "bf16"; weights are stored in fp32 and computed with in bf16.
+            "bf16"; weights are stored in fp32 and computed with in bf16. With the suffix "-compiled" each block is
+            compiled, with ``fullgraph=True``.
         workload: the model.
         world: the processes.
 
     Raises:
         ValueError: if there is no such mode.
     """
-    if mode not in MODES:
+    plain = mode.removesuffix(COMPILED)
+    if plain not in MODES:
         raise ValueError(f"build_mode expects one of {', '.join(MODES)}, but got {mode!r}.")
     model = build_model(workload, world)
+    if plain != mode:
+        torch._dynamo.reset()  # what an earlier mode has compiled must neither help this one nor be in its way
+        for index, layer in enumerate(model.layers):
+            # before fully_shard, whose hooks do not compile; gtp_shard takes modules compiled before or after
+            model.layers[index] = torch.compile(layer, fullgraph=True)
+    return shard(model, plain, workload, world)
+
+
+def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Module:
+    """Prepares the whole model for ``mode``, one of :data:`MODES`."""
     family, _, reduce = mode.partition("-")
     if family == "compute":
         for parameter in model.parameters():
@@ -123,7 +147,7 @@ def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Op
     The compute mode, the bound of the others, updates stand-ins: fp32 tensors of this process's share of every weight,
     with fixed gradients. Updating the whole weights on each process would be more work than any sharded mode does.
     """
-    if mode != "compute":
+    if mode.removesuffix(COMPILED) != "compute":
         return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
     stand_ins = []
     for parameter in model.parameters():

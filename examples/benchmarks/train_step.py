@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 8 examples/benchmarks/train_step.py --json results.json
     torchrun --nproc-per-node 2 examples/benchmarks/train_step.py --preset tiny     # also on a CPU, in seconds
 
-The modes are described at ``modes.build_mode``. They take turns, each with the same initial weights and the same
-tokens; the model of one is freed before the next is built. ``--rounds`` repeats the turns, so that a slow drift of the
-machine reaches all of them. The loss and the gradient norm of the first step are recorded with the times: modes that
-compute the same thing agree on them.
+The modes are described at ``modes.build_mode``; ``--compile`` adds each of them with compiled blocks. They take turns,
+each with the same initial weights and the same tokens; the model of one is freed before the next is built. ``--rounds``
+repeats the turns, so that a slow drift of the machine reaches all of them. The loss and the gradient norm of the first
+step are recorded with the times: modes that compute the same thing agree on them.
 
 ``--host-time`` measures something else, the host's time per use of a weight: see ``host_time.py``.
 """
@@ -35,7 +35,7 @@ from harness import (
 from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
 from launch import run
 from llama import LlamaConfig
-from modes import MODES, PRESETS, Workload, build_mode, build_optimizer, make_step
+from modes import COMPILED, MODES, PRESETS, Workload, build_mode, build_optimizer, make_step
 from report import Measurement, describe, environment, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
@@ -60,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=_positive, default=1, help="how often the modes take turns")
     add("--full-step", action=argparse.BooleanOptionalAction, default=True, help="measure with the optimizer too")
     add("--free-running", action="store_true", help="let the host run ahead between steps")
+    add("--compile", action="store_true", help="measure each mode again with compiled blocks")
     add("--prefetch-depth", type=int, help="of the gtp modes; default: the library's")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
@@ -69,6 +70,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     try:
         arguments.modes = resolve_modes(arguments.modes)
+        if arguments.compile:
+            arguments.modes = [name for mode in arguments.modes for name in (mode, mode + COMPILED)]
     except ValueError as error:
         parser.error(str(error))
     return arguments

@@ -98,6 +98,22 @@ def test_the_run_can_be_repeated_from_what_is_written(everything: tuple[str, dic
     assert content["settings"]["steps"] == 3
 
 
+def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> None:
+    sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
+    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-fp32", "--compile", *sizes)
+    assert status == 0, output
+    records = {r["mode"]: r for r in content["results"]}
+    assert list(records) == ["compute", "compute-compiled", "gtp-fp32", "gtp-fp32-compiled"]
+    assert "x eager" in output
+    for name, record in records.items():
+        eager = records[name.removesuffix("-compiled")]
+        assert record["loss"] == pytest.approx(eager["loss"], rel=1e-3)
+        if eager["grad_norm"] is not None:
+            assert record["grad_norm"] == pytest.approx(eager["grad_norm"], rel=1e-2)
+        expected = None if record is eager else pytest.approx(record["ms"] / eager["ms"])
+        assert record["ratio_eager"] == expected
+
+
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
     status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments, processes=2)
