@@ -225,7 +225,7 @@ def _ask_about_gemm(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any 
     """Under selective activation checkpointing: save the output if the policy wants it of this op, or of the GEMM that
     ``nn.Linear`` is known by."""
     input, _, bias, _, out_features = args
-    ask = mode.policy_fn
+    ask = getattr(mode, "policy_fn", None)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         answer = ask(context, op, *args, **kwargs)
@@ -236,7 +236,7 @@ def _ask_about_gemm(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any 
             return ask(context, torch.ops.aten.mm.default, input, weight_t)
         return ask(context, torch.ops.aten.addmm.default, bias, input, weight_t)
 
-    if ask is None:  # torch asks in forward alone
+    if ask is None:  # in the recomputation newer releases ask no more
         return mode.__torch_dispatch__(op, types, args, kwargs)
     mode.policy_fn = policy
     try:

@@ -27,6 +27,14 @@ DIM = 8
 VOCABULARY = 13
 
 
+def gemm_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_gemm = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_gemm else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+save_gemms = {"use_reentrant": False, "context_fn": lambda: create_selective_checkpoint_contexts(gemm_policy)}
+
+
 class Block(nn.Module):
     """Fused linears, with and without bias, and a norm. It may recompute its feed-forward within the compiled code."""
 
@@ -45,14 +53,14 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recompute is None:
             return x + self.feed_forward(x)
-        result: torch.Tensor = x + checkpoint(self.feed_forward, x, use_reentrant=False, **self.recompute)
+        result: torch.Tensor = x + checkpoint(self.feed_forward, x, **self.recompute)
         return result
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head; ``outside`` recomputes each of them (reentrant or not)."""
+    """Blocks between an embedding and a head; ``outside`` recomputes each of them."""
 
-    outside: bool | None = None
+    outside: dict[str, Any] | None = None
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
@@ -63,7 +71,7 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x) if self.outside is None else checkpoint(layer, x, use_reentrant=self.outside)
+            x = layer(x) if self.outside is None else checkpoint(layer, x, **self.outside)
         logits: torch.Tensor = self.head(x)
         return logits
 
@@ -134,16 +142,17 @@ class TestCompile(GlooTest):
         loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = next_token_loss,
         steps: int = 2,
         tolerance: dict[str, float] | None = None,
+        compile_first: bool = False,
         **options: Any,
     ) -> nn.Module:
+        """Compare a copy, sharded and compiled, with the reference. The wrapper of ``torch.compile(block)`` adds to the
+        names of parameters, so they are compared in order."""
         mesh = self.gtp_mesh()
-
-        def shard(model: nn.Module) -> nn.Module:
-            # The wrapper of torch.compile(block) adds to the names of parameters: the caller's model keeps its own.
-            return gtp_shard(model, mesh, schedule=ALL, **options)
-
-        model = shard(copy.deepcopy(reference))
-        used = compile_parts(model)
+        model = copy.deepcopy(reference)
+        if compile_first:
+            compile_parts(model)
+        gtp_shard(model, mesh, schedule=ALL, **options)
+        used = model if compile_first else compile_parts(model)
         names = {param: name for name, param in reference.named_parameters()}
         optimizers = [sgd(list(module.parameters())) for module in (reference, model)]
         for step in range(steps):
@@ -186,6 +195,17 @@ class TestCompile(GlooTest):
         self.train(reference, wrapped, mp_policy=policy, tolerance={"rtol": 3e-2, "atol": 2e-2})
         self.assert_graphs(1)
 
+    def test_blocks_compiled_before_sharding(self) -> None:
+        for style in (in_place, wrapped):
+            self.train(self.fresh(Model), lambda m, s=style: compile_blocks(m, s), compile_first=True)
+            self.assert_graphs(1)
+
+    def test_tied_weights_of_a_compiled_model(self) -> None:
+        reference = self.fresh(Model)
+        reference.head.weight = reference.embedding.weight
+        self.train(reference, compile_model)
+        self.assert_graphs(1)
+
     def test_compiled_function_around_the_model(self) -> None:
         """No frame is around it: weights are gathered on demand."""
         reference = self.fresh(Model)
@@ -224,7 +244,7 @@ class TestCompile(GlooTest):
 
     @pytest.mark.soak
     def test_inductor_on_blocks_and_recomputation(self) -> None:
-        for recompute in (None, {}):
+        for recompute in (None, {"use_reentrant": False}):
             reference = self.fresh(Model)
             for layer in reference.layers:
                 layer.recompute = recompute
@@ -264,7 +284,7 @@ class TestCompile(GlooTest):
     def test_checkpoint_around_compiled_blocks(self) -> None:
         for use_reentrant, style in ((True, in_place), (False, wrapped)):
             reference = self.fresh(Model)
-            reference.outside = use_reentrant
+            reference.outside = {"use_reentrant": use_reentrant}
             model = self.train(reference, lambda m, s=style: compile_blocks(m, s))
             self.assertEqual(self.gathers_of_blocks(model), {"up": 3, "down": 3})
             self.assertFalse(counters["graph_break"])
@@ -272,29 +292,32 @@ class TestCompile(GlooTest):
     def test_checkpoint_inside_compiled_blocks(self) -> None:
         reference = self.fresh(Model)
         for layer in reference.layers:
-            layer.recompute = {}
+            layer.recompute = {"use_reentrant": False}
         model = self.train(reference, compile_blocks)
         self.assert_graphs(1)
         # Nothing that backward needs is computed from the output of the last linear.
         self.assertEqual(self.gathers_of_blocks(model), {"up": 3, "down": 2})
 
+    def test_selective_checkpoint_around_compiled_blocks(self) -> None:
+        """Policies see the ops of the compiled code where the backend shows them."""
+        for style in (in_place, wrapped):
+            reference = self.fresh(Model)
+            reference.outside = save_gemms
+            model = self.train(reference, lambda m, s=style: compile_blocks(m, s))
+            self.assertEqual(self.gathers_of_blocks(model), {"up": 2, "down": 2})
+
     def test_selective_checkpoint_inside_compiled_blocks(self) -> None:
         """A policy that saves what GEMMs return saves what linears return, and spares the recomputation's gather."""
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            is_gemm = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-            return CheckpointPolicy.MUST_SAVE if is_gemm else CheckpointPolicy.PREFER_RECOMPUTE
-
         reference = self.fresh(Model)
         for layer in reference.layers:
-            layer.recompute = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
+            layer.recompute = save_gemms
         model = self.train(reference, compile_blocks)
         self.assertFalse(counters["graph_break"])
         self.assertEqual(self.gathers_of_blocks(model), {"up": 2, "down": 2})
 
     def test_checkpoint_inside_a_compiled_model(self) -> None:
         reference = self.fresh(Model)
-        reference.outside = False
+        reference.outside = {"use_reentrant": False}
         self.train(reference, compile_model)
         self.assert_graphs(1)
 
