@@ -160,6 +160,11 @@ def asks_checkpoint_policy() -> bool:
     return depth > 0 and any(isinstance(torch._C._get_dispatch_stack_at(i), POLICY_MODES) for i in range(depth))
 
 
+def is_tracing() -> bool:
+    """Whether the ops that run now are recorded in a graph by the compiler."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """A context in which no mode, that of a tracing compiler among them, sees the ops."""
     return cast("AbstractContextManager[Any]", python_dispatch._disable_current_modes())
@@ -192,14 +197,14 @@ def sleep_stream(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def make_wrapper_subclass(cls: type[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...], **kw: Any) -> Any:
-    """A tensor of class ``cls`` that has no memory of its own; ``kw`` are dtype and device."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, **kw)
+def make_wrapper_subclass(cls: type[torch.Tensor], shape: tuple[int, ...], **options: Any) -> Any:
+    """A tensor of class ``cls`` that has no memory of its own; the options are strides, dtype and device."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
-# Makes its argument the compiler of Python frames on this thread (None: they run as they are) and returns the last one.
+# Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
 set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
@@ -614,6 +619,7 @@ __all__ = [
     "is_real_rank",
     "is_replicated_by_ddp",
     "leave_process_groups",
+    "is_tracing",
     "local_shape_and_offset",
     "local_tensor",
     "localizing_module",

@@ -221,39 +221,6 @@ def _linear_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _linear.register_autograd(_linear_grad, setup_context=_linear_setup)
 
 
-def _ask_about_gemm(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Under selective activation checkpointing: save the output if the policy wants it of this op, or of the GEMM that
-    ``nn.Linear`` is known by."""
-    input, _, bias, _, out_features = args
-    ask = getattr(mode, "policy_fn", None)
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = ask(context, op, *args, **kwargs)
-        if answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
-            return answer
-        weight_t = _shape_only(input.shape[-1], out_features)
-        if bias is None:
-            return ask(context, torch.ops.aten.mm.default, input, weight_t)
-        return ask(context, torch.ops.aten.addmm.default, bias, input, weight_t)
-
-    if ask is None:  # in the recomputation newer releases ask no more
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    mode.policy_fn = policy
-    try:
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    finally:
-        mode.policy_fn = ask
-
-
-def _shape_only(*shape: int) -> Tensor:
-    with compat.without_dispatch_modes():
-        return torch.empty(tuple(int(size) for size in shape), device="meta")
-
-
-for _mode in compat.POLICY_MODES:
-    _linear.register_torch_dispatch(_mode, _ask_about_gemm)
-
-
 # --- embedding --------------------------------------------------------------------------------------------------------
 
 
@@ -341,3 +308,43 @@ def _materialize_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _materialize.register_autograd(_materialize_grad, setup_context=_materialize_setup)
+
+
+# --- selective activation checkpointing -------------------------------------------------------------------------------
+
+
+def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """While a checkpoint with a policy is compiled: save what a linear layer returns if the policy wants it of the GEMM
+    that ``nn.Linear`` is known by."""
+    if not compat.is_tracing():
+        # Compiled code that runs inside of a checkpoint: it may write to what an op returns, so nothing may be saved.
+        return op(*args, **(kwargs or {}))
+    ask = getattr(mode, "policy_fn", None)
+    if ask is None or op is not torch.ops.dtensor_gtp.linear.default:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    input, _, bias, _, out_features = args
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = ask(context, op, *args, **kwargs)
+        if answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            return answer
+        weight_t = _shape_only(input.shape[-1], out_features)
+        if bias is None:
+            return ask(context, torch.ops.aten.mm.default, input, weight_t)
+        return ask(context, torch.ops.aten.addmm.default, bias, input, weight_t)
+
+    mode.policy_fn = policy
+    try:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    finally:
+        mode.policy_fn = ask
+
+
+def _shape_only(*shape: int) -> Tensor:
+    with compat.without_dispatch_modes():
+        return torch.empty(tuple(int(size) for size in shape), device="meta")
+
+
+for _mode in compat.POLICY_MODES:
+    for _op in (_linear, _embedding, _materialize):
+        _op.register_torch_dispatch(_mode, _ask_policy)

@@ -36,7 +36,9 @@ class UngatheredWeight(Tensor):
     def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
         shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
         strides = (1, shape[0]) if is_transposed else (shape[1], 1)
-        self = compat.make_wrapper_subclass(cls, shape, strides, dtype=weight.compute_dtype, device=weight.shard.device)
+        self = compat.make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=weight.compute_dtype, device=weight.shard.device
+        )
         self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
         return self  # type: ignore[no-any-return]
 
@@ -44,9 +46,10 @@ class UngatheredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.t.default:
+        if func in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             (weight,) = args
-            return cls(weight._runtime, weight._weight, not weight._is_transposed)
+            is_turned = func is torch.ops.aten.t.default
+            return cls(weight._runtime, weight._weight, weight._is_transposed != is_turned)
         with ExitStack() as stack:
             real = compat.tree_map_only(cls, lambda weight: weight._gathered(stack), (args, kwargs or {}))
             return func(*real[0], **real[1])
