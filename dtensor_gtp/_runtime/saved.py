@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .param import Gathered, ShardedWeight, Version
+from .gathered import Gathered, Version
+from .param import ShardedWeight
 
 if TYPE_CHECKING:
     from .state import Runtime

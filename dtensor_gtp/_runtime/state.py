@@ -25,9 +25,10 @@ from ..policy import SchedulePolicy
 from . import collectives
 from .comm_context import CommContext, Done
 from .debug import DebugFlags, profiler_range
+from .gathered import Gathered
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
-from .param import Gathered, ManagedParam, ShardedWeight, WholeParam
+from .param import ManagedParam, ShardedWeight, WholeParam
 from .saved import SavedWeights, check_differentiable
 from .schedule import Chain
 

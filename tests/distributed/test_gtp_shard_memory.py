@@ -32,7 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.param import Gathered, ShardedWeight
+from dtensor_gtp._runtime.gathered import Gathered
+from dtensor_gtp._runtime.param import ShardedWeight
 
 
 class Generic(nn.Module):
