@@ -103,7 +103,7 @@ def _check_ddp(module: nn.Module, arguments: dict[str, Any]) -> None:
     )
     # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
     names = {name if "." in name else f".{name}" for name in managed} | managed.keys()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(ignored | names))
+    compat.ignore_in_ddp(module, sorted(ignored | names))
 
 
 def _check_fsdp1(module: nn.Module, arguments: dict[str, Any]) -> None:

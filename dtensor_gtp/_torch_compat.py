@@ -39,6 +39,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -469,6 +470,11 @@ def _groups_of_state(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
+    """Have ``DistributedDataParallel`` around ``module`` leave parameters alone."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
 def localizing_module() -> Any:
     """The module of torch with ``_localize_dtensor``, by which DDP and ``replicate`` get at the shards of DTensors."""
     return import_module("torch.distributed.tensor.parallel.ddp")
@@ -612,6 +618,7 @@ __all__ = [
     "fully_shard_group_class",
     "fully_shard_params",
     "fully_shard_sites",
+    "ignore_in_ddp",
     "in_func_transform",
     "is_awaited",
     "is_node_awaited",
