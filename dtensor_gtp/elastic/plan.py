@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..placement import chunk_rows, chunk_size_and_offset
-from .replicas import ReplicaLayout, format_ranks
+from .replicas import ReplicaLayout, count_of, format_ranks
 
 # Segments that are printed of each weight.
 _MAX_SEGMENTS = 12
@@ -274,15 +274,15 @@ class SyncPlan:
             lines += [f"  {_extent(box, weight):<24} {_owners(bucket)}" for box, bucket in parts[:_MAX_SEGMENTS]]
             if len(parts) > _MAX_SEGMENTS:
                 lines.append(f"  and {len(parts) - _MAX_SEGMENTS} more segments")
-        lines.append(_count(self.buckets, "bucket"))
+        lines.append(count_of(len(self.buckets), "bucket"))
         for bucket in self.buckets[:_MAX_SEGMENTS]:
             size = format_nbytes(self.bucket_nbytes(bucket))
-            lines.append(f"  {_owners(bucket):<24} {_count(bucket.segments, 'segment')}, {size}")
+            lines.append(f"  {_owners(bucket):<24} {count_of(len(bucket.segments), 'segment')}, {size}")
         if len(self.buckets) > _MAX_SEGMENTS:
             lines.append(f"  and {len(self.buckets) - _MAX_SEGMENTS} more")
         if self.whole:
             nbytes = sum(weight.nbytes * weight.numel for weight in self.whole)
-            lines.append(f"all ranks: {_count(self.whole, 'whole parameter')}, {format_nbytes(nbytes)}")
+            lines.append(f"all ranks: {count_of(len(self.whole), 'whole parameter')}, {format_nbytes(nbytes)}")
         return "\n".join(lines)
 
 
@@ -413,7 +413,3 @@ def _extent(box: Box, weight: WeightSpec) -> str:
 
 def _owners(bucket: Bucket) -> str:
     return "owners " + " | ".join(format_ranks(copies) for copies in bucket.holders)
-
-
-def _count(items: Sequence[object], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

@@ -158,7 +158,7 @@ class ReplicaLayout:
         return shares
 
     def __str__(self) -> str:
-        lines = [f"{len(self.replicas)} replicas of {self.num_ranks} ranks"]
+        lines = [f"{count_of(len(self.replicas), 'replica')} of {count_of(self.num_ranks, 'rank')}"]
         lines += [f"  replica {index}  {replica}".rstrip() for index, replica in enumerate(self.replicas)]
         return "\n".join(lines)
 
@@ -369,3 +369,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
         start = index
     more = len(parts) - _MAX_RANKS
     return ",".join(parts[:_MAX_RANKS]) + (f" and {more} more ranges" if more > 0 else "")
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import make, shard
 from common import ALL, GlooTest, assert_same_params
+from runtime_common import local
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
@@ -126,7 +127,7 @@ class TestSixRanks(GlooTest):
         return self.replicas([0, 1, 2], [3, 4], [5])
 
     def test_patterns_of_failures(self) -> None:
-        for sizes in ((4, 2), (1, 4, 1), (3, 2, 1), (5, 1), (3, 3)):
+        for sizes in ((4, 2), (1, 4, 1), (3, 2, 1), (5, 1), (3, 3), (2, 4), (1, 2, 3), (2, 2, 2)):
             ends = torch.tensor(sizes).cumsum(0).tolist()
             mesh = self.replicas(*(range(end - size, end) for size, end in zip(sizes, ends, strict=True)))
             elastic = Elastic(mesh)
@@ -221,6 +222,26 @@ class TestSixRanks(GlooTest):
             self.assertGreater(float(norm), 0.1)
             elastic.step()
         elastic.sync.check_values()
+
+    def test_overflow_in_one_replica_skips_the_step_in_all(self) -> None:
+        elastic = Elastic(self.unequal(), make_optimizer=sgd)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = [local(p.detach()).clone() for p in elastic.model.parameters()]
+        batch = tokens_of(0, 12)
+        own = batch[elastic.mesh.rebalance_batch(12).rows]
+        for is_overflowing in (True, False):
+            factor = float("inf") if is_overflowing and dist.get_rank() == 5 else 1.0
+            scaler.scale(token_loss(elastic.model, own) * factor).backward()
+            scaler.step(elastic.optimizers[1])
+            scaler.update()
+            elastic.optimizers[1].zero_grad()
+            self.assertEqual(scaler.get_scale(), 2.0)
+            shards = [local(p.detach()) for p in elastic.model.parameters()]
+            is_kept = [torch.equal(shard, b) for shard, b in zip(shards, before, strict=True) if shard.numel()]
+            self.assertEqual(set(is_kept), {is_overflowing})
+        token_loss(elastic.reference, batch).backward()
+        elastic.optimizers[0].step()
+        assert_same_params(elastic.model, elastic.reference)
 
     def test_a_backward_that_raised_leaves_nothing_behind(self) -> None:
         elastic = Elastic(self.unequal())
