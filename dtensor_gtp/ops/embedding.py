@@ -67,6 +67,6 @@ def embedding_grad(
     """Compute the table's gradient and reduce it; ``padding_idx`` is -1 if there is none."""
     # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.
     grad = torch.ops.aten.embedding_dense_backward(
-        grad_output.contiguous(), indices, weight.layout.num_rows, padding_idx, False
+        grad_output.contiguous(), indices, weight.layout.shape[0], padding_idx, False
     )
     runtime.grads.add_full(weight, grad, is_owned=True)

@@ -189,6 +189,20 @@ class TestTraining(GlooTest):
                 torch.manual_seed(0)
                 check_training(Products(), shard, mesh, float_batch, square_loss, steps=2)
 
+    def test_tables_cut_by_columns(self) -> None:
+        """Embeddings and linear layers on dim 1, tied; the vocabulary is not the width."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        place = lambda p: GTPShard(1) if p.ndim == 2 else None  # noqa: E731
+        check_training(
+            Tied(),
+            lambda m: gtp_shard(m, mesh, schedule=ALL, shard_placement_fn=place),
+            mesh,
+            token_batch,
+            next_token_loss,
+            steps=2,
+        )
+
     def test_mixed_and_complex_dtypes_train(self) -> None:
         class Mixed(nn.Module):
             def __init__(self) -> None:
