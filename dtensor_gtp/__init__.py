@@ -6,6 +6,7 @@ from .api import GTPModule, UnshardHandle, gtp_shard
 from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
+from .quant.api import quantize_
 from .random import MeshRNG
 from .report import ShardingReport, sharding_report
 
@@ -22,5 +23,6 @@ __all__ = [
     "elastic",
     "gtp_shard",
     "init_weight_mesh",
+    "quantize_",
     "sharding_report",
 ]

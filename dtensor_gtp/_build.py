@@ -19,8 +19,11 @@ from . import _torch_compat as compat
 from ._runtime.layout import WeightLayout
 from ._runtime.modules import binding_of
 from ._runtime.param import ManagedParam, ReplacedParam, ShardedWeight, Site, WholeParam
+from ._runtime.wire import make_wire
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
+from .quant.placement import place_quantized
+from .quant.tensor import master_of, recipe_of
 
 
 @dataclass
@@ -48,7 +51,8 @@ class Decision:
         placements = (*(self.param.placements if isinstance(self.param, DTensor) else ()), self.placement)
         return (
             f"parameter '{self.fqn}' of shape {tuple(self.param.shape)} and {self.param.dtype} with placements "
-            f"{placements}, requires_grad={self.param.requires_grad}, at {len(self.sites)} sites"
+            f"{placements}, requires_grad={self.param.requires_grad}, at {len(self.sites)} sites, "
+            f"recipe={recipe_of(self.param)}"
         )
 
 
@@ -123,6 +127,12 @@ def _place(
             f"shard_placement_fn expects to return a GTPShard, a Shard, a Replicate or None, but got {asked!r} for "
             f"parameter '{fqn}' of shape {tuple(param.shape)}."
         )
+    recipe = recipe_of(param)
+    if recipe is not None:
+        if asked is None and hasattr(type(site.module), "default_gtp_placement"):
+            asked = site.module.default_gtp_placement(site.name)  # type: ignore[operator]
+        shard = _check_shard(fqn, param, mesh, asked) if isinstance(asked, Shard | GTPShard) else asked
+        return place_quantized(fqn, param, recipe, shard), ""
     if isinstance(asked, Replicate):
         return asked, "asked for"
     if not param.is_floating_point():
@@ -237,6 +247,7 @@ def make_param(
             module._parameters[name] = decision.existing.param
         return decision.existing
     local, tp_spec, spec_mesh, placements = _local_part(old, mesh)
+    recipe, local = recipe_of(local), master_of(local)
     is_shard = isinstance(decision.placement, GTPShard)
     if is_shard:
         layout = WeightLayout(
@@ -253,13 +264,16 @@ def make_param(
         shard = shard.to(device)
     spec = compat.make_spec(spec_mesh, (*placements, decision.placement), old.shape, old.dtype)
     new = nn.Parameter(compat.wrap_local(shard, spec), requires_grad=old.requires_grad)
+    structural = old.detach().__dict__  # what a tensor subclass needs for itself, its data among it
     for key, value in old.__dict__.items():
-        new.__dict__.setdefault(key, value)  # tags that users put on parameters
+        if key not in structural:
+            new.__dict__.setdefault(key, value)  # tags that users put on parameters
     for module, name in decision.sites:
         module._parameters[name] = new
     managed: ManagedParam
     if is_shard:
-        managed = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec)
+        wire = make_wire(shard, recipe, spec, mp_policy)
+        managed = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec, wire)
     else:
         managed = WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
     managed.replaced = ReplacedParam(old)

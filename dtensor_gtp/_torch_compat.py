@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T", bound=torch.Tensor)
 
 try:
     from torch.distributed._local_tensor import maybe_run_for_local_tensor
@@ -126,6 +127,22 @@ def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Te
 def in_func_transform() -> bool:
     """Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` as if no argument had a ``__torch_function__``; what it returns is not converted to a subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def wrapper_tensor(cls: type[_T], like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
+    """A contiguous tensor of class ``cls``, a subclass of Tensor, without memory of its own, on the device of ``like``.
+
+    Args:
+        like: If it has that shape, its strides count as well.
+    """
+    stride = like.stride() if like.shape == shape else torch.empty(shape, device="meta").stride()
+    return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
 
 
 def is_profiling() -> bool:
@@ -572,6 +589,15 @@ def all_gather_base(
     return group._allgather_base(output, input, options)
 
 
+def all_gather_coalesced(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Several ``all_gather_base`` in one call; dtypes and shapes may differ."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return group.allgather_into_tensor_coalesced(outputs, inputs, options)
+
+
 def reduce_scatter_base(
     output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
@@ -603,6 +629,7 @@ __all__ = [
     "accumulate_node",
     "agreed_name",
     "all_gather_base",
+    "all_gather_coalesced",
     "all_reduce",
     "asks_checkpoint_policy",
     "backend_name",
@@ -666,6 +693,8 @@ __all__ = [
     "unscale_grads_op",
     "unseen_by_checkpoint_policies",
     "without_dispatch_modes",
+    "without_torch_function",
     "wrap_local",
     "wrap_sharding_propagation",
+    "wrapper_tensor",
 ]

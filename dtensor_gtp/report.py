@@ -95,6 +95,9 @@ def _row(name: str, managed: ManagedParam, use: str) -> ReportRow:
     gathered = 0
     if isinstance(managed, ShardedWeight):
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
+        if managed.wire is not None:
+            gathered = managed.wire.num_bytes(managed) or gathered
+            use = f"{use}, {managed.wire.describe()}"
     return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use)
 
 
@@ -114,7 +117,8 @@ def _describe_mesh(binding: Binding) -> str:
 
 def _schedule(binding: Binding) -> str:
     runtime = binding.group.runtime
-    names = [weight.fqn for weight in runtime.weights]
+    columnwise = {id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight}
+    names = [t.weight.fqn + " (columnwise)" * (id(t) in columnwise) for t in runtime.gatherables]
     plans = []
     for key, chain in runtime.chains.items():
         if not chain.plan:

@@ -23,6 +23,17 @@ class ReduceScale(NamedTuple):
     postdivide: float | None
 
 
+class Works(NamedTuple):
+    """Several background works, to be waited for together."""
+
+    works: list[dist.Work | None]
+
+    def wait(self) -> None:
+        for work in self.works:
+            if work is not None:
+                work.wait()
+
+
 @functools.cache
 def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
     """Average over ``num_ranks``, or divide the sum by ``factor`` if one is given.
@@ -50,6 +61,18 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
         stream: The current stream orders the collective; else it runs in the background.
     """
     return compat.all_gather_base(output, shard, group, async_op=not stream)
+
+
+def all_gather_many(
+    outputs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup, stream: bool
+) -> dist.Work | Works | None:
+    """Several :func:`all_gather` of one group, as one launch where streams order it; dtypes and shapes may differ."""
+    if len(outputs) == 1:
+        return all_gather(outputs[0], shards[0], group, stream)
+    if stream:
+        return compat.all_gather_coalesced(outputs, shards, group, async_op=False)
+    # gloo would make one tensor of all of them, as if they had one dtype.
+    return Works([all_gather(*pair, group, stream) for pair in zip(outputs, shards, strict=True)])
 
 
 def reduce_scatter(

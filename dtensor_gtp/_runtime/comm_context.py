@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from .collectives import Works
 from .debug import DebugFlags, Delays, check_order
 
 _HOST = nullcontext()
@@ -34,7 +35,7 @@ class Done(NamedTuple):
     """When a collective is complete: an event where there are streams, a background work where there are none."""
 
     event: torch.Event | None = None
-    work: dist.Work | None = None
+    work: dist.Work | Works | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,11 @@ class CommContext:
     def _compute_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device.index)
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what runs now is recorded into a CUDA graph, to run again without this code."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def delay(self) -> None:
         if self._delays is not None:
             self._delays.sleep()
@@ -147,7 +153,7 @@ class CommContext:
         """Context in which a gather is launched, on the gather stream."""
         return self._fork(self._gather_stream)
 
-    def gather_done(self, work: dist.Work | None) -> Done:
+    def gather_done(self, work: dist.Work | Works | None) -> Done:
         """When the gather that was just launched may be read."""
         return Done(work=work) if self._gather_stream is None else Done(self._gather_stream.record_event())
 

@@ -1,7 +1,9 @@
-"""A full weight in memory, and what tells whether it still is what its shard holds."""
+"""A gathered weight, and what is in memory of one that can be gathered."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +32,8 @@ class Version(NamedTuple):
 class Gathered:
     """A full weight in a buffer, and what it was made of.
 
-    ``holds`` counts who uses it right now: a running op, a module's forward, saved tensors in backward.
+    ``holds`` counts who uses it right now: a running op, a module's forward, saved tensors in backward. ``unpack``
+    makes the full weight of what came over the wire where that is not the weight itself.
     """
 
     buffer: torch.Tensor
@@ -41,12 +44,24 @@ class Gathered:
     is_alias: bool
     holds: int = 0
     _contiguous: torch.Tensor | None = None
+    unpack: Callable[[], torch.Tensor] | None = None
+
+    def complete(self) -> None:
+        """After the wait for ``done``: what is left to do. Done once, however often it is asked for."""
+        if self.unpack is None:
+            return
+        unpack, self.unpack = self.unpack, None  # with it goes what came over the wire, if the weight is not made of it
+        with compat.unseen_by_checkpoint_policies():
+            self.full = unpack()
+        if type(self.full) is torch.Tensor:
+            self.buffer, self.is_alias = self.full, False
 
     def contiguous(self) -> torch.Tensor:
         """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all who ask."""
         if self._contiguous is None:
+            is_plain = type(self.full) is torch.Tensor
             with compat.unseen_by_checkpoint_policies():
-                self._contiguous = self.full.contiguous()
+                self._contiguous = self.full.contiguous() if is_plain else self.full
         return self._contiguous
 
     def is_fresh(self, weight: ShardedWeight) -> bool:
@@ -54,3 +69,35 @@ class Gathered:
         if self.buffer.is_inference() and not torch.is_inference_mode_enabled():
             return False
         return self.source is weight.shard and self.version == weight.version
+
+
+class Gatherable:
+    """What is gathered of a weight, and what of it is in memory.
+
+    That is the weight itself; and for low-precision formats whose backward needs other data, a second one beside it
+    (``ShardedWeight.for_backward``).
+    """
+
+    def __init__(self) -> None:
+        self.index = -1
+        self.num_gathers = 0
+        self.live: Gathered | None = None
+        self.kept: Gathered | None = None
+        self.pending: deque[Gathered] = deque()
+
+    @property
+    def weight(self) -> ShardedWeight:
+        """The weight that it belongs to."""
+        raise NotImplementedError
+
+
+class Columnwise(Gatherable):
+    """What the gradient of the input needs of a weight that forward gathers in other data."""
+
+    def __init__(self, weight: ShardedWeight) -> None:
+        super().__init__()
+        self._weight = weight
+
+    @property
+    def weight(self) -> ShardedWeight:
+        return self._weight

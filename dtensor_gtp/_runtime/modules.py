@@ -29,6 +29,7 @@ from ..ops.grouped import sharded_grouped_linear
 from ..ops.linear import linear, parallel_linear
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
 from .split_backward import follow_pipelining
+from .wire import HookWire
 
 if TYPE_CHECKING:
     from .group import ShardGroup
@@ -434,6 +435,8 @@ def is_fusible(module: nn.Module, params: dict[str, ManagedParam]) -> type | Non
         # Expert parallelism deals out whole groups: each rank computes with those that it has.
         placements = () if weight.tp_spec is None else weight.tp_spec.placements
         return GTPGroupedLinear if all(p == Shard(0) for p in placements) else None
+    if isinstance(weight.wire, HookWire):
+        return None  # what its hooks make of it is for code that knows it
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return GTPLinear
     if weight.tp_spec is None and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:

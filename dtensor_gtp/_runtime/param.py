@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,10 +23,11 @@ from torch.distributed.tensor import DTensor, Placement
 from .. import _torch_compat as compat
 from ..placement import GTPShard
 from .comm_context import Groups
-from .gathered import Gathered, Version
+from .gathered import Columnwise, Gatherable, Gathered, Version
 from .layout import WeightLayout
 from .stand_in import StandIn
 from .user_hooks import run_post_accumulate_hooks, run_tensor_hooks
+from .wire import Wire
 
 
 class Site(NamedTuple):
@@ -275,12 +275,13 @@ class ManagedParam:
         self.reduced = None
 
 
-class ShardedWeight(ManagedParam):
+class ShardedWeight(ManagedParam, Gatherable):
     """A weight that is cut over the gtp axis.
 
     Args:
         layout: Rows in shard and buffers.
         tp_spec: For a weight that tensor parallelism has cut before: the DTensor spec of the slice that modules see.
+        wire: What crosses the wire in the place of the weight itself, None for the weight.
     """
 
     def __init__(
@@ -292,15 +293,15 @@ class ShardedWeight(ManagedParam):
         mp_policy: MixedPrecisionPolicy,
         layout: WeightLayout,
         tp_spec: compat.DTensorSpec | None,
+        wire: Wire | None = None,
     ) -> None:
-        super().__init__(fqn, sites, param, mesh, mp_policy)
+        ManagedParam.__init__(self, fqn, sites, param, mesh, mp_policy)
+        Gatherable.__init__(self)
         self.layout = layout
         self.tp_spec = tp_spec
-        self.index = -1
-        self.num_gathers = 0
-        self.live: Gathered | None = None
-        self.kept: Gathered | None = None
-        self.pending: deque[Gathered] = deque()
+        self.wire = wire
+        # What the gradient of the input is computed with.
+        self.for_backward: Gatherable = Columnwise(self) if wire is not None and wire.has_columnwise else self
         # A full gradient (buffer layout) of microbatches without gradient sync.
         self.unsharded_grad: torch.Tensor | None = None
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
@@ -337,6 +338,20 @@ class ShardedWeight(ManagedParam):
     @property
     def version(self) -> Version:
         return Version(self.param._version, self.shard._version, self.num_updates)
+
+    @property
+    def weight(self) -> ShardedWeight:
+        return self
+
+    @property
+    def gatherables(self) -> list[Gatherable]:
+        return [self] if self.for_backward is self else [self, self.for_backward]
+
+    @property
+    def has_waiting_grad(self) -> bool:
+        """Whether gradients of earlier microbatches wait for an optimizer step."""
+        sums = (self.param.grad, self.reduced, self.unsharded_grad, self.unreplicated_grad)
+        return any(grad is not None for grad in sums)
 
     @property
     def state(self) -> WeightState:

@@ -33,12 +33,24 @@ class _WeightUse:
 
 
 class _Handle(NamedTuple):
-    """A saved view of a full weight."""
+    """A saved view of a full weight, or of one of the tensors that it consists of."""
 
     use: _WeightUse
+    part: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtensor_spec: compat.DTensorSpec | None
+
+
+class _Composed(NamedTuple):
+    """A saved tensor of a subclass that consists of a full weight's tensors (float8 data) and others (scales)."""
+
+    like: type[torch.Tensor]
+    parts: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
     dtensor_spec: compat.DTensorSpec | None
 
 
@@ -78,7 +90,8 @@ class SavedWeights:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._uses: dict[int, _WeightUse] = {}  # by address of the full weight
+        # By address of the full weight, or of each tensor that it consists of, with the index of that.
+        self._uses: dict[int, tuple[_WeightUse, int]] = {}
         self._outer: tuple[compat.PackHook, compat.UnpackHook] | None = None
         self._in_use: list[_WeightUse] = []
 
@@ -93,33 +106,49 @@ class SavedWeights:
 
     def watch(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Replace what is saved of ``gathered`` from now on until ``pop``."""
-        address = gathered.contiguous().untyped_storage().data_ptr()
-        self._uses.setdefault(address, _WeightUse(weight, gathered.version))
+        use = _WeightUse(weight, gathered.version)
+        for index, part in enumerate(_parts_of(gathered.contiguous()).values()):
+            self._uses.setdefault(part.untyped_storage().data_ptr(), (use, index))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        is_dtensor = isinstance(tensor, DTensor)
+        spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
         inner = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        # Tensor subclasses other than DTensor may have no storage to ask for.
-        use = self._uses.get(inner.untyped_storage().data_ptr()) if type(inner) in _PLAIN else None
-        if use is None:
+        parts = _parts_of(inner)
+        part_spec = spec if type(inner) in _PLAIN else None
+        handles = {name: h for name, part in parts.items() if (h := self._handle(part, part_spec)) is not None}
+        if not handles:
             if self._outer is not None:
                 return _Delegated(self._outer[1], self._outer[0](tensor))
             return _Saved(tensor.detach(), tensor._version)
-        use.num_saved += 1
-        spec = compat.dtensor_spec(tensor) if is_dtensor else None  # type: ignore[arg-type]
-        return _Handle(use, inner.size(), inner.stride(), int(inner.storage_offset()), spec)
+        for handle in handles.values():
+            handle.use.num_saved += 1
+        if type(inner) in _PLAIN:
+            return handles[""]
+        others = {name: _Saved(part.detach(), part._version) for name, part in parts.items() if name not in handles}
+        context = inner.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        return _Composed(type(inner), {**handles, **others}, context, inner.size(), inner.stride(), spec)
+
+    def _handle(self, part: torch.Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
+        use, index = self._uses.get(part.untyped_storage().data_ptr(), (None, 0))
+        if use is None:
+            return None
+        return _Handle(use, index, part.size(), part.stride(), int(part.storage_offset()), spec)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Delegated):
             return packed.unpack(packed.packed)
         if isinstance(packed, _Saved):
             return packed.unpack()
-        gathered = self._gathered_for(packed.use)
-        base = gathered.contiguous()
-        view = torch.as_strided(base, packed.size, packed.stride, packed.offset).detach()
-        packed.use.num_left -= 1
-        if packed.use.num_left == 0:
-            self._release(packed.use)
+        if isinstance(packed, _Composed):
+            parts = {name: self._unpack(part) for name, part in packed.parts.items()}
+            compose: Any = packed.like.__tensor_unflatten__  # type: ignore[attr-defined]
+            view = compose(parts, packed.context, packed.size, packed.stride)
+        else:
+            base = list(_parts_of(self._gathered_for(packed.use).contiguous()).values())[packed.part]
+            view = torch.as_strided(base, packed.size, packed.stride, packed.offset).detach()
+            packed.use.num_left -= 1
+            if packed.use.num_left == 0:
+                self._release(packed.use)
         return view if packed.dtensor_spec is None else compat.wrap_local(view, packed.dtensor_spec)
 
     def _gathered_for(self, use: _WeightUse) -> Gathered:
@@ -130,7 +159,7 @@ class SavedWeights:
                 self._runtime.note_backward()
                 if not self._in_use:
                     self._runtime.watch_saved(self)
-            use.gathered = self._runtime.acquire(use.weight)
+            use.gathered = self._runtime.acquire(use.weight.for_backward)
             use.num_left = use.num_saved
             self._in_use.append(use)
         return use.gathered
@@ -139,7 +168,7 @@ class SavedWeights:
         gathered, use.gathered = use.gathered, None
         self._in_use.remove(use)
         if gathered is not None:
-            self._runtime.release(use.weight, gathered)
+            self._runtime.release(use.weight.for_backward, gathered)
 
     def release_all(self) -> None:
         """The backward has ended: handles that it did not need (a branch without gradient) hold nothing any more."""
@@ -152,6 +181,17 @@ for _hook in (SavedWeights._pack, SavedWeights._unpack):
     compat.skip_code(_hook.__code__, recursive=True)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors that ``tensor`` consists of, by attribute: itself under "" if it is plain. Subclasses that do
+    not say what they consist of have none."""
+    if type(tensor) in _PLAIN:
+        return {"": tensor}
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return parts if all(type(part) in _PLAIN for part in parts.values()) else {}
 
 
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:

@@ -22,15 +22,16 @@ import torch.nn as nn
 
 from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
-from . import collectives
+from . import gather
 from .comm_context import CommContext, Done
-from .debug import DebugFlags, profiler_range
-from .gathered import Gathered
+from .debug import DebugFlags
+from .gathered import Gatherable, Gathered
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
 from .param import ManagedParam, ShardedWeight, WholeParam
 from .saved import SavedWeights, check_differentiable
 from .schedule import Chain
+from .wire import QuantizedWire, agree_on_amax
 
 logger = logging.getLogger("dtensor_gtp")
 
@@ -80,6 +81,7 @@ class Runtime:
         self.comm = CommContext(device, schedule.max_inflight_reduce_scatters, debug)
         self.grads = Gradients(self.comm)
         self.weights: list[ShardedWeight] = []
+        self.gatherables: list[Gatherable] = []  # of the weights; a plan names them by index
         self.whole: list[WholeParam] = []
         self.chains: dict[ChainKey, Chain] = {}
         self.is_last_backward = True
@@ -110,8 +112,10 @@ class Runtime:
         """Take over parameters, also those of a nested ``gtp_shard`` call that had a runtime of its own."""
         for param in params:
             if isinstance(param, ShardedWeight):
-                param.index = len(self.weights)
                 self.weights.append(param)
+                for target in param.gatherables:
+                    target.index = len(self.gatherables)
+                    self.gatherables.append(target)
             elif isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)
@@ -177,6 +181,7 @@ class Runtime:
         self._end_keeps()
         for param in self.params:
             param.begin_forward()
+        self._begin_quantized()
         self._forward_module = module
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
@@ -204,65 +209,74 @@ class Runtime:
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def acquire(self, weight: ShardedWeight) -> Gathered:
+    def _begin_quantized(self) -> None:
+        """Before the first gather: all weights whose shards have changed agree on their statistics at once."""
+        quantized = [(weight, weight.wire) for weight in self.weights if isinstance(weight.wire, QuantizedWire)]
+        is_captured = self.comm.is_capturing
+        agree_on_amax([weight for weight, wire in quantized if wire.begin_forward(weight, is_captured)], self.comm)
+
+    def acquire(self, target: Gatherable) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
         self._ensure_initialized()
-        gathered = weight.live
-        if gathered is None or not gathered.is_fresh(weight):
-            weight.check_readable()
-            gathered = self._take_kept(weight) or self._take_prefetched(weight) or self._gather(weight)
-            weight.live = gathered
-            self._advance(weight)
+        gathered = target.live
+        if gathered is None or not gathered.is_fresh(target.weight):
+            target.weight.check_readable()
+            gathered = self._take_kept(target) or self._take_prefetched(target) or self._gather(target)
+            target.live = gathered
+            self._advance(target)
         gathered.holds += 1
         self.comm.delay()
         self.comm.wait(gathered.done)
+        gathered.complete()
         return gathered
 
     @contextmanager
-    def using(self, weight: ShardedWeight) -> Iterator[torch.Tensor]:
+    def using(self, target: Gatherable) -> Iterator[torch.Tensor]:
         """A use that ends with the context: the full weight."""
-        gathered = self.acquire(weight)
+        gathered = self.acquire(target)
         try:
             yield gathered.full
         finally:
-            self.release(weight, gathered)
+            self.release(target, gathered)
 
-    def release(self, weight: ShardedWeight, gathered: Gathered) -> None:
+    def release(self, target: Gatherable, gathered: Gathered) -> None:
         """End a use."""
         gathered.holds -= 1
         if gathered.holds:
             return
-        if weight.live is gathered:
-            weight.live = None
-        if self._is_kept_after_use(weight) and gathered.is_fresh(weight):
-            weight.kept = gathered
+        if target.live is gathered:
+            target.live = None
+        if self._is_kept_after_use(target) and gathered.is_fresh(target.weight):
+            target.kept = gathered
         else:
             self._free(gathered)
 
-    def _is_kept_after_use(self, weight: ShardedWeight) -> bool:
+    def _is_kept_after_use(self, target: Gatherable) -> bool:
+        weight = target.weight
         if weight.is_pinned:
             return True
         if self._is_in_backward:
             return not weight.flags.reshard_after_backward
         if not weight.flags.reshard_after_forward:
-            return True
+            return weight.for_backward is target
         # The last weight of the forward is the first of backward: to free it between the two would put a gather that
         # nothing hides at the turning point.
         chain = self._forward_chain
         is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
-        return is_last and self._chain(ChainKey(self._forward_module, True, True)).plan[:1] == (weight.index,)
+        return is_last and self._chain(ChainKey(self._forward_module, True, True)).plan[:1] == (target.index,)
 
     def _end_keeps(self) -> None:
         """A weight is kept from a forward to its backward at most, unless the user asks for more: between passes shards
         are also written to in ways that leave no trace (``.data``, foreach functions, ``dcp.load``)."""
-        for weight in self.weights:
+        for target in self.gatherables:
+            weight = target.weight
             is_lasting = weight.is_pinned or not weight.flags.reshard_after_backward
-            if weight.kept is not None and (weight.is_cut_again or not is_lasting):
-                self.drop_kept(weight)
+            if target.kept is not None and (weight.is_cut_again or not is_lasting):
+                self._drop_kept(target)
 
-    def _take_kept(self, weight: ShardedWeight) -> Gathered | None:
-        kept, weight.kept = weight.kept, None
-        if kept is None or kept.is_fresh(weight):
+    def _take_kept(self, target: Gatherable) -> Gathered | None:
+        kept, target.kept = target.kept, None
+        if kept is None or kept.is_fresh(target.weight):
             return kept
         self._discard(kept)
         return None
@@ -278,59 +292,40 @@ class Runtime:
                 with compat.unseen_by_checkpoint_policies():
                     gathered.buffer.fill_(float("nan"))
 
-    def _gather(self, weight: ShardedWeight) -> Gathered:
+    def _gather(self, target: Gatherable) -> Gathered:
         """Launch the gather of the present shard. Which gathers a recomputation launches depends on the plan."""
         with compat.unseen_by_checkpoint_policies():
-            return self._launch_gather(weight)
-
-    def _launch_gather(self, weight: ShardedWeight) -> Gathered:
-        layout, shard, dtype = weight.layout, weight.shard, weight.compute_dtype
-        weight.num_gathers += 1
-        rows = layout.rows_of(shard)
-        if layout.world == 1:
-            buffer = rows if rows.dtype == dtype else rows.to(dtype)
-            return Gathered(buffer, layout.full_view(buffer), Done(), shard, weight.version, buffer is rows)
-        buffer = torch.empty(layout.buffer_shape, dtype=dtype, device=shard.device)
-        is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
-        with profiler_range("GTP::all_gather", weight.fqn), self.comm.gathering():
-            self.comm.before_collective("all_gather", weight.fqn, weight.groups)
-            # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
-            slot = rows
-            if not is_sendable:
-                slot = layout.slot(buffer)
-                layout.filled(slot).copy_(rows)
-            done = self.comm.gather_done(
-                collectives.all_gather(buffer, slot, weight.groups.gather, self.comm.has_streams)
-            )
-        return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
+            return gather.launch(target, self.comm)
 
     def _active_chain(self) -> Chain | None:
         return self._backward_chain if self._is_in_backward else self._forward_chain
 
-    def _advance(self, weight: ShardedWeight) -> None:
+    def _advance(self, target: Gatherable) -> None:
         chain = self._active_chain()
         if chain is None:
             return
         deviations = chain.num_deviations
-        window = chain.advance(weight.index)
+        window = chain.advance(target.index)
         if chain.num_deviations != deviations:
-            logger.debug("use of %s was not expected next; %d deviations so far", weight.fqn, chain.num_deviations)
+            logger.debug(
+                "use of %s was not expected next; %d deviations so far", target.weight.fqn, chain.num_deviations
+            )
             self._drop_prefetched(keep=window)
         self._prefetch(window)
 
     def _prefetch(self, window: Sequence[int]) -> None:
         """Launch a gather for each use in the window that has none in flight yet, in order."""
         for position, index in enumerate(window, 1):
-            weight = self.weights[index]
-            if weight.is_cut_again and not weight.is_readable:
+            target = self.gatherables[index]
+            if target.weight.is_cut_again and not target.weight.is_readable:
                 continue
-            if weight.kept is None and len(weight.pending) < window[:position].count(index):
-                weight.pending.append(self._gather(weight))
+            if target.kept is None and len(target.pending) < window[:position].count(index):
+                target.pending.append(self._gather(target))
 
-    def _take_prefetched(self, weight: ShardedWeight) -> Gathered | None:
-        while weight.pending:
-            gathered = weight.pending.popleft()
-            if gathered.is_fresh(weight):
+    def _take_prefetched(self, target: Gatherable) -> Gathered | None:
+        while target.pending:
+            gathered = target.pending.popleft()
+            if gathered.is_fresh(target.weight):
                 return gathered
             self._discard(gathered)
         return None
@@ -338,9 +333,9 @@ class Runtime:
     def _drop_prefetched(self, keep: Sequence[int] = ()) -> None:
         """Drop gathers that nobody came for, except as many as ``keep`` still expects."""
         expected = Counter(keep)
-        for weight in self.weights:
-            while len(weight.pending) > expected[weight.index]:
-                self._discard(weight.pending.pop())
+        for target in self.gatherables:
+            while len(target.pending) > expected[target.index]:
+                self._discard(target.pending.pop())
 
     def _discard(self, gathered: Gathered) -> None:
         # Its memory must not be reused, nor the shard be written, while the gather still runs.
@@ -361,7 +356,14 @@ class Runtime:
             self.comm.wait(weight.kept.done)
 
     def drop_kept(self, weight: ShardedWeight) -> None:
-        kept, weight.kept = weight.kept, None
+        """Keep nothing that was made of a shard."""
+        for target in weight.gatherables:
+            self._drop_kept(target)
+        if isinstance(weight.wire, QuantizedWire):
+            weight.wire.forget()
+
+    def _drop_kept(self, target: Gatherable) -> None:
+        kept, target.kept = target.kept, None
         if kept is not None:
             self._discard(kept)
 
@@ -459,8 +461,9 @@ class Runtime:
     def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
         """Their shards are about to be freed: nothing may read them any more."""
         for param in params:
-            while isinstance(param, ShardedWeight) and param.pending:
-                self._discard(param.pending.pop())
+            for target in param.gatherables if isinstance(param, ShardedWeight) else ():
+                while target.pending:
+                    self._discard(target.pending.pop())
 
     def _abandon_backward(self) -> None:
         logger.warning("the last backward did not complete; its gradients are dropped")

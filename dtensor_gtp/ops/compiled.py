@@ -182,7 +182,7 @@ def _linear_backward(
     grad_input = grad.new_empty(0)
     if needs_input:
         check_unmodified(weight, weight.compiled_version)
-        with runtime.using(weight) as full:
+        with runtime.using(weight.for_backward) as full:
             grad_input = grad.matmul(full)
     return grad_input, _gradient_of(leaf)
 

@@ -15,6 +15,8 @@ from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_unmodified
 from .._runtime.state import Runtime
+from ..quant.base import Direction
+from ..quant.tensor import for_product
 
 
 def grouped_linear(
@@ -125,14 +127,16 @@ class _GroupedMM(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         # What backward will not use is not saved.
         ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
-        return grouped_mm(x_TK, weight_GNK.mT, ends_G)
+        return grouped_mm(x_TK, for_product(weight_GNK, Direction.ROWWISE).mT, ends_G)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, weight_GNK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
         wgrad = grouped_wgrad(grad_TN, x_TK, ends_G) if x_TK is not None else None
-        grad_x = grouped_mm(grad_TN, weight_GNK, ends_G) if weight_GNK is not None else None
+        grad_x = None
+        if weight_GNK is not None:
+            grad_x = grouped_mm(grad_TN, for_product(weight_GNK, Direction.COLUMNWISE), ends_G)
         return grad_x, wgrad, None
 
 
@@ -165,6 +169,6 @@ class _ShardedGroupedMM(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             check_unmodified(weight, ctx.version)
-            with runtime.using(weight) as full_GNK:
+            with runtime.using(weight.for_backward) as full_GNK:
                 grad_x = grouped_mm(grad_TN, full_GNK, ends_G)
         return grad_x, None, None, None, None

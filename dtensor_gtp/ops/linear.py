@@ -85,7 +85,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
         runtime.grads.compute(partial(wgrad, runtime, weight, grad_2d, input_2d))
     if needs_input:
         check_unmodified(weight, ctx.version)
-        with runtime.using(weight) as full:
+        with runtime.using(weight.for_backward) as full:
             grad_input = grad_output.matmul(full)
     if needs_bias:
         grad_bias = grad_2d.sum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .api import quantize_
 from .base import Direction, PlaneSpec, Quantized, Recipe
 from .float8_blockwise import Float8Blockwise
 from .float8_rowwise import Float8Rowwise
@@ -21,5 +22,6 @@ __all__ = [
     "PlaneSpec",
     "Quantized",
     "Recipe",
+    "quantize_",
     "resolve_recipe",
 ]

@@ -1,9 +1,10 @@
 """What a recipe is: how one weight matrix becomes the planes that are gathered, and what it needs of its shards.
 
-A *plane* is a matrix of elements or of scales. A quantized weight is one or two planes, and for some formats the
-largest magnitude of the whole weight, which every rank knows before it quantizes. One row of a plane stands for
-``rows`` rows of the weight and one column for ``columns``; where shards hold whole blocks, the planes of a shard are
-the shard of the planes. So what is gathered equals what the whole weight would have been quantized to, bit for bit.
+A *plane* is a matrix of elements or of scales; a weight of several matrices (``GroupedLinear``) has as many of each. A
+quantized weight is one or two planes, and for some formats the largest magnitude of the whole matrix, which every rank
+knows before it quantizes. One row of a plane stands for ``rows`` rows of the weight and one column for ``columns``;
+where shards hold whole blocks, the planes of a shard are the shard of the planes. So what is gathered equals what the
+whole weight would have been quantized to, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,16 +42,20 @@ class PlaneSpec(NamedTuple):
     columns: int | None
     packed: int = 1
 
+    def step(self, dim: int) -> int | None:
+        """Size of a step along a dim of the weight, counted from its end: -2 are rows, -1 columns, others matrices."""
+        return {-2: self.rows, -1: self.columns}.get(dim, 1)
+
     def size(self, dim: int, size: int) -> int:
-        """Size of the plane along ``dim`` for ``size`` rows or columns of a weight that begin with a whole step."""
-        step = (self.rows, self.columns)[dim]
+        """Size of the plane along ``dim`` for ``size`` elements of a weight that begin with a whole step."""
+        step = self.step(dim)
         if step is None:
             return 1
         return cast.num_blocks(size, step) * (self.packed if step > 1 else 1)
 
     def shape(self, weight: torch.Size) -> torch.Size:
         """Shape of the plane of a weight of that shape."""
-        return torch.Size(self.size(dim, size) for dim, size in enumerate(weight))
+        return torch.Size(self.size(dim - len(weight), size) for dim, size in enumerate(weight))
 
     @property
     def bytes_per_element(self) -> float:
@@ -61,11 +66,11 @@ class PlaneSpec(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A quantized matrix.
+    """Quantized matrices.
 
     Args:
         planes: As ``Recipe.planes`` describes them.
-        amax: What ``Recipe.amax`` gave, over the whole weight; None for recipes that need none.
+        amax: What ``Recipe.amax`` gave, over whole matrices; None for recipes that need none.
     """
 
     planes: tuple[torch.Tensor, ...]
@@ -79,7 +84,7 @@ class Recipe(ABC):
     name: ClassVar[str]
     # Rows and columns that share a scale, in either direction: a shard must not cut through them.
     block: ClassVar[tuple[int, int]] = (1, 1)
-    # Dims over which the statistic runs that all ranks must agree on before they quantize; () if there is none.
+    # Dims, counted from the end, over which the statistic runs that all ranks must agree on before they quantize.
     amax_dims: ClassVar[tuple[int, ...]] = ()
     # Whether dgrad takes other data than forward; else it takes the transpose of the same bytes.
     has_columnwise: ClassVar[bool] = False
@@ -98,10 +103,10 @@ class Recipe(ABC):
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
-        """Quantize a matrix.
+        """Quantize a matrix, or each of several.
 
         Args:
-            weight: Shape ``(out_features, in_features)`` or a part of whole blocks; float32, bfloat16 or float16.
+            weight: Shape ``(*, out_features, in_features)`` or a part of whole blocks; float32, bfloat16 or float16.
             amax: The statistic over the whole weight if ``weight`` is a part of it.
         """
 
@@ -109,11 +114,15 @@ class Recipe(ABC):
     def dequantize(
         self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The matrix of ``shape``, computed in float32 and rounded once to ``dtype``."""
+        """The weight of ``shape``, computed in float32 and rounded once to ``dtype``."""
 
     def block_of(self, dim: int, block_size: int = 1) -> int:
-        """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of ``block_size``, whole."""
-        return lcm(self.block[dim], block_size)
+        """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of ``block_size``, whole.
+
+        Args:
+            dim: Counted from the end: -2 are rows, -1 columns.
+        """
+        return lcm(self.block[dim], block_size) if dim >= -2 else block_size
 
     def num_bytes(self, shape: torch.Size, direction: Direction) -> int:
         """Bytes of the planes of a whole weight: what crosses the wire for one gather of it, but for the scales that

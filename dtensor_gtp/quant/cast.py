@@ -27,6 +27,8 @@ E2M1_MAX = 6.0
 SMALLEST_SCALE = 2.0**-126
 # A block scale of nvfp4 may be as small as E4M3_MIN: their product is still normal.
 SMALLEST_TENSOR_SCALE = SMALLEST_SCALE / E4M3_MIN
+# Dtypes that widen to float32.
+WIDENS = (torch.float32, torch.bfloat16, torch.float16)
 _E8M0_NAN = 0xFF
 _E4M3_NAN = float("nan")
 
@@ -37,7 +39,7 @@ def wide(weight: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: Its dtype does not widen to float32.
     """
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in WIDENS:
         raise TypeError(
             f"Quantization expects a weight in float32, bfloat16 or float16, but got {weight.dtype} of shape "
             f"{tuple(weight.shape)}. Convert the weight first."
@@ -51,33 +53,34 @@ def num_blocks(size: int, block: int) -> int:
 
 
 def amax(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Largest magnitude over ``dims``, which stay with size 1; 0 of nothing, NaN if there is a NaN. float32."""
+    """Largest magnitude over ``dims``, which are negative and stay with size 1; 0 of nothing, NaN if there is a NaN.
+    float32."""
     values = wide(weight).abs()
     if values.numel() == 0:
-        return values.new_zeros([1 if dim in dims else size for dim, size in enumerate(values.shape)])
+        return values.new_zeros([1 if i - values.ndim in dims else size for i, size in enumerate(values.shape)])
     return values.amax(dims, keepdim=True)
 
 
 def block_amax(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Largest magnitude of each block of a matrix; float32 of shape ``(num_blocks(rows), num_blocks(columns))``."""
+    """Largest magnitude of each block of matrices; float32 of shape ``(*, num_blocks(rows), num_blocks(columns))``."""
     padded = pad_to_blocks(wide(weight), block)
-    rows, columns = (size // b for size, b in zip(padded.shape, block, strict=True))
-    return padded.view(rows, block[0], columns, block[1]).abs().amax((1, 3))
+    rows, columns = (size // b for size, b in zip(padded.shape[-2:], block, strict=True))
+    return padded.view(*padded.shape[:-2], rows, block[0], columns, block[1]).abs().amax((-3, -1))
 
 
 def pad_to_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """``matrix`` with zeros at its ends up to whole blocks; itself if there is nothing to add."""
-    missing = [num_blocks(size, b) * b - size for size, b in zip(matrix.shape, block, strict=True)]
+    """Matrices with zeros at their ends up to whole blocks; ``matrix`` itself if there is nothing to add."""
+    missing = [num_blocks(size, b) * b - size for size, b in zip(matrix.shape[-2:], block, strict=True)]
     if not any(missing):
         return matrix.contiguous()
     return torch.nn.functional.pad(matrix, (0, missing[1], 0, missing[0]))
 
 
 def spread(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """A scale for each element of a matrix of ``shape`` from one for each block."""
-    for dim, (b, size) in enumerate(zip(block, shape, strict=True)):
+    """A scale for each element of matrices of ``shape`` from one for each block."""
+    for dim, b in zip((-2, -1), block, strict=True):
         if b > 1:
-            scale = scale.repeat_interleave(b, dim).narrow(dim, 0, size)
+            scale = scale.repeat_interleave(b, dim).narrow(dim, 0, shape[dim])
     return scale
 
 
@@ -165,18 +168,22 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes in uint8 to float32."""
-    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    table = torch.tensor([*magnitudes, *(-m for m in magnitudes)], dtype=torch.float32, device=codes.device)
-    return table[codes.to(torch.int32)]
+    """4-bit codes in uint8 to float32. Without a table, which a CUDA graph could not copy from the host."""
+    wide_codes = codes.to(torch.int32)
+    exponent, mantissa = (wide_codes >> 1) & 3, wide_codes & 1
+    normal = (((exponent + 126) << 23) | (mantissa << 22)).view(torch.float32)
+    magnitude = torch.where(exponent == 0, mantissa * 0.5, normal)
+    return torch.where((wide_codes & 8) == 8, -magnitude, magnitude)
 
 
 def pack_nibbles(codes: torch.Tensor, dim: int) -> torch.Tensor:
     """Two codes to a byte along ``dim``, of even size: the first in the low half."""
+    dim %= codes.ndim
     pairs: torch.Tensor = codes.unflatten(dim, (-1, 2))
     return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
 
 
 def unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
     """The inverse of :func:`pack_nibbles`."""
+    dim %= packed.ndim
     return torch.stack((packed & 0xF, packed >> 4), dim + 1).flatten(dim, dim + 1)

@@ -21,7 +21,7 @@ class Float8Rowwise(Recipe):
     """One scale for each row."""
 
     name: ClassVar[str] = "float8_rowwise"
-    amax_dims: ClassVar[tuple[int, ...]] = (1,)
+    amax_dims: ClassVar[tuple[int, ...]] = (-1,)
 
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, 1, None)

@@ -20,7 +20,7 @@ class Float8Tensorwise(Recipe):
     """One scale for the whole weight."""
 
     name: ClassVar[str] = "float8_tensorwise"
-    amax_dims: ClassVar[tuple[int, ...]] = (0, 1)
+    amax_dims: ClassVar[tuple[int, ...]] = (-2, -1)
 
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         return (PlaneSpec(torch.float8_e4m3fn, 1, 1),)

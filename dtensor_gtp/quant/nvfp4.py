@@ -22,17 +22,17 @@ class NVFP4(Recipe):
 
     name: ClassVar[str] = "nvfp4"
     block: ClassVar[tuple[int, int]] = (16, 16)
-    amax_dims: ClassVar[tuple[int, ...]] = (0, 1)
+    amax_dims: ClassVar[tuple[int, ...]] = (-2, -1)
     has_columnwise: ClassVar[bool] = True
 
     @staticmethod
     def _dim(direction: Direction) -> int:
         """The dim of the GEMM's contraction."""
-        return 1 if direction is Direction.ROWWISE else 0
+        return -1 if direction is Direction.ROWWISE else -2
 
     @classmethod
     def _block(cls, direction: Direction) -> tuple[int, int]:
-        return (1, 16) if cls._dim(direction) == 1 else (16, 1)
+        return (1, 16) if cls._dim(direction) == -1 else (16, 1)
 
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         block = self._block(direction)
@@ -57,4 +57,4 @@ class NVFP4(Recipe):
         elements = cast.from_e2m1(cast.unpack_nibbles(packed, self._dim(direction)))
         total = scale.to(torch.float32) * cast.nvfp4_tensor_scale(quantized.amax)
         spread = cast.spread(total, self._block(direction), elements.shape)
-        return (elements * spread)[: shape[0], : shape[1]].to(dtype)
+        return (elements * spread)[..., : shape[-2], : shape[-1]].to(dtype)

@@ -24,6 +24,7 @@ from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_gtp import SchedulePolicy
+from dtensor_gtp.quant.tensor import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
 ALL = SchedulePolicy(min_shard_numel=0)
@@ -65,8 +66,8 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The logical value of a tensor, gathered if it is a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The logical value of a tensor, gathered if it is a DTensor, before quantization if it has a recipe."""
+    return master_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
 
 def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "param", **tolerance: float) -> None:

@@ -123,7 +123,8 @@ def assert_idle(module: nn.Module) -> None:
     for param in runtime.params:
         left[f"reduced {param.fqn}"] = param.reduced
     for weight in runtime.weights:
-        left[f"gathered {weight.fqn}"] = [*weight.pending, *filter(None, (weight.live, weight.kept))]
+        for target in weight.gatherables:
+            left[f"gathered {target.index} {weight.fqn}"] = [*target.pending, *filter(None, (target.live, target.kept))]
         left[f"unsharded_grad {weight.fqn}"] = weight.unsharded_grad
         left[f"unreplicated_grad {weight.fqn}"] = weight.unreplicated_grad
         assert weight.state is WeightState.SHARDED, f"{weight.fqn} is {weight.state}"

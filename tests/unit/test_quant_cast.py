@@ -256,7 +256,7 @@ class TestRecipes(unittest.TestCase):
                         torch.testing.assert_close(actual, expected.float(), rtol=0, atol=0, equal_nan=True)
                         self.assertTrue(actual[20, 40].isnan())
 
-    def test_widths_that_are_not_multiples(self) -> None:
+    def test_r17_widths_that_are_not_multiples(self) -> None:
         """K of the kind that broke padded gathers elsewhere."""
         for columns in (64, 96, 128, 160, 4096):
             for recipe in all_recipes():
@@ -284,7 +284,7 @@ class TestRecipes(unittest.TestCase):
             for direction in Direction:
                 whole = recipe.quantize(matrix, direction)
                 for dim in (0, 1):
-                    step = recipe.block_of(dim, 32)
+                    step = recipe.block_of(dim - 2, 32)
                     parts = [
                         recipe.quantize(part, direction, self._amax_of(amax, dim, start, part))
                         for start in range(0, matrix.shape[dim], step)
@@ -302,6 +302,24 @@ class TestRecipes(unittest.TestCase):
         if amax is None or amax.shape[dim] == 1:
             return amax
         return amax.narrow(dim, start, part.shape[dim])
+
+    def test_each_of_several_matrices_for_itself(self) -> None:
+        """A grouped weight: the same as its matrices one by one."""
+        matrices = [hard_matrix(33, 70, seed) * 4.0**seed for seed in range(3)]
+        stack = torch.stack(matrices)
+        for recipe in all_recipes():
+            for direction in Direction:
+                together = recipe.quantize(stack, direction)
+                alone = [recipe.quantize(matrix, direction) for matrix in matrices]
+                specs = recipe.planes(recipe.direction(direction))
+                for index, (plane, spec) in enumerate(zip(together.planes, specs, strict=True)):
+                    self.assertEqual(plane.shape, spec.shape(stack.shape))
+                    expected = torch.stack([one.planes[index].view(torch.uint8) for one in alone])
+                    self.assertTrue(torch.equal(plane.view(torch.uint8), expected))
+                restored = recipe.dequantize(together, stack.shape, direction, torch.float32)
+                for matrix, one, actual in zip(matrices, alone, restored, strict=True):
+                    expected = recipe.dequantize(one, matrix.shape, direction, torch.float32)
+                    self.assertTrue(torch.equal(actual, expected))
 
     def test_nothing_is_quantized_to_nothing(self) -> None:
         for recipe in all_recipes():

@@ -1,0 +1,271 @@
+"""What of a weight crosses the wire, where that is not the weight itself: quantized data, or what hooks make of it.
+
+``pack`` turns this rank's shard into planes, tensors whose rows are gathered as those of a weight are; ``unpack`` makes
+the full weight of the gathered planes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .. import _torch_compat as compat
+from ..quant.base import Direction, PlaneSpec, Quantized, Recipe
+from .collectives import all_reduce, reduce_scale
+from .comm_context import CommContext
+from .gathered import Version
+from .layout import WeightLayout
+
+if TYPE_CHECKING:
+    from .param import ShardedWeight
+
+# Planes travel as integers of their size: not every backend knows every float.
+_WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers, for which every backend has collectives."""
+    return tensor.view(_WIRE_DTYPES[tensor.dtype.itemsize])
+
+
+class Packed(NamedTuple):
+    """What a rank sends of its shard.
+
+    Args:
+        planes: Tensors to gather, each with its layout.
+        unpack: From the gathered planes to the full weight.
+    """
+
+    planes: list[tuple[WeightLayout, torch.Tensor]]
+    unpack: Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+class Wire(ABC):
+    """How one weight is gathered."""
+
+    has_columnwise = False
+
+    @abstractmethod
+    def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
+        """What this rank sends, made on the compute stream."""
+
+    @abstractmethod
+    def num_bytes(self, weight: ShardedWeight) -> int | None:
+        """Bytes of the whole weight on the wire in forward; None if it is not known before it is packed."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """For the report: what is gathered, and what computes with it."""
+
+
+class QuantizedWire(Wire):
+    """A high-precision shard that is quantized before it is gathered.
+
+    [Note: when a shard is quantized]
+    Once for each optimizer step: what was made of a shard serves the microbatches that follow, as long as the shard's
+    version stays. A version does not tell everything, though: ``.data`` can be written without a trace. So it serves
+    only while gradients of earlier microbatches wait for a step; without any, each forward quantizes anew. So does one
+    that a CUDA graph records: when that is replayed, the shard is another.
+
+    Args:
+        recipe: The format.
+        groups: Names of the process groups over which the recipe's statistic runs: those of the mesh axes that cut a
+            dim it is taken over, hence never the replicate axis.
+    """
+
+    def __init__(self, recipe: Recipe, groups: tuple[str, ...]) -> None:
+        self.recipe = recipe
+        self.groups = groups
+        self.has_columnwise = recipe.has_columnwise
+        # Times that the shard was quantized, in either direction.
+        self.num_casts = 0
+        self._made_of: tuple[torch.Tensor, Version] | None = None
+        self._amax: torch.Tensor | None = None
+        self._quantized: dict[Direction, Quantized] = {}
+
+    def forget(self) -> None:
+        """Drop what was made of the shard."""
+        self._made_of, self._amax = None, None
+        self._quantized.clear()
+
+    def begin_forward(self, weight: ShardedWeight, is_captured: bool) -> bool:
+        """Drop what may be stale.
+
+        Args:
+            is_captured: A CUDA graph records this forward.
+
+        Returns:
+            Whether the ranks have to agree on the statistic before the next gather.
+        """
+        if is_captured or weight.is_cut_again or not weight.has_waiting_grad:
+            self.forget()
+        return bool(self.recipe.amax_dims) and not weight.is_cut_again and not self._is_current(weight)
+
+    def _is_current(self, weight: ShardedWeight) -> bool:
+        return self._made_of is not None and self._made_of[0] is weight.shard and self._made_of[1] == weight.version
+
+    def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
+        recipe, direction = self.recipe, self.recipe.direction(direction)
+        if not self._is_current(weight):
+            agree_on_amax([weight], comm)
+        quantized = self._quantized.get(direction)
+        if quantized is None:
+            self.num_casts += 1
+            quantized = self._quantized[direction] = recipe.quantize(weight.shard, direction, self._amax)
+        layout, dtype, amax = weight.layout, weight.compute_dtype, quantized.amax
+        specs, tensors = recipe.planes(direction), quantized.planes
+        if amax is not None:  # one for each matrix: where the axis cuts between them, every rank has its own
+            specs, tensors = (*specs, PlaneSpec(amax.dtype, None, None)), (*tensors, amax)
+        # A plane that the axis does not cut is whole on every rank.
+        cut = [i for i, spec in enumerate(specs) if spec.step(layout.dim - len(layout.shape)) is not None]
+        planes = [(_plane_layout(layout, specs[i]), tensors[i]) for i in cut]
+
+        def unpack(parts: list[torch.Tensor]) -> torch.Tensor:
+            whole = list(tensors)
+            for i, part in zip(cut, parts, strict=True):
+                whole[i] = part
+            all_amax = None if amax is None else whole.pop()
+            return recipe.dequantize(Quantized(tuple(whole), all_amax), layout.shape, direction, dtype)
+
+        return Packed(planes, unpack)
+
+    def set_amax(self, weight: ShardedWeight, amax: torch.Tensor | None) -> None:
+        """Take the statistic of the present shard, over all ranks."""
+        self.forget()
+        self._made_of, self._amax = (weight.shard, weight.version), amax
+
+    def num_bytes(self, weight: ShardedWeight) -> int:
+        return self.recipe.num_bytes(weight.layout.shape, Direction.ROWWISE)
+
+    def describe(self) -> str:
+        return f"{self.recipe.name}, dequantized for the GEMM"
+
+
+def _plane_layout(layout: WeightLayout, spec: PlaneSpec) -> WeightLayout:
+    """Where the rows of a plane lie: as those of the weight, in steps of the plane."""
+    block_size = spec.size(layout.dim - len(layout.shape), layout.block_size)
+    return replace(layout, shape=spec.shape(layout.shape), block_size=block_size)
+
+
+def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
+    """Give each weight the statistic of its present shard over all ranks: one all-reduce for all of them on each axis.
+
+    Magnitudes are compared as integers: for floats that are not negative the order is the same, but a NaN is the
+    largest of all, where a maximum of floats may lose it.
+    """
+    by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, ShardedWeight, torch.Tensor]]] = {}
+    for weight in weights:
+        wire = weight.wire
+        assert isinstance(wire, QuantizedWire)
+        amax = wire.recipe.amax(weight.shard)
+        if amax is None or not wire.groups:
+            wire.set_amax(weight, amax)
+        else:
+            by_groups.setdefault(wire.groups, []).append((wire, weight, amax))
+    for names, members in by_groups.items():
+        flat = torch.cat([amax.reshape(-1) for _, _, amax in members])
+        _all_reduce_max(flat.view(torch.int32), [compat.resolve_group(name) for name in names], members[0][1], comm)
+        parts = flat.split([amax.numel() for _, _, amax in members])
+        for (wire, weight, amax), part in zip(members, parts, strict=True):
+            wire.set_amax(weight, part.view(amax.shape))
+
+
+def _all_reduce_max(
+    bits: torch.Tensor, groups: Iterable[dist.ProcessGroup], weight: ShardedWeight, comm: CommContext
+) -> None:
+    scale = reduce_scale(torch.float32, 1, None)._replace(op=dist.ReduceOp.MAX)
+    with comm.gathering():
+        comm.before_collective("all_reduce of amax", weight.fqn, weight.groups)
+        done = None
+        for group in groups:
+            if done is not None and done.work is not None:
+                done.work.wait()
+            done = comm.gather_done(all_reduce(bits, scale, group, comm.has_streams))
+    if done is not None:
+        comm.wait(done)
+
+
+class HookWire(Wire):
+    """A tensor subclass that says itself what is gathered of it, by the hooks that ``fully_shard`` calls, too.
+
+    Args:
+        mp_policy: Passed on to the hook.
+    """
+
+    def __init__(self, mp_policy: MixedPrecisionPolicy) -> None:
+        self._mp_policy = mp_policy
+
+    def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
+        shard, layout = weight.shard, weight.layout
+        mesh = weight.mesh[weight.mesh.mesh_dim_names[-1]] if weight.mesh.mesh_dim_names else weight.mesh
+        if not has_hooks(shard):
+            raise NotImplementedError(
+                f"gtp_shard gathers parameter '{weight.fqn}' of shape {tuple(layout.shape)} by the hooks of its shard, "
+                f"but a fully_shard outside has called them already and left a {type(shard).__name__}. Leave the "
+                "parameter out of that fully_shard (ignored_params), or use quantize_ instead."
+            )
+        pre: Any = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        if len(inspect.signature(pre).parameters) == 1:  # of older torchao
+            inputs, metadata = pre(mesh)
+        else:
+            stride = torch.empty(layout.shape, device="meta").stride()
+            inputs, metadata = pre(mesh, layout.shape, stride, weight.sites[0].module, self._mp_policy)
+        planes = [(_hook_layout(weight, tensor), tensor) for tensor in inputs]
+
+        def unpack(parts: list[torch.Tensor]) -> torch.Tensor:
+            full, _ = shard.fsdp_post_all_gather(tuple(parts), metadata, weight.compute_dtype)  # type: ignore[attr-defined]
+            result: torch.Tensor = full
+            return result
+
+        return Packed(planes, unpack)
+
+    def num_bytes(self, weight: ShardedWeight) -> None:
+        return None
+
+    def describe(self) -> str:
+        return "gathered and used by its own hooks"
+
+
+def _hook_layout(weight: ShardedWeight, tensor: torch.Tensor) -> WeightLayout:
+    """Where a hook's tensor lies in the gather: in the rows of the weight, or, if all shards are alike, in its own."""
+    layout = weight.layout
+    if layout.dim == 0 and tensor.ndim > 0 and tensor.shape[0] == layout.local_rows:
+        return replace(layout, shape=torch.Size((layout.num_rows, *tensor.shape[1:])))
+    if layout.dim != 0 or layout.num_rows != layout.world * layout.chunk_rows:
+        raise NotImplementedError(
+            f"gtp_shard expects fsdp_pre_all_gather of {type(weight.shard).__name__} to return tensors with the "
+            f"{layout.local_rows} rows of its shard where shards are not alike or dim 0 is not the sharded one, but "
+            f"got one of shape {tuple(tensor.shape)} for parameter '{weight.fqn}' of shape {tuple(layout.shape)} (rank "
+            f"{layout.rank} of {layout.world}). Choose a shape whose rows the axis divides evenly."
+        )
+    rows = tensor.shape[0] if tensor.ndim else 1
+    return replace(layout, shape=torch.Size((layout.world * rows, *tensor.shape[1:])), block_size=1)
+
+
+def make_wire(
+    shard: torch.Tensor, recipe: Recipe | None, spec: compat.DTensorSpec, mp_policy: MixedPrecisionPolicy
+) -> Wire | None:
+    """How a weight is gathered: quantized by ``recipe``, by hooks of its own, or (None) as it is.
+
+    Args:
+        shard: This rank's shard.
+        spec: Of the sharded parameter: which mesh axes cut which dims.
+    """
+    if recipe is None:
+        return HookWire(mp_policy) if has_hooks(shard) else None
+    mesh, placements = spec.mesh, spec.placements
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    cut = [axis for axis in axes if getattr(placements[axis], "dim", shard.ndim) - shard.ndim in recipe.amax_dims]
+    return QuantizedWire(recipe, tuple(mesh.get_group(axis).group_name for axis in cut))
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has hooks that say what is gathered of it."""
+    return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")

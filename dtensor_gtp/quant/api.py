@@ -1,0 +1,132 @@
+"""``quantize_``: gives weights a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+from . import cast
+from .base import Recipe
+from .recipes import resolve_recipe
+from .state_dict import hook
+from .tensor import with_recipe
+
+
+def quantize_(
+    module: nn.Module,
+    recipe: str | Recipe | Mapping[str, str | Recipe],
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> nn.Module:
+    """Let linear layers compute with, and ``gtp_shard`` and ``fully_shard`` gather, quantized weights. In place.
+
+    The parameters keep their values, dtype and names: they stay what optimizers update and checkpoints hold (*master*
+    storage). The quantized weight is made of them when they are used; under sharding, of each rank's shard before it is
+    gathered. Output and gradient of the input are those of the dequantized weight; the gradient of the weight is that
+    of a weight that is not quantized (straight-through). docs/low_precision.md has the formats.
+
+    Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
+    after ``parallelize_module``. A second call replaces the recipe of what it matches. Tied weights stay tied, and all
+    their uses are quantized.
+
+    Args:
+        module: Changed in place.
+        recipe: One of ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_blockwise"``, ``"mxfp8"``, ``"nvfp4"``,
+            a recipe object of ``dtensor_gtp.quant``, or a mapping from names of modules to either. Modules that a
+            mapping does not name stay as they are.
+        filter_fn: Called with each candidate and its name; quantizes the candidate's ``weight`` if it returns True.
+            Without it, all instances of ``nn.Linear`` and ``GroupedLinear`` are quantized; with it, every module with a
+            ``weight`` of two dims or more is a candidate.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: An argument is of the wrong kind, or a matching weight has a dtype that cannot be quantized.
+        ValueError: There is no such recipe, nothing matches, a mapping names a module that does not match, or a
+            matching weight has been sharded already.
+        NotImplementedError: A matching weight has more than two dims and is not that of a ``GroupedLinear``, or a
+            ``GroupedLinear`` has a weight for each group.
+
+    The name and the filter follow ``torchao.quantization.quantize_``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"quantize_ expects an nn.Module, but got {type(module).__name__}: {module!r}.")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"quantize_ expects a callable as filter_fn, but got {filter_fn!r}.")
+    recipes = (
+        {name: resolve_recipe(value) for name, value in recipe.items()}
+        if isinstance(recipe, Mapping)
+        else resolve_recipe(recipe)
+    )
+    chosen: dict[nn.Parameter, Recipe] = {}
+    matched: set[str] = set()
+    sharded = [f"{name}." if name else "" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    for name, submodule in module.named_modules():
+        weight = _candidate(submodule, name, filter_fn)
+        found = recipes if isinstance(recipes, Recipe) else recipes.get(name)
+        if weight is None or found is None:
+            continue
+        is_sharded = any(f"{name}.".startswith(prefix) for prefix in sharded)
+        _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)
+        matched.add(name)
+        if chosen.setdefault(weight, found) != found:
+            raise ValueError(f"quantize_ expects one recipe for the tied weight of '{name}', but got several.")
+    if isinstance(recipes, dict) and (missing := recipes.keys() - matched):
+        raise ValueError(
+            f"quantize_ expects names of modules with a weight to quantize, but {sorted(missing)} are none of "
+            f"{type(module).__name__}."
+        )
+    if not chosen:
+        raise ValueError(f"quantize_ found no weight to quantize in {type(module).__name__}. Check filter_fn.")
+    _replace(module, chosen)
+    return module
+
+
+def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str], bool] | None) -> nn.Parameter | None:
+    from ..nn.grouped_linear import GroupedLinear  # not at the top: it leads back here
+
+    weight = module._parameters.get("weight")
+    is_known = isinstance(module, nn.Linear | GroupedLinear)
+    if not is_known and (filter_fn is None or weight is None or weight.ndim < 2 or weight.numel() == 0):
+        return None
+    if filter_fn is not None and not filter_fn(module, name):
+        return None
+    if weight is None:
+        raise NotImplementedError(
+            f"quantize_ supports a GroupedLinear with one weight for all groups, but '{name}' has one for each. Build "
+            "it with single_grouped_weight=True, or leave it out with filter_fn."
+        )
+    if weight.ndim != 2 and not isinstance(module, GroupedLinear):
+        raise NotImplementedError(
+            f"quantize_ supports weights with 2 dims, but '{name}.weight' of {type(module).__name__} has shape "
+            f"{tuple(weight.shape)}. Leave it out with filter_fn."
+        )
+    return weight if weight.numel() else None
+
+
+def _check(name: str, weight: nn.Parameter, is_sharded: bool) -> None:
+    if is_sharded:
+        raise ValueError(
+            f"quantize_ expects weights that are not sharded yet, but '{name}.weight' of shape {tuple(weight.shape)} "
+            "is. Call quantize_ before gtp_shard and fully_shard."
+        )
+    if weight.dtype not in cast.WIDENS:
+        raise TypeError(
+            f"quantize_ expects weights in float32, bfloat16 or float16, but '{name}.weight' of shape "
+            f"{tuple(weight.shape)} has {weight.dtype}. Convert it first, or leave it out with filter_fn."
+        )
+
+
+def _replace(module: nn.Module, chosen: dict[nn.Parameter, Recipe]) -> None:
+    new = {param: with_recipe(param, recipe) for param, recipe in chosen.items()}
+    for submodule in module.modules():
+        for name, param in submodule._parameters.items():
+            if param is not None and param in new:
+                submodule._parameters[name] = new[param]
+                hook(submodule, name, chosen[param])
+
+
+__all__ = ["quantize_"]

@@ -1,0 +1,48 @@
+"""Where a quantized weight may be cut: between blocks, by tensor parallelism as by gtp."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from ..placement import GTPShard
+from .base import Recipe
+
+
+def place_quantized(fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None) -> GTPShard:
+    """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the recipe.
+
+    A weight with a recipe is sharded however small it is: what stays whole is not gathered, so nothing would be
+    quantized.
+
+    Raises:
+        ValueError: The weight is to stay whole, or tensor parallelism cuts its blocks.
+    """
+    if isinstance(asked, Replicate):
+        raise ValueError(
+            f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because quantize_ gave it "
+            f"the recipe {recipe}, but shard_placement_fn returned {asked!r}. Leave it out of quantize_, or return "
+            "None or a GTPShard for it."
+        )
+    if isinstance(param, DTensor):
+        _check_slices(fqn, param, recipe)
+    dim = getattr(asked, "dim", 0)
+    return GTPShard(dim, block_size=recipe.block_of(dim - param.ndim, getattr(asked, "block_size", 1)))
+
+
+def _check_slices(fqn: str, param: DTensor, recipe: Recipe) -> None:
+    shape = list(param.shape)
+    for axis, placement in enumerate(param.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        mesh, block = param.device_mesh, recipe.block_of(dim - param.ndim)
+        size, rows = mesh.size(axis), -(-shape[dim] // mesh.size(axis))
+        if rows < shape[dim] and rows % block:
+            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            raise ValueError(
+                f"gtp_shard expects slices of whole {recipe.name} blocks of {block} along dim {dim}, but mesh axis "
+                f"'{name}' of size {size} cuts parameter '{fqn}' of shape {tuple(param.shape)} into slices of {rows}. "
+                f"Choose a size that is a multiple of {block * size}, another recipe, or leave it out of quantize_."
+            )
+        shape[dim] = rows

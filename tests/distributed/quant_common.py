@@ -1,0 +1,250 @@
+"""What the tests of quantized weights share: a reference that spells out what a recipe means, and training beside it.
+
+The reference is one process whose dequantized weights follow from the recipe alone. Quantization is a step function:
+after each step the reference takes over the trained values, so that a difference in the last bit, once compared, cannot
+grow to a step of the format.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, assert_same_params, full, rows_of_rank
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import gtp_shard, quantize_
+from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.quant import MXFP8, RECIPES, Direction, Recipe
+
+VOCABULARY = 47
+
+
+class DequantizedLinear(torch.autograd.Function):
+    """What a recipe means, spelled out: quantize the whole weight, dequantize it, multiply."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        return x @ dequantized(weight, recipe, Direction.ROWWISE).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ dequantized(weight, ctx.recipe, Direction.COLUMNWISE)
+        return grad_x, grad.flatten(0, -2).t() @ x.flatten(0, -2), None
+
+
+def dequantized(weight: torch.Tensor, recipe: Recipe, direction: Direction) -> torch.Tensor:
+    quantized = recipe.quantize(weight, direction)
+    return recipe.dequantize(quantized, weight.shape, direction, weight.dtype)
+
+
+class Embedding(nn.Embedding):
+    """The reference of an embedding that is tied to a quantized head."""
+
+    recipe: Recipe
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        value = dequantized(self.weight.detach(), self.recipe, Direction.ROWWISE)
+        return F.embedding(indices, self.weight + (value - self.weight).detach())
+
+
+class Grouped(GroupedLinear):
+    """The reference of a quantized grouped layer."""
+
+    recipe: Recipe
+
+    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: Any = None) -> torch.Tensor:
+        parts = []
+        for part, weight, bias in zip(x.split(split_sizes.tolist()), self.weight, self.bias, strict=True):
+            y: torch.Tensor = DequantizedLinear.apply(part, weight, self.recipe)
+            parts.append(y + bias)
+        return torch.cat(parts)
+
+
+class Linear(nn.Linear):
+    """The reference of a quantized linear layer."""
+
+    recipe: Recipe
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = DequantizedLinear.apply(x, self.weight, self.recipe)
+        return y if self.bias is None else y + self.bias
+
+
+class Block(nn.Module):
+    """With a width that tensor parallelism can cut into whole blocks of every recipe."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Experts(nn.Module):
+    """Three experts: for even tokens, for none, and for odd ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 40)
+        self.up = GroupedLinear(3, 40, 70)
+        self.head = nn.Linear(70, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        odd = tokens.flatten() % 2
+        order = odd.argsort(stable=True)
+        counts = torch.stack([(odd == 0).sum(), odd.new_zeros(()), odd.sum()])
+        rows = torch.tanh(self.up(self.embedding(tokens).flatten(0, -2)[order], counts))[order.argsort()]
+        logits: torch.Tensor = self.head(rows.view(*tokens.shape, 70))
+        return logits
+
+
+class Net(nn.Module):
+    """Odd shapes, with and without bias; two blocks of one shape; a head that may be tied."""
+
+    def __init__(self, dim: int = 40, hidden: int = 70, is_tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.layers = nn.ModuleList([Block(dim, hidden) for _ in range(2)])
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def blocks_only(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and name.startswith("layers")
+
+
+def reference_of(model: nn.Module, recipe: Recipe, names: Callable[[nn.Module, str], bool]) -> nn.Module:
+    reference = copy.deepcopy(model)
+    for name, module in reference.named_modules():
+        if isinstance(module, nn.Linear) and names(module, name):
+            module.__class__ = Linear
+            module.recipe = recipe
+        if isinstance(module, GroupedLinear) and names(module, name):
+            module.__class__ = Grouped
+            module.recipe = recipe
+    if isinstance(reference.head, Linear) and reference.head.weight is reference.embedding.weight:
+        reference.embedding.__class__ = Embedding
+        reference.embedding.recipe = recipe
+    return reference
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens_of(seed: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (8, 7), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def take_over(reference: nn.Module, model: nn.Module) -> None:
+    values = {name: full(param) for name, param in model.named_parameters()}
+    for name, param in reference.named_parameters():
+        param.copy_(values[name])
+
+
+def check(
+    model: nn.Module,
+    recipe: Recipe,
+    shard: Callable[[nn.Module], nn.Module],
+    mesh: DeviceMesh,
+    *,
+    names: Callable[[nn.Module, str], bool] = blocks_only,
+    steps: int = 3,
+    is_exact: bool = True,
+    **tolerance: float,
+) -> nn.Module:
+    """Two microbatches a step; outputs, gradients and parameters after each step equal the reference."""
+    reference = reference_of(model, recipe, names)
+    model = shard(copy.deepcopy(model))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in (reference, model)]
+    for step in range(steps):
+        for microbatch in range(2):
+            tokens = tokens_of(2 * step + microbatch)
+            mine = rows_of_rank(tokens, mesh)
+            (loss_of(reference, tokens) / 2).backward()
+            loss = loss_of(model, mine) / 2
+            with torch.no_grad():
+                expected = loss_of(reference, mine) / 2
+            if is_exact:
+                assert torch.equal(loss, expected), (recipe, loss, expected)
+            else:
+                torch.testing.assert_close(loss.detach(), expected)
+            loss.backward()
+        assert_same_params(model, reference, "grad", **tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 1)
+        assert_same_params(model, reference, "param", **tolerance)
+        take_over(reference, model)
+    return model
+
+
+class wire_traffic(TorchDispatchMode):
+    """What this rank sends inside of the block: name, dtype and bytes of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # DTensor comes back with the collectives that it consists of
+        if func.namespace == "c10d":
+            sent = [
+                t for t in tree_leaves(args[0 if func._opname == "allreduce_" else 1]) if isinstance(t, torch.Tensor)
+            ]
+            self.calls.extend((func._opname, t.dtype, t.numel() * t.itemsize) for t in sent)
+        return func(*args, **(kwargs or {}))
+
+
+def all_recipes() -> list[Recipe]:
+    return [*(cls() for cls in RECIPES.values()), MXFP8(scale_rounding="floor")]
+
+
+def gtp(recipe: Recipe, mesh: DeviceMesh, names: Any = blocks_only, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    def shard(model: nn.Module) -> nn.Module:
+        quantize_(model, recipe, filter_fn=names)
+        return gtp_shard(model, mesh, **{"schedule": ALL, **options})
+
+    return shard
+
+
+def fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh, **options)
+    result: nn.Module = fully_shard(model, mesh=mesh, **options)
+    return result
+
+
+def recompute(model: nn.Module) -> nn.Module:
+    """Activation checkpointing of each block: forward runs again in backward."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        forward = layer.forward
+        layer.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+    return model

@@ -1,0 +1,96 @@
+"""Tensor subclasses with ``fully_shard``'s hooks under ``gtp_shard``: gathered and used as their hooks say."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, _mesh, full, rows_of_rank
+from extension_common import Scaled, ScaledLinear, make_scaled
+from quant_common import wire_traffic
+from runtime_common import assert_idle, runtime_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_utils import run_tests
+from torch.utils._pytree import tree_map_only
+
+from dtensor_gtp import gtp_shard, sharding_report
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    whole = full(value)
+    return whole._values if isinstance(whole, Scaled) else whole
+
+
+class TestHooks(GlooTest):
+    def _check(self, shard: Any, mesh: DeviceMesh, rows: int = 24) -> nn.Module:
+        reference = make_scaled(rows)
+        model = shard(copy.deepcopy(reference))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, model)]
+        for step in range(3):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            reference(x).square().mean().backward()
+            model(rows_of_rank(x, mesh)).square().mean().backward()
+            for (name, param), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(full(param.grad), want.grad, msg=lambda m, n=name: f"{n}: {m}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+                    torch.testing.assert_close(plain(param), plain(want))
+                    want.copy_(plain(param))  # rounding to codes would amplify a difference in the last bit
+        return model
+
+    def test_under_gtp_shard(self) -> None:
+        """Even shards and shards of which the last is short, on a gtp and on an HSDP mesh."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            for rows in (24, 22):
+                model = self._check(lambda m, on=mesh: gtp_shard(m, on, schedule=ALL), mesh, rows)
+                self.assertIs(type(model[0].weight.to_local()), Scaled)
+                assert_idle(model)
+        uses = {row.name: row.use for row in sharding_report(model).rows}
+        self.assertEqual(uses["0.weight"], "attribute, gathered and used by its own hooks")
+
+    def test_inside_of_fully_shard_the_same(self) -> None:
+        mesh = self.gtp_mesh()
+        self._check(lambda m: fully_shard(m, mesh=mesh), mesh)
+
+    def test_codes_cross_the_wire_and_are_not_saved(self) -> None:
+        """int8 in both directions; backward gathers again instead of keeping the codes from forward."""
+        mesh = self.gtp_mesh()
+        model = gtp_shard(make_scaled(), mesh, schedule=ALL)
+        for _ in range(2):
+            with wire_traffic() as forward:
+                loss = model(torch.randn(2, 16)).sum()
+            held = [w for w in runtime_of(model).weights if w.live is not None or w.pending]
+            self.assertEqual(held, [])
+            with wire_traffic() as backward:
+                loss.backward()
+        for traffic, expected in ((forward, [24 * 16 // 4, 8 * 24 // 4]), (backward, [24 * 16 // 4])):
+            gathers = [(dtype, nbytes) for name, dtype, nbytes in traffic.calls if "gather" in name]
+            self.assertEqual(gathers, [(torch.uint8, nbytes) for nbytes in expected])
+
+    def test_shapes_that_no_rank_can_tell_are_refused(self) -> None:
+        class Flat(Scaled):
+            def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+                inputs, metadata = super().fsdp_pre_all_gather(mesh)
+                return (inputs[0].view(-1),), metadata
+
+            @classmethod
+            def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = super().__torch_dispatch__(func, (Scaled,), args, kwargs)
+                return tree_map_only(Scaled, lambda t: Flat(t._values), out)
+
+        mesh = _mesh((2, 2), ("replicate", "gtp"))
+        layer = ScaledLinear(16, 21)
+        layer.weight = nn.Parameter(Flat(layer.weight.detach()))
+        gtp_shard(layer, mesh, schedule=ALL)
+        with self.assertRaisesRegex(NotImplementedError, "Flat to return tensors with the .* rows .*'weight'"):
+            layer(torch.zeros(1, 16))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,344 @@
+"""``quantize_`` in one process: which weights it takes, what they compute, what crosses the wire, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import unittest
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, fake_world
+from extension_common import make_scaled
+from quant_common import all_recipes, dequantized, wire_traffic
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
+from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.quant import MXFP8, Direction
+from dtensor_gtp.quant.tensor import MasterWeight, recipe_of
+
+
+class Model(nn.Module):
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 48)
+        self.norm = nn.LayerNorm(48)
+        self.up = nn.Linear(48, 40)
+        self.down = nn.Linear(40, 48, bias=False)
+        self.head = nn.Linear(48, 64, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        logits: torch.Tensor = self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+        return logits
+
+
+def recipes_of(module: nn.Module) -> dict[str, str]:
+    found = {name: recipe_of(param) for name, param in module.named_parameters(remove_duplicate=False)}
+    return {name: recipe.name for name, recipe in found.items() if recipe is not None}
+
+
+class TestSelection(unittest.TestCase):
+    def test_linear_weights_by_default(self) -> None:
+        model = Model()
+        before = {name: id(param) for name, param in model.named_parameters()}
+        self.assertIs(quantize_(model, "mxfp8"), model)
+        self.assertEqual(recipes_of(model), dict.fromkeys(("up.weight", "down.weight", "head.weight"), "mxfp8"))
+        unchanged = {n for n, param in model.named_parameters() if id(param) == before[n]}
+        self.assertEqual(unchanged, {"embedding.weight", "norm.weight", "norm.bias", "up.bias"})
+
+    def test_filter(self) -> None:
+        model = quantize_(Model(), "nvfp4", filter_fn=lambda module, name: name in ("embedding", "up"))
+        self.assertEqual(recipes_of(model), {"embedding.weight": "nvfp4", "up.weight": "nvfp4"})
+
+    def test_mapping_and_second_call(self) -> None:
+        model = quantize_(Model(), {"up": "float8_rowwise", "down": MXFP8(scale_rounding="floor")})
+        self.assertEqual(recipes_of(model), {"up.weight": "float8_rowwise", "down.weight": "mxfp8"})
+        self.assertEqual(recipe_of(model.down.weight), MXFP8(scale_rounding="floor"))
+        quantize_(model, {"up": "float8_blockwise"})
+        self.assertEqual(recipes_of(model), {"up.weight": "float8_blockwise", "down.weight": "mxfp8"})
+        self.assertIs(type(model.up.weight.master), torch.Tensor)
+
+    def test_tied_weights_stay_tied(self) -> None:
+        model = quantize_(Model(is_tied=True), "mxfp8", filter_fn=lambda module, name: name == "head")
+        self.assertIs(model.head.weight, model.embedding.weight)
+        tokens = torch.arange(5)
+        expected = F.embedding(tokens, dequantized(model.head.weight.master, MXFP8(), Direction.ROWWISE))
+        self.assertTrue(torch.equal(model.embedding(tokens), expected))
+
+    def test_tags_and_requires_grad_stay(self) -> None:
+        model = Model()
+        model.up.weight.tag = "mine"
+        model.down.weight.requires_grad_(False)
+        quantize_(model, "mxfp8")
+        self.assertEqual(model.up.weight.tag, "mine")
+        self.assertFalse(model.down.weight.requires_grad)
+        self.assertTrue(model.up.weight.requires_grad)
+
+    def test_errors(self) -> None:
+        class Odd(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.wide = nn.Linear(4, 4, dtype=torch.float64)
+
+        for error, message, call in (
+            (TypeError, "expects an nn.Module, but got str", lambda: quantize_("up", "mxfp8")),
+            (TypeError, "expects a callable as filter_fn", lambda: quantize_(Model(), "mxfp8", filter_fn=3)),
+            (TypeError, "recipe or its name, but got int", lambda: quantize_(Model(), 8)),
+            (
+                ValueError,
+                "one of the recipes float8_tensorwise, .* but got 'mxfp6'",
+                lambda: quantize_(Model(), "mxfp6"),
+            ),
+            (ValueError, r"\['nose'\] are none of Model", lambda: quantize_(Model(), {"nose": "mxfp8"})),
+            (ValueError, "no weight to quantize in LayerNorm", lambda: quantize_(nn.LayerNorm(4), "mxfp8")),
+            (
+                NotImplementedError,
+                r"2 dims, but '0.weight' of Conv1d has shape \(4, 4, 3\)",
+                lambda: quantize_(nn.Sequential(nn.Conv1d(4, 4, 3)), "mxfp8", filter_fn=lambda module, name: True),
+            ),
+            (
+                NotImplementedError,
+                "one weight for all groups, but '0' has one for each",
+                lambda: quantize_(nn.Sequential(GroupedLinear(2, 4, 4, single_grouped_weight=False)), "mxfp8"),
+            ),
+            (TypeError, r"'wide.weight' of shape \(4, 4\) has torch.float64", lambda: quantize_(Odd(), "mxfp8")),
+            (
+                ValueError,
+                "one recipe for the tied weight of 'head'",
+                lambda: quantize_(nn.ModuleDict(tied_pair()), {"first": "mxfp8", "head": "nvfp4"}),
+            ),
+        ):
+            with self.assertRaisesRegex(error, message):
+                call()
+
+
+def tied_pair() -> dict[str, nn.Module]:
+    first, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    head.weight = first.weight
+    return {"first": first, "head": head}
+
+
+class TestArithmetic(unittest.TestCase):
+    def test_linear(self) -> None:
+        """Output and gradients by their definitions, with and without bias, for inputs of several dims."""
+        for recipe in all_recipes():
+            for dtype in (torch.float32, torch.bfloat16):
+                for bias in (True, False):
+                    torch.manual_seed(0)
+                    plain = nn.Linear(40, 33, bias=bias, dtype=dtype)
+                    quantized = quantize_(copy.deepcopy(plain), recipe)
+                    x = torch.randn(2, 3, 40, dtype=dtype, requires_grad=True)
+                    y = quantized(x)
+                    grad = torch.randn_like(y)
+                    y.backward(grad)
+                    rowwise = dequantized(plain.weight.detach(), recipe, Direction.ROWWISE)
+                    columnwise = dequantized(plain.weight.detach(), recipe, Direction.COLUMNWISE)
+                    self.assertTrue(torch.equal(y, F.linear(x, rowwise, plain.bias)))
+                    self.assertTrue(torch.equal(x.grad, grad.matmul(columnwise)))
+                    plain(x).backward(grad)
+                    self.assertTrue(torch.equal(quantized.weight.grad, plain.weight.grad))
+                    self.assertIs(type(quantized.weight.grad), torch.Tensor)
+                    if bias:
+                        torch.testing.assert_close(quantized.bias.grad, plain.bias.grad)
+
+    def test_grouped_linear(self) -> None:
+        """Each group with its own matrix, quantized by itself."""
+        for recipe in all_recipes():
+            torch.manual_seed(0)
+            plain = GroupedLinear(3, 40, 33)
+            quantized = quantize_(copy.deepcopy(plain), recipe)
+            x = torch.randn(10, 40, requires_grad=True)
+            counts = torch.tensor([4, 0, 5])
+            y = quantized(x, counts)
+            grad = torch.randn_like(y)
+            y.backward(grad)
+            stacks = [
+                torch.stack([dequantized(matrix, recipe, direction) for matrix in plain.weight.detach()])
+                for direction in Direction
+            ]
+            for stack in stacks:
+                plain.weight.data = stack
+                x_again = x.detach().requires_grad_()
+                y_again = plain(x_again, counts)
+                y_again.backward(grad)
+                if stack is stacks[0]:
+                    self.assertTrue(torch.equal(y, y_again))
+            self.assertTrue(torch.equal(x.grad, x_again.grad))
+            self.assertTrue(torch.equal(quantized.weight.grad * 2, plain.weight.grad))
+
+    def test_optimizers_update_the_master(self) -> None:
+        for options in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+            torch.manual_seed(0)
+            plain = nn.Linear(40, 33)
+            quantized = quantize_(copy.deepcopy(plain), "mxfp8")
+            grad = torch.randn(33, 40)
+            for module in (plain, quantized):
+                optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **options)
+                module.weight.grad = grad.clone()
+                optimizer.step()
+                states = {type(value) for value in optimizer.state[module.weight].values()}
+                self.assertNotIn(MasterWeight, states)
+            self.assertTrue(torch.equal(quantized.weight.master, plain.weight))
+
+    def test_values_are_written_in_place(self) -> None:
+        layer = quantize_(nn.Linear(32, 32), "mxfp8")
+        master = layer.weight.master
+        layer.reset_parameters()
+        with torch.no_grad():
+            self.assertIs(layer.weight.fill_(3.0).mul_(2.0), layer.weight)
+            self.assertIs(layer.weight.copy_(layer.weight + 1), layer.weight)
+        self.assertTrue(torch.equal(master, torch.full((32, 32), 7.0)))
+
+    def test_unknown_products_are_refused(self) -> None:
+        layer = quantize_(nn.Linear(32, 32), "mxfp8")
+        with self.assertRaisesRegex(NotImplementedError, "is used by aten.mm.default, which knows nothing of"):
+            torch.ones(2, 32) @ layer.weight
+
+
+class TestStateDict(unittest.TestCase):
+    def test_plain_values_go_out_and_come_in(self) -> None:
+        plain = Model()
+        model = quantize_(copy.deepcopy(plain), "mxfp8")
+        state = model.state_dict()
+        self.assertEqual({type(value) for value in state.values()}, {torch.Tensor})
+        for name, value in plain.state_dict().items():
+            self.assertTrue(torch.equal(state[name], value))
+        self.assertEqual(state["up.weight"].data_ptr(), model.up.weight.master.data_ptr())
+        for assign in (False, True):
+            other = Model().bfloat16() if assign else Model()
+            target = quantize_(Model(), "nvfp4")
+            target.load_state_dict(other.state_dict(), assign=assign)
+            self.assertEqual(recipes_of(target), dict.fromkeys(("up.weight", "down.weight", "head.weight"), "nvfp4"))
+            self.assertTrue(torch.equal(target.up.weight.master, other.up.weight))
+            Model().load_state_dict(target.state_dict())
+
+
+class TestSharded(unittest.TestCase):
+    """One rank of several whose collectives communicate nothing: what is sent, where weights are cut, what raises."""
+
+    def _traffic(self, model: nn.Module, x: torch.Tensor) -> tuple[list[Any], ...]:
+        model(x).sum().backward()  # the first pass learns the order
+        with wire_traffic() as forward:
+            result = model(x)
+        with wire_traffic() as backward:
+            result.sum().backward()
+        gathers = [[call for call in t.calls if "gather" in call[0]] for t in (forward, backward)]
+        # The weights beside it are float32.
+        return tuple([call for call in calls if call[1] is not torch.float32] for calls in gathers)
+
+    def test_r22_bytes_on_the_wire(self) -> None:
+        shape = (1024, 256)
+        with fake_world(world_size=4):
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            for recipe in all_recipes():
+                for wrap in ("gtp", "fsdp"):
+                    # One before and one after it, so that it is neither the first nor the last use.
+                    shapes = ((256, 256), shape[::-1], (shape[0], 8))
+                    model = nn.Sequential(*(nn.Linear(*s, bias=False) for s in shapes))
+                    quantize_(model, recipe, filter_fn=lambda module, name: name == "1")
+                    if wrap == "gtp":
+                        gtp_shard(model, mesh, schedule=ALL)
+                    else:
+                        fully_shard(model[1], mesh=mesh, reshard_after_forward=True)
+                    for calls in self._traffic(model, torch.zeros(2, shape[1])):
+                        nbytes = sum(nbytes for _, _, nbytes in calls)
+                        rest = 4 * shape[0] if recipe.name == "float8_rowwise" else 0
+                        expected = recipe.bytes_per_element() * shape[0] * shape[1] + rest
+                        self.assertEqual(nbytes, expected / 4, (recipe, wrap, calls))
+                        self.assertTrue({dtype for _, dtype, _ in calls} <= {torch.uint8, torch.int32})
+
+    def test_r18_report_says_where_weights_are_cut_and_what_computes(self) -> None:
+        blocks = {"float8_tensorwise": 1, "float8_rowwise": 1, "float8_blockwise": 128, "mxfp8": 32, "nvfp4": 16}
+        with fake_world(rank=1, world_size=4):
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            for recipe in all_recipes():
+                model = nn.Sequential(nn.Linear(9, 300), nn.Linear(300, 8), nn.Linear(8, 6))
+                quantize_(model, recipe)
+                place = {300: GTPShard(0, block_size=10), 8: Shard(1), 6: None}
+                gtp_shard(model, mesh, shard_placement_fn=lambda p, to=place: to[p.shape[0]] if p.ndim == 2 else None)
+                block = blocks[recipe.name]
+                rows = {row.name: row for row in sharding_report(model).rows}
+                placements = [rows[f"{index}.weight"].placements for index in range(3)]
+                lcm = torch.lcm(torch.tensor(10), torch.tensor(block)).item()
+                expected = [GTPShard(0, block_size=lcm), GTPShard(1, block_size=block), GTPShard(0, block_size=block)]
+                self.assertEqual(placements, [f"({placement})" for placement in expected])
+                self.assertIs(type(model[0].weight.to_local()), torch.Tensor)
+                self.assertIn(f"fused op, {recipe.name}, dequantized for the GEMM", rows["0.weight"].use)
+                self.assertEqual(
+                    rows["0.weight"].gathered_nbytes, recipe.num_bytes(torch.Size((300, 9)), Direction.ROWWISE)
+                )
+
+    def test_r18_a_weight_that_would_stay_whole_or_is_cut_in_its_blocks_is_refused(self) -> None:
+        with fake_world(world_size=4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+            model = quantize_(nn.Linear(8, 8), "mxfp8")
+            with self.assertRaisesRegex(ValueError, r"to shard parameter 'weight' of shape \(8, 8\).*Replicate"):
+                gtp_shard(model, mesh["gtp"], shard_placement_fn=lambda p: Replicate())
+            for plan, dim, fits in ((ColwiseParallel(), 0, 64), (RowwiseParallel(), 1, 64)):
+                model = nn.Sequential(nn.Linear(80, 80))
+                parallelize_module(model, mesh["tp"], {"0": plan})
+                quantize_(model, "mxfp8")
+                message = (
+                    f"whole mxfp8 blocks of 32 along dim {dim}, but mesh axis 'tp' of size 2 .*'0.weight' .*slices "
+                )
+                with self.assertRaisesRegex(ValueError, message + f"of 40. Choose a size that is a multiple of {fits}"):
+                    gtp_shard(model, mesh["gtp"])
+
+    def test_sharded_weights_are_refused(self) -> None:
+        with fake_world(world_size=4):
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            for model in (
+                gtp_shard(nn.Sequential(nn.Linear(64, 64)), mesh),
+                fully_shard(nn.Sequential(nn.Linear(64, 64)), mesh=mesh),
+            ):
+                with self.assertRaisesRegex(ValueError, "'0.weight' of shape .*is. Call quantize_ before"):
+                    quantize_(model, "mxfp8")
+
+    def test_fully_shard_refuses_what_it_would_cut(self) -> None:
+        with fake_world(world_size=4):
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+            for rows, name, fits in ((66, "float8_tensorwise", 4), (96, "mxfp8", 128), (64, "nvfp4", None)):
+                model = fully_shard(quantize_(nn.Linear(16, rows), name), mesh=mesh)
+                if fits is None:
+                    model(torch.zeros(1, 16))
+                    continue
+                with self.assertRaisesRegex(NotImplementedError, f"rows that is a multiple of {fits}, use gtp"):
+                    model(torch.zeros(1, 16))
+
+    def test_hooks_inside_of_fully_shard_are_refused(self) -> None:
+        """It calls them for its own gather, and nothing is left for that of gtp."""
+        with fake_world(world_size=4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
+            model = fully_shard(gtp_shard(make_scaled(), mesh["gtp"], schedule=ALL), mesh=mesh["dp"])
+            with self.assertRaisesRegex(NotImplementedError, "'0.weight' .* by the hooks .*and left a Codes"):
+                model(torch.zeros(2, 16))
+
+    def test_products_under_plain_tensor_parallelism_are_refused(self) -> None:
+        with fake_world(world_size=2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            model = nn.Sequential(nn.Linear(64, 64))
+            parallelize_module(model, mesh, {"0": ColwiseParallel()})
+            quantize_(model, "mxfp8")
+            with self.assertRaisesRegex(NotImplementedError, "Under tensor parallelism, call gtp_shard on the module"):
+                model(torch.zeros(1, 64))
+
+    def test_distributed_weights_keep_their_placements(self) -> None:
+        with fake_world(world_size=2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            layer = nn.Linear(64, 64)
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+            quantize_(layer, "nvfp4")
+            self.assertEqual(layer.weight.placements, (Shard(1),))
+            self.assertEqual(recipe_of(layer.weight).name, "nvfp4")
+
+
+if __name__ == "__main__":
+    unittest.main()

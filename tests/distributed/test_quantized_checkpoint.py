@@ -1,0 +1,169 @@
+"""Checkpoints of models with quantized weights (master storage): any recipe and topology to any other, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from checkpoint_common import job_state, local
+from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
+from quant_common import Net, blocks_only, dequantized, fsdp, gtp, loss_of, tokens_of
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import quantize_
+from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Tensorwise, Recipe
+
+HIDDEN = 512
+ShardFn = Callable[[nn.Module], nn.Module]
+
+
+def up_only(module: nn.Module, name: str) -> bool:
+    return blocks_only(module, name) and name.endswith("up")
+
+
+def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
+    def shard(model: nn.Module) -> nn.Module:
+        for layer in model.layers:  # type: ignore[union-attr]
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return gtp(recipe, mesh["gtp"])(model)
+
+    return shard
+
+
+class Job:
+    """A model on a topology, and its optimizer, after a step with data of its own."""
+
+    def __init__(self, shard: ShardFn, data_mesh: DeviceMesh, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = shard(Net(hidden=HIDDEN))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        loss_of(self.model, rows_of_rank(tokens_of(seed), data_mesh)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, param in self.model.named_parameters():
+            found[name] = full(param.detach())
+            for key, value in self.optimizer.state[param].items():
+                found[f"{name}/{key}"] = full(value)
+        return {name: value.clone() for name, value in found.items()}
+
+    def save(self, path: Any) -> None:
+        dcp.save(job_state(self.model, self.optimizer), checkpoint_id=path)
+
+    def load(self, path: Any) -> None:
+        state = job_state(self.model, self.optimizer)
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+class TestQuantizedCheckpoint(GlooTest):
+    def _topologies(self) -> dict[str, tuple[ShardFn, DeviceMesh, Recipe | None]]:
+        mesh, hsdp = self.gtp_mesh(), self.hsdp_mesh()
+        tp, dp = _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
+        shard_of_one = self.hsdp_mesh(4)
+        columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+
+        def plain_fsdp(model: nn.Module) -> nn.Module:
+            return fsdp(model, mesh)
+
+        def quantized_fsdp(recipe: Recipe) -> ShardFn:
+            return lambda model: fsdp(quantize_(model, recipe, filter_fn=up_only), mesh)
+
+        return {
+            "fsdp bf16": (plain_fsdp, mesh, None),
+            "fsdp blockwise": (quantized_fsdp(Float8Blockwise()), mesh, Float8Blockwise()),
+            "fsdp nvfp4": (quantized_fsdp(NVFP4()), mesh, NVFP4()),
+            "gtp tensorwise": (gtp(Float8Tensorwise(), mesh), mesh, Float8Tensorwise()),
+            "gtp blockwise": (gtp(Float8Blockwise(), mesh), mesh, Float8Blockwise()),
+            "gtp nvfp4": (gtp(NVFP4(), mesh), mesh, NVFP4()),
+            "hsdp mxfp8": (gtp(MXFP8(), hsdp), hsdp, MXFP8()),
+            "hsdp shard of one, mxfp8": (gtp(MXFP8(), shard_of_one), shard_of_one, MXFP8()),
+            "gtp x tp mxfp8": (tensor_parallel(MXFP8(), tp), tp["gtp"], MXFP8()),
+            "fsdp x gtp mxfp8": (lambda m: fsdp(gtp(MXFP8(), dp["gtp"])(m), dp["dp"], **columns), dp, MXFP8()),
+        }
+
+    def _check_forward(self, job: Job, recipe: Recipe | None) -> None:
+        """R13: what was loaded is what the next forward uses, with no step in between."""
+        if recipe is None:
+            return
+        up = full(job.model.layers[0].up.weight.detach())
+        reference = nn.Linear(40, HIDDEN)
+        with torch.no_grad():
+            reference.weight.copy_(dequantized(up, recipe, Direction.ROWWISE))
+            reference.bias.copy_(full(job.model.layers[0].up.bias))
+            seen: list[torch.Tensor] = []
+            handle = job.model.layers[0].up.register_forward_hook(lambda m, args, y: seen.extend((args[0], y)))
+            job.model(tokens_of(0))
+            handle.remove()
+            x, y = (full(t) for t in seen)
+            expected = reference(x)
+            if y.shape != expected.shape:  # the columns of this tp rank
+                rank = job.model.layers[0].up.weight.device_mesh["tp"].get_local_rank()
+                expected = expected.chunk(HIDDEN // y.shape[-1], -1)[rank]
+            torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+
+    def _check(self, source: str, targets: list[str]) -> None:
+        topologies = self._topologies()
+        shard, mesh, _ = topologies[source]
+        saved = Job(shard, mesh, seed=1)
+        expected = saved.whole()
+        with shared_directory() as path:
+            saved.save(path)
+            for target in targets:
+                shard, mesh, recipe = topologies[target]
+                job = Job(shard, mesh, seed=2)
+                job.load(path)
+                actual = job.whole()
+                self._check_forward(job, recipe)
+                self.assertEqual(actual.keys(), expected.keys())
+                for name, value in expected.items():
+                    self.assertTrue(torch.equal(actual[name], value), (source, target, name))
+
+    def test_from_plain_fsdp(self) -> None:
+        """A checkpoint of plain ``fully_shard`` loads into every recipe."""
+        self._check("fsdp bf16", ["gtp nvfp4", "gtp x tp mxfp8", "fsdp blockwise", "gtp tensorwise"])
+
+    def test_to_plain_fsdp_and_others(self) -> None:
+        """Every recipe's checkpoint loads into plain ``fully_shard``, and into others."""
+        self._check("gtp nvfp4", ["fsdp bf16", "hsdp mxfp8"])
+        self._check("gtp x tp mxfp8", ["fsdp bf16", "gtp blockwise"])
+        self._check("fsdp x gtp mxfp8", ["gtp nvfp4", "fsdp x gtp mxfp8"])
+
+    def test_nvfp4_loads(self) -> None:
+        self._check("fsdp nvfp4", ["fsdp nvfp4", "gtp nvfp4", "fsdp bf16"])
+
+    def test_float8_blockwise_scales(self) -> None:
+        self._check("gtp blockwise", ["gtp blockwise", "fsdp blockwise"])
+
+    def test_mxfp8_with_an_hsdp_shard_of_one(self) -> None:
+        self._check("hsdp shard of one, mxfp8", ["hsdp shard of one, mxfp8", "hsdp mxfp8", "fsdp bf16"])
+
+    def test_r14_same_bytes(self) -> None:
+        """R14: save and load give the same bytes: of masters, and of what every format makes of them."""
+        mesh = self.gtp_mesh()
+        for name in RECIPES:
+            recipe = RECIPES[name]()
+            saved, loaded = (Job(gtp(recipe, mesh), mesh, seed) for seed in (3, 4))
+            with shared_directory() as path:
+                saved.save(path)
+                loaded.load(path)
+            for ours, theirs in zip(saved.model.parameters(), loaded.model.parameters(), strict=True):
+                self.assertTrue(torch.equal(local(ours), local(theirs)))
+            weights = [full(job.model.layers[1].down.weight.detach()) for job in (saved, loaded)]
+            for direction in Direction:
+                planes = [recipe.quantize(weight, direction).planes for weight in weights]
+                for a, b in zip(*planes, strict=True):
+                    self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+
+
+if __name__ == "__main__":
+    run_tests()

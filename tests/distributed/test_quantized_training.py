@@ -1,0 +1,175 @@
+"""Training with quantized weights: ``gtp_shard``, tensor parallelism, ``fully_shard`` alone and outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import GlooTest, _mesh, full
+from quant_common import Experts, Net, all_recipes, blocks_only, check, fsdp, gtp, recompute
+from runtime_common import assert_idle
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPShard, SchedulePolicy, quantize_
+from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise, Float8Tensorwise, Recipe
+
+
+class TestQuantizedTraining(GlooTest):
+    def test_r19_gtp(self) -> None:
+        for recipe in all_recipes():
+            torch.manual_seed(0)
+            assert_idle(check(Net(), recipe, gtp(recipe, self.gtp_mesh()), self.gtp_mesh()))
+        for recipe in (NVFP4(), Float8Tensorwise()):
+            torch.manual_seed(1)
+            check(Net(), recipe, gtp(recipe, self.hsdp_mesh()), self.hsdp_mesh(), steps=2)
+
+    def test_gtp_on_dim_1(self) -> None:
+        mesh = self.gtp_mesh()
+        for recipe in (Float8Rowwise(), NVFP4()):
+            torch.manual_seed(0)
+            place = gtp(recipe, mesh, shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 else None)
+            model = check(Net(), recipe, place, mesh, steps=1)
+            self.assertEqual(model.layers[0].up.weight.placements[-1].dim, 1)
+
+    def test_tied_head(self) -> None:
+        """The lookup uses the quantized weight, too."""
+        mesh = self.gtp_mesh()
+        for recipe in (Float8Tensorwise(), NVFP4()):
+            torch.manual_seed(0)
+            everything = lambda module, name: isinstance(module, nn.Linear)  # noqa: E731
+            model = check(Net(is_tied=True), recipe, gtp(recipe, mesh, None), mesh, names=everything, steps=2)
+            self.assertIs(model.head.weight, model.embedding.weight)
+
+    def test_r19_grouped_linear(self) -> None:
+        """Cut by rows of every expert, and between experts."""
+        mesh = self.gtp_mesh()
+        experts = lambda module, name: isinstance(module, GroupedLinear)  # noqa: E731
+        for recipe in (Float8Tensorwise(), MXFP8(), NVFP4()):
+            for options in ({}, {"shard_placement_fn": lambda p: GTPShard(0) if p.ndim == 3 else None}):
+                torch.manual_seed(0)
+                shard = gtp(recipe, mesh, experts, **options)
+                check(Experts(), recipe, shard, mesh, names=experts, steps=1, is_exact=False)
+
+    def test_attribute_path_and_recomputation(self) -> None:
+        """The same arithmetic where a weight is read as an attribute, and where forward runs again in backward."""
+        mesh = self.gtp_mesh()
+        for recipe in (Float8Rowwise(), MXFP8()):
+            torch.manual_seed(0)
+
+            def attributes(model: nn.Module, recipe: Recipe = recipe) -> nn.Module:
+                for module in model.modules():
+                    if isinstance(module, nn.Linear):
+                        module.forward = lambda x, m=module: F.linear(x, m.weight, m.bias)  # type: ignore[method-assign]
+                return gtp(recipe, mesh)(model)
+
+            check(Net(), recipe, attributes, mesh, steps=2)
+            model = check(Net(), recipe, lambda m, r=recipe: gtp(r, mesh)(recompute(m)), mesh, steps=2)
+            assert_idle(model)
+
+    def test_compiled_blocks(self) -> None:
+        mesh = self.gtp_mesh()
+        for recipe in (Float8Tensorwise(), MXFP8()):
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            counters.clear()
+
+            def shard(model: nn.Module, recipe: Recipe = recipe) -> nn.Module:
+                gtp(recipe, mesh)(model)
+                for layer in model.layers:  # type: ignore[union-attr]
+                    layer.compile(backend="aot_eager", fullgraph=True)
+                return model
+
+            check(Net(), recipe, shard, mesh, steps=1, is_exact=False)
+            self.assertEqual(counters["stats"]["unique_graphs"], 1)
+
+    def test_switches(self) -> None:
+        mesh = self.gtp_mesh()
+        recipe = MXFP8()
+        for options in (
+            {"reshard_after_forward": False},
+            {"schedule": SchedulePolicy(prefetch_depth=0, min_shard_numel=0)},
+        ):
+            torch.manual_seed(0)
+            check(Net(), recipe, gtp(recipe, mesh, **options), mesh, steps=2)
+
+    def test_r19_tensor_parallel(self) -> None:
+        """``up`` is cut by columns of the product (dim 0), ``down`` by rows (dim 1); then both over gtp."""
+        mesh = _mesh((2, 2), ("gtp", "tp"))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for recipe in all_recipes():
+            torch.manual_seed(0)
+
+            def shard(model: nn.Module, recipe: Recipe = recipe) -> nn.Module:
+                for layer in model.layers:  # type: ignore[union-attr]
+                    parallelize_module(layer, mesh["tp"], plan)
+                return gtp(recipe, mesh["gtp"])(model)
+
+            check(Net(hidden=256), recipe, shard, mesh["gtp"], steps=2, is_exact=False)
+
+    def test_fully_shard(self) -> None:
+        """Plain ``fully_shard``, whose shards hold whole blocks where their number of rows says so."""
+        mesh = self.gtp_mesh()
+        hidden = {"float8_blockwise": 512}
+        for recipe in all_recipes():
+            for options in ({}, {"reshard_after_forward": False}):
+                torch.manual_seed(0)
+                rows = hidden.get(recipe.name, 128)
+                names = lambda module, name: blocks_only(module, name) and name.endswith("up")  # noqa: E731
+
+                def shard(model: nn.Module, r: Recipe = recipe, o: Any = options, names: Any = names) -> nn.Module:
+                    return fsdp(quantize_(model, r, filter_fn=names), mesh, **o)
+
+                check(Net(hidden=rows), recipe, shard, mesh, names=names, steps=2)
+
+    def test_fully_shard_and_recomputation(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        names = lambda module, name: blocks_only(module, name) and name.endswith("up")  # noqa: E731
+
+        def shard(model: nn.Module) -> nn.Module:
+            return fsdp(recompute(quantize_(model, "mxfp8", filter_fn=names)), mesh)
+
+        check(Net(hidden=128), MXFP8(), shard, mesh, names=names, steps=2)
+
+    def test_fully_shard_outside(self) -> None:
+        """Recipes with blocks of rows need the outer axis to cut columns, or gtp to cut them."""
+        mesh = _mesh((2, 2), ("dp", "gtp"))
+        columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+        for recipe, inner, outer in (
+            (Float8Tensorwise(), {}, {}),
+            (Float8Rowwise(), columns, {}),
+            (MXFP8(), {}, columns),
+            (NVFP4(), columns, {}),
+        ):
+            torch.manual_seed(0)
+            shard = gtp(recipe, mesh["gtp"], **inner)
+            check(Net(), recipe, lambda m, s=shard, o=outer: fsdp(s(m), mesh["dp"], **o), mesh, steps=2)
+
+    def test_mixed_precision(self) -> None:
+        """Masters in float32, dequantized to bfloat16 for the GEMM, reduced in float32."""
+        mesh = self.gtp_mesh()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for recipe in (Float8Tensorwise(), NVFP4()):
+            torch.manual_seed(0)
+            model = gtp(recipe, mesh, mp_policy=policy)(Net())
+            linear = model.layers[0].up
+            master = full(linear.weight.detach())
+            with torch.no_grad():
+                x = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)).bfloat16()
+                weight = recipe.dequantize(
+                    recipe.quantize(master, Direction.ROWWISE), master.shape, Direction.ROWWISE, torch.bfloat16
+                )
+                bias = full(linear.bias).bfloat16()
+                model.layers[0].norm(x)
+                self.assertTrue(torch.equal(linear(x), F.linear(x, weight, bias)))
+
+
+if __name__ == "__main__":
+    run_tests()
