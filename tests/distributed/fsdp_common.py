@@ -1,0 +1,108 @@
+"""What the tests of ``gtp_shard`` inside of and beside other data parallelism share: a model, its batch, its units."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dtensor_gtp import gtp_shard
+
+VOCABULARY = 31  # does not divide: the shards of the embedding and of the head are uneven
+WIDTH = 8
+
+Units = Callable[[Any], Sequence[nn.Module | list[nn.Module]]]
+
+
+class Block(nn.Module):
+    """Fused linears, a norm that stays whole, and a raw weight."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.mix = nn.Parameter(torch.randn(width, width) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.mix
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(num_layers)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(self.run_layers(self.embedding(tokens))))
+        return logits
+
+
+def make(cls: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
+    """In float64, so that a missing or doubled gradient is not taken for rounding."""
+    torch.manual_seed(seed)
+    return cls().double()
+
+
+def token_batch(generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (8, 5), generator=generator)
+
+
+def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def dp_gtp() -> DeviceMesh:
+    return mesh_of((2, 2), ("dp", "gtp"))
+
+
+def blocks(model: Any) -> Sequence[nn.Module]:
+    """The units of most models: each block, and the rest with the root."""
+    layers: Sequence[nn.Module] = model.layers
+    return layers
+
+
+def wrap(model: nn.Module, outer: DeviceMesh, units: Units = blocks, **options: Any) -> nn.Module:
+    """``fully_shard`` on each unit, then on the root."""
+    for unit in units(model):
+        fully_shard(unit, mesh=outer, **options)  # type: ignore[call-overload]
+    fully_shard(model, mesh=outer, **options)
+    return model
+
+
+def both(mesh: DeviceMesh, units: Units = blocks, gtp: dict[str, Any] | None = None, **options: Any) -> Any:
+    """From a model to one under ``gtp_shard(**gtp)`` inside of ``fully_shard(**options)``."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        gtp_shard(model, mesh["gtp"], schedule=ALL, **(gtp or {}))
+        return wrap(model, mesh["dp"], units, **options)
+
+    return shard
+
+
+def tensor_parallel(model: Any, tp: DeviceMesh) -> None:
+    """``up`` column-wise, ``down`` row-wise; what lies between the blocks is the same on all ranks of ``tp``."""
+    for layer in model.layers:
+        parallelize_module(layer, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -1,0 +1,413 @@
+"""``gtp_shard`` inside of ``fully_shard``: what FSDP2 gathers are our shards, and what it reduces are our gradients.
+
+Each test is a cell of the support matrix. Gradients and parameters after each step are compared with one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from checkpoint_common import job_state
+from common import ALL, GlooTest, assert_same_params, check_training, environment, full, rows_of_rank, shared_directory
+from fsdp_common import (
+    Block,
+    Model,
+    both,
+    dp_gtp,
+    make,
+    mesh_of,
+    next_token_loss,
+    tensor_parallel,
+    token_batch,
+    wrap,
+)
+from runtime_common import assert_bit_equal, assert_idle, counted, num_gathers, train_record
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import GTPModule, GTPShard, gtp_shard
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclasses.dataclass
+class Box:
+    """A container that ``fully_shard`` looks into."""
+
+    x: torch.Tensor
+
+
+class BoxBlock(Block):
+    def forward(self, box: Any) -> Any:
+        return Box(super().forward(box.x))
+
+
+class BoxModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([BoxBlock() for _ in range(2)])
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        box = Box(x)
+        for layer in self.layers:
+            box = layer(box)
+        return box.x
+
+
+class CallsTwice(Model):
+    """Each block is called twice in a row: its second call needs weights that were freed after the first."""
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(layer(x))
+        return x
+
+
+class CallsAgain(Model):
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return x
+
+
+class Recomputes(Model):
+    use_reentrant = False
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class RecomputesReentrant(Recomputes):
+    use_reentrant = True
+
+
+class InsideBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + checkpoint(lambda z: self.down(torch.tanh(self.up(z))), self.norm(x), use_reentrant=False)
+        return y @ self.mix
+
+
+class RecomputesInside(Model):
+    """Checkpointing is inside of the unit: only a part of a block is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([InsideBlock() for _ in range(2)])
+
+
+class Around(nn.Module):
+    """``gtp_shard`` knows nothing of this module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(tokens)
+        return logits
+
+
+def scaled_in_place_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    logits /= 2
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **options: Any) -> Any:
+    options.setdefault("make_optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5))
+    model = check_training(
+        reference, shard, mesh, token_batch, options.pop("loss_fn", next_token_loss), steps=steps, **options
+    )
+    return model
+
+
+class TestFullyShardOutside(GlooTest):
+    """dp x gtp, 2 x 2."""
+
+    def test_per_block_and_root(self) -> None:
+        for reshard in (None, True):
+            model = check(make(), both(dp_gtp(), reshard_after_forward=reshard), dp_gtp())
+            assert_idle(model)
+
+    def test_without_reshard_after_forward(self) -> None:
+        model = check(make(), both(dp_gtp(), reshard_after_forward=False), dp_gtp())
+        assert_idle(model)
+        check(make(), both(dp_gtp(), gtp={"reshard_after_forward": False}), dp_gtp())
+
+    def test_root_alone(self) -> None:
+        check(make(), both(dp_gtp(), lambda model: []), dp_gtp())
+        check(make(), both(dp_gtp(), lambda model: [], reshard_after_forward=True), dp_gtp())
+
+    def test_units_of_single_layers_and_lists(self) -> None:
+        units: list[Any] = [
+            lambda model: [*model.layers, model.embedding, model.head],
+            lambda model: [model.layers[0], [model.layers[1], model.norm, model.head]],
+            lambda model: [model.layers[0].up, model.layers[0], model.layers[1].down],
+        ]
+        for unit in units:
+            check(make(), both(dp_gtp(), unit, reshard_after_forward=True), dp_gtp())
+
+    def test_unit_around_the_sharded_module(self) -> None:
+        mesh = dp_gtp()
+
+        def shard(model: Any) -> nn.Module:
+            gtp_shard(model.inner, mesh["gtp"], schedule=ALL)
+            return wrap(model, mesh["dp"], lambda model: model.inner.layers)
+
+        check(make(Around), shard, mesh)
+
+    def test_units_called_several_times(self) -> None:
+        for cls in (CallsTwice, CallsAgain):
+            model = check(make(cls), both(dp_gtp(), reshard_after_forward=True), dp_gtp())
+            assert_idle(model)
+
+    def test_inputs_in_a_dataclass(self) -> None:
+        check(make(BoxModel), both(dp_gtp(), reshard_after_forward=True), dp_gtp())
+
+    def test_output_changed_in_place(self) -> None:
+        check(make(), both(dp_gtp()), dp_gtp(), loss_fn=scaled_in_place_loss)
+
+    def test_frozen_weights(self) -> None:
+        reference = make()
+        for param in (reference.embedding.weight, reference.layers[0].up.weight, reference.layers[1].mix):
+            param.requires_grad_(False)
+        check(reference, both(dp_gtp(), reshard_after_forward=True), dp_gtp())
+
+    def test_hsdp_outside(self) -> None:
+        for shape in ((2, 1, 2), (2, 2, 1)):
+            mesh = mesh_of(shape, ("outer", "middle", "gtp"))
+
+            def shard(model: nn.Module, mesh: DeviceMesh = mesh) -> nn.Module:
+                gtp_shard(model, mesh["gtp"], schedule=ALL)
+                return wrap(model, mesh["outer", "middle"], reshard_after_forward=True)
+
+            check(make(), shard, mesh)
+
+    def test_replicas_inside(self) -> None:
+        for shape in ((2, 2, 1), (2, 1, 2)):
+            mesh = mesh_of(shape, ("outer", "middle", "gtp"))
+
+            def shard(model: nn.Module, mesh: DeviceMesh = mesh) -> nn.Module:
+                gtp_shard(model, mesh["middle", "gtp"], schedule=ALL)
+                return wrap(model, mesh["outer"], reshard_after_forward=True)
+
+            check(make(), shard, mesh)
+
+    def test_gtp_is_the_outer_axis_of_the_root_mesh(self) -> None:
+        mesh = mesh_of((2, 2), ("gtp", "dp"))
+        check(make(), both(mesh, reshard_after_forward=True), mesh)
+
+    def test_gradient_accumulation(self) -> None:
+        mesh, reference, generator = dp_gtp(), make(), torch.Generator().manual_seed(0)
+        model = both(mesh, reshard_after_forward=True)(make())
+        batches = [token_batch(generator) for _ in range(3)]
+        for batch in batches:
+            (next_token_loss(reference, batch) / 3).backward()
+        switches: list[tuple[str, tuple[Any, ...]]] = [
+            ("nothing", ()),
+            ("set_requires_gradient_sync", (fully_shard_of,)),
+            ("set_requires_gradient_sync", (gtp_of,)),
+            ("set_requires_gradient_sync", (fully_shard_of, gtp_of)),
+            ("set_is_last_backward", (fully_shard_of,)),
+            ("set_is_last_backward", (fully_shard_of, gtp_of)),
+            ("set_reshard_after_backward", (fully_shard_of, gtp_of)),
+        ]
+        for name, kinds in switches:
+            for index, batch in enumerate(batches):
+                for kind in kinds:
+                    getattr(kind(model), name)(index == 2)
+                (next_token_loss(model, rows_of_rank(batch, mesh)) / 3).backward()
+            assert_same_params(model, reference, "grad")
+            assert_idle(model)
+            model.zero_grad()
+
+    def test_activation_checkpointing(self) -> None:
+        cells = ((Recomputes, True), (Recomputes, False), (RecomputesReentrant, True), (RecomputesInside, True))
+        for cls, reshard in cells:
+            model = check(
+                make(cls), both(dp_gtp(), reshard_after_forward=reshard), dp_gtp(), num_microbatches=2, steps=1
+            )
+            assert_idle(model)
+
+    def test_mixed_precision(self) -> None:
+        """Modules compute in the policies' dtype; gradients are those of one process up to its rounding."""
+        policies = {
+            "gtp": (MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy()),
+            "fsdp": (MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, FP32)),
+            "both": (MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16, FP32)),
+        }
+        for name, (gtp, fsdp) in policies.items():
+            reference = make().float()
+            seen: set[torch.dtype] = set()
+            reference_batch = token_batch(torch.Generator().manual_seed(0))
+            model = both(dp_gtp(), gtp={"mp_policy": gtp}, mp_policy=fsdp)(make().float())
+            model.layers[1].register_forward_pre_hook(lambda module, args, seen=seen: seen.add(module.mix.dtype))
+            next_token_loss(reference, reference_batch).backward()
+            with counted() as counts:
+                next_token_loss(model, rows_of_rank(reference_batch, dp_gtp())).backward()
+            self.assertEqual(seen, {BF16}, name)
+            # fully_shard gathers in the dtype of its own policy, gtp_shard in the narrower of the two.
+            self.assertEqual(BF16 in counts.dtypes["_allgather_base_"], True)
+            self.assertEqual(FP32 in counts.dtypes["_allgather_base_"], name == "gtp")
+            self.assertEqual({p.grad.dtype for p in model.parameters()}, {FP32}, name)
+            assert_same_params(model, reference, "grad", rtol=0.1, atol=2e-3)
+
+    def test_wide_reduction_under_gtp_policy(self) -> None:
+        """Gradients that bf16 cannot hold survive both reductions where fully_shard keeps the parameters in fp32."""
+        mesh = dp_gtp()
+        model: Any = nn.Sequential(nn.Linear(4, 4, bias=False))
+        gtp_shard(model, mesh["gtp"], mp_policy=MixedPrecisionPolicy(BF16, FP32), schedule=ALL)
+        fully_shard(model, mesh=mesh["dp"])
+        # Each rank's gradient is a power of two: their mean needs more bits than bf16 has.
+        rank = dist.get_rank()
+        (model(torch.full((1, 4), 2.0 ** (-4 * rank), dtype=FP32)).sum()).backward()
+        expected = sum(2.0 ** (-4 * r) for r in range(4)) / 4
+        self.assertNotEqual(torch.tensor(expected, dtype=BF16).item(), expected)
+        torch.testing.assert_close(full(model[0].weight.grad), torch.full((4, 4), expected), rtol=0, atol=0)
+
+    def test_blocks_of_rows(self) -> None:
+        """A block size that leaves the chunks as torch.chunk cuts them; and any other, with fully_shard on dim 1."""
+        mesh = dp_gtp()
+
+        def aligned(model: Any) -> nn.Module:
+            placements = {layer.up.weight: GTPShard(0, block_size=4) for layer in model.layers}
+            gtp_shard(model, mesh["gtp"], schedule=ALL, shard_placement_fn=placements.get)
+            return wrap(model, mesh["dp"], reshard_after_forward=True)
+
+        model = check(make(), aligned, mesh)
+        self.assertEqual(model.layers[0].up.weight.placements[1], Shard(0))
+
+        def on_dim_1(model: Any) -> nn.Module:
+            placements = {layer.up.weight: GTPShard(0, block_size=12) for layer in model.layers}
+            gtp_shard(model, mesh["gtp"], schedule=ALL, shard_placement_fn=placements.get)
+            blocked = {layer.up.weight for layer in model.layers}
+            return wrap(model, mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p in blocked else None)
+
+        model = check(make(), on_dim_1, mesh)
+        self.assertEqual(model.layers[0].up.weight.placements, (Shard(1), GTPShard(0, block_size=12)))
+        dim_0_by_fsdp = {"shard_placement_fn": lambda p: GTPShard(1) if p.ndim == 2 else None}
+        check(make(), both(mesh, gtp=dim_0_by_fsdp, reshard_after_forward=True), mesh)
+
+    def test_checkpoints(self) -> None:
+        """What was saved under dp x gtp resumes under other axes, on the meta device and in one process."""
+        check_checkpoints(self, dp_gtp(), both(dp_gtp()))
+
+    def test_every_use_is_one_gather(self) -> None:
+        """Nothing is gathered twice, thrown away or left out; fully_shard gathers each unit once a pass."""
+        mesh = dp_gtp()
+        for reshard in (True, False):
+            model = both(mesh, reshard_after_forward=reshard)(make())
+            for _ in range(3):
+                before = num_gathers(model)
+                with counted() as counts:
+                    next_token_loss(model, rows_of_rank(token_batch(torch.Generator()), mesh)).backward()
+            gathers = {name: count - before[name] for name, count in num_gathers(model).items()}
+            # The embedding is not needed in backward; the head is kept between forward and backward.
+            once = {"embedding.weight", "head.weight"}
+            self.assertEqual(gathers, {name: 1 if name in once else 2 for name in gathers})
+            of_gtp, units = sum(gathers.values()), len(model.layers) + 1
+            self.assertEqual(counts().all_gathers, of_gtp + units * (2 if reshard else 1))
+            # One reduce-scatter for each weight and unit; one all-reduce of whole parameters for each unit.
+            self.assertEqual(counts().reduce_scatters, len(gathers) + units)
+            self.assertEqual(counts().all_reduces, units)
+
+    def test_races_change_no_bit(self) -> None:
+        """Slow and poisoned collectives: a gradient read too early or a shard read too late would show."""
+        records = []
+        for flags in ("", "poison,delay=1", "poison,delay=2"):
+            with environment(DTENSOR_GTP_DEBUG=flags):
+                model = both(dp_gtp(), reshard_after_forward=True)(make(CallsAgain))
+            records.append(train_record(model, dp_gtp(), next_token_loss))
+        for record in records[1:]:
+            assert_bit_equal(record, records[0], "delayed and poisoned")
+
+
+def fully_shard_of(model: Any) -> Any:
+    """``model`` with the methods of ``fully_shard``, which come first."""
+    return model
+
+
+class gtp_of:
+    """The methods that ``gtp_shard`` gave ``model``: those of ``fully_shard`` of the same names hide them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: getattr(GTPModule, name)(self._model, *args)
+
+
+def check_checkpoints(test: Any, mesh: DeviceMesh, shard: Any) -> None:
+    """Train, save; load onto other topologies, compare with the reference; then train on and compare again."""
+    make_optimizer = torch.optim.AdamW
+    reference = make()
+    data = mesh["dp", "gtp"] if mesh.ndim > 2 else mesh
+    model = check(reference, shard, data, make_optimizer=make_optimizer, steps=1)
+    optimizer = make_optimizer(model.parameters())
+    next_token_loss(model, rows_of_rank(token_batch(torch.Generator().manual_seed(7)), data)).backward()
+    optimizer.step()
+    expected = {name: full(value).clone() for name, value in model.state_dict().items()}
+
+    def meta(model: nn.Module) -> nn.Module:
+        return shard(model.to("meta")).to_empty(device="cpu")
+
+    with shared_directory() as path:
+        dcp.save(job_state(model, optimizer), checkpoint_id=path)
+        for reshard in (shard, meta, lambda m: gtp_shard(m, data["gtp"], schedule=ALL), lambda m: m):
+            loaded = reshard(make(seed=1))
+            loaded_optimizer = make_optimizer(loaded.parameters())
+            state = job_state(loaded, loaded_optimizer)
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(
+                loaded, loaded_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+            for name, value in get_model_state_dict(loaded).items():
+                torch.testing.assert_close(full(value), expected[name], rtol=0, atol=0)
+            for param, mine in zip(model.parameters(), loaded.parameters(), strict=True):
+                torch.testing.assert_close(
+                    full(loaded_optimizer.state[mine]["exp_avg"]), full(optimizer.state[param]["exp_avg"])
+                )
+        test.assertTrue(any(isinstance(param, DTensor) for param in model.parameters()))
+
+
+class TestFullyShardOutsideOfEight(GlooTest):
+    """What needs three axes of two ranks: few tests, because eight workers are slow to start."""
+
+    world_size = 8
+
+    def test_tensor_parallel(self) -> None:
+        mesh = mesh_of((2, 2, 2), ("dp", "gtp", "tp"))
+
+        def shard(model: nn.Module, **options: Any) -> nn.Module:
+            tensor_parallel(model, mesh["tp"])
+            gtp_shard(model, mesh["gtp"], schedule=ALL)
+            return wrap(model, mesh["dp"], **options)
+
+        check(make(), lambda model: shard(model, reshard_after_forward=True), mesh["dp", "gtp"], num_microbatches=2)
+        check(make(Recomputes), lambda model: shard(model, reshard_after_forward=False), mesh["dp", "gtp"], steps=1)
+        check_checkpoints(self, mesh, shard)
+
+    def test_hsdp_outside(self) -> None:
+        mesh = mesh_of((2, 2, 2), ("dp_replicate", "dp_shard", "gtp"))
+
+        def shard(model: nn.Module) -> nn.Module:
+            gtp_shard(model, mesh["gtp"], schedule=ALL)
+            return wrap(model, mesh["dp_replicate", "dp_shard"], reshard_after_forward=True)
+
+        check(make(), shard, mesh)
+
+
+if __name__ == "__main__":
+    run_tests()
