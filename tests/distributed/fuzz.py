@@ -86,6 +86,8 @@ class Draw:
         is_transposed: Neighbours along replicate are neighbours in rank, not those along gtp.
         flipped: Axes along which ranks descend.
         nested_axes: Sizes of replicate and gtp of the nested mesh, over the same ranks.
+        interleaves: The forwards of all microbatches of a step run before their backwards.
+        breaks: An exception ends a ``forward`` or a ``backward`` before each step; training goes on.
     """
 
     seed: int = 0
@@ -121,6 +123,8 @@ class Draw:
     microbatches: int = 1
     unsynced: str = ""
     retains_graph: bool = False
+    interleaves: bool = False
+    breaks: str = ""
     evaluates: bool = False
     unshards: bool = False
     divides_by: int = 0
@@ -256,6 +260,11 @@ def _problem_of_whole(draw: Draw) -> str:
         return "nothing to accumulate"
     if draw.unsynced and not any(not layer.frozen and not layer.period for layer in draw.layers):
         return "the last microbatch may have no backward at all, which would reduce"
+    if draw.interleaves and draw.microbatches == 1:
+        return "nothing to interleave"
+    middle = draw.layers[draw.order[len(draw.order) // 2]]
+    if draw.breaks and (middle.period or middle.frozen):
+        return "nothing would break"
     if draw.uses_dp and has_own_dtype:
         return "fully_shard expects one dtype"
     if draw.uses_dp and _problem_beside_fully_shard(draw):
@@ -268,6 +277,8 @@ def _problem_of_whole(draw: Draw) -> str:
 def _problem_beside_fully_shard(draw: Draw) -> str:
     if any(layer.placement == "block" for layer in draw.layers):
         return "fully_shard over blocks is refused, where they are not torch's chunks"
+    if draw.breaks or draw.interleaves:
+        return "fully_shard alone does not promise that"
     if draw.retains_graph or draw.unshards or draw.unsynced or not draw.reshard_after_backward:
         return "fully_shard has switches of its own"
     if draw.divides_by:
@@ -332,6 +343,8 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         microbatches=microbatches,
         unsynced=rng.choice(("", "gradient", "all_reduce")) if microbatches > 1 and not uses_dp else "",
         retains_graph=not uses_dp and rng.random() < 0.1,
+        interleaves=microbatches > 1 and not uses_dp and rng.random() < 0.3,
+        breaks=rng.choice(("forward", "backward")) if not uses_dp and rng.random() < 0.1 else "",
         evaluates=rng.random() < 0.2,
         unshards=not uses_dp and rng.random() < 0.1,
         divides_by=rng.choice((1, 3)) if not uses_dp and rng.random() < 0.1 else 0,

@@ -139,8 +139,19 @@ def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class Broken(Exception):
+    """Ends a forward or a backward on purpose, on all ranks at the same place."""
+
+
+def _break(*unused: Any) -> None:
+    raise Broken
+
+
 class Model(nn.Module):
-    """Runs the program of a draw."""
+    """Runs the program of a draw.
+
+    While ``breaks`` is set, the forward or the backward of the layer in the middle of the program raises ``Broken``.
+    """
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()
@@ -148,6 +159,7 @@ class Model(nn.Module):
         assert ends is not None
         torch.manual_seed(draw.seed)
         self.draw = draw
+        self.breaks = ""
         modules = [make_layer(draw, layer, *ends[i]) for i, layer in enumerate(draw.layers)]
         self.layers = nn.ModuleList(modules)
         for i, layer in enumerate(draw.layers):
@@ -204,6 +216,11 @@ class Model(nn.Module):
         if layer.dtype:
             x = x.to(getattr(torch, layer.dtype))
         y: torch.Tensor = module(x)
+        if self.breaks and index == self.draw.order[len(self.draw.order) // 2]:
+            if self.breaks == "forward":
+                raise Broken
+            if y.requires_grad:
+                y.register_hook(_break)
         if layer.dtype:
             y = y.to(getattr(torch, self.draw.dtype))
         if "norm" not in layer.kind:

@@ -8,6 +8,7 @@ collective's time limit ends their waiting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from fuzz import AXES, Draw
-from fuzz_model import Model, compiled_layers, loss_of, make_batch, parallelize
+from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -197,13 +198,14 @@ def _train(draw: Draw, reference: Model, model: Model, index: int) -> Iterator[s
             m.set_frozen(step)
         if draw.unshards:
             model.unshard()  # type: ignore[operator]
-        for micro in range(draw.microbatches):
-            phase = step * draw.microbatches + micro
-            _switch_sync(draw, model, micro == draw.microbatches - 1)
-            rows = slice(index * draw.rows, (index + 1) * draw.rows)
-            inputs = [_backward(draw, m, phase, part) for m, part in ((reference, slice(None)), (model, rows))]
-            if draw.needs_input_grad:
-                yield from _difference(draw, f"input of phase {phase}", *_input_grads(draw, inputs, rows))
+        rows = slice(index * draw.rows, (index + 1) * draw.rows)
+        if draw.breaks:
+            _break_off(draw, model, step, rows)
+        inputs = [_run_step(draw, m, step, part) for m, part in ((reference, slice(None)), (model, rows))]
+        if draw.needs_input_grad:
+            for micro, pair in enumerate(zip(*inputs, strict=True)):
+                what = f"input of microbatch {micro} of step {step}"
+                yield from _difference(draw, what, *_input_grads(draw, pair, rows))
         if draw.unshards:
             model.reshard()  # type: ignore[operator]
         yield from _compare(draw, model, reference, f"grad after step {step}")
@@ -229,16 +231,48 @@ def _switch_sync(draw: Draw, model: Model, is_last: bool) -> None:
         model.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
 
-def _backward(draw: Draw, model: Model, phase: int, rows: slice) -> torch.Tensor:
-    batch = make_batch(draw, phase)
-    loss = loss_of(model(batch[rows], phase)) / draw.microbatches
-    if draw.divides_by and not isinstance(next(model.parameters()), DTensor):
-        loss = loss * (draw.num_data / draw.divides_by)
+def _run_step(draw: Draw, model: Model, step: int, rows: slice) -> list[torch.Tensor]:
+    """Forward and backward of all microbatches of a step; their inputs."""
+    inputs, losses = [], []
+    for micro in range(draw.microbatches):
+        phase = step * draw.microbatches + micro
+        inputs.append(make_batch(draw, phase))
+        losses.append(_loss(draw, model, inputs[-1][rows], phase))
+        if not draw.interleaves:
+            _backward(draw, model, losses.pop(), micro)
+    for micro, loss in enumerate(losses):
+        _backward(draw, model, loss, micro)
+    return inputs
+
+
+def _is_reference(model: Model) -> bool:
+    return not isinstance(next(model.parameters()), DTensor)
+
+
+def _loss(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Tensor:
+    loss = loss_of(model(batch, phase)) / draw.microbatches
+    return loss * (draw.num_data / draw.divides_by) if draw.divides_by and _is_reference(model) else loss
+
+
+def _backward(draw: Draw, model: Model, loss: torch.Tensor, micro: int) -> None:
+    if not _is_reference(model):
+        _switch_sync(draw, model, micro == draw.microbatches - 1)
     if loss.requires_grad:
         if draw.retains_graph:
             loss.backward(retain_graph=True)
         loss.backward()
-    return batch
+
+
+def _break_off(draw: Draw, model: Model, step: int, rows: slice) -> None:
+    """A forward or backward that ends with an exception, as that of a batch that does not fit into memory. It leaves
+    no trace in gradients."""
+    model.breaks = draw.breaks
+    with contextlib.suppress(Broken):
+        phase = step * draw.microbatches
+        loss = _loss(draw, model, make_batch(draw, phase)[rows], phase)
+        if loss.requires_grad:
+            loss.backward()
+    model.breaks = ""
 
 
 def _input_grads(draw: Draw, inputs: Sequence[torch.Tensor], rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
