@@ -59,29 +59,29 @@ class Binding:
         # Whether the forward of this module reads sharded weights as attributes: known for owners whose forward is not
         # fused; learned in the first forward (None before it) for modules that read another module's weights.
         self._reads_weights: bool | None = None
-        # The pass in which a forward read weights that had not done so before.
+        # After how many optimizer steps a forward read weights that had not done so before.
         self._learned_in: int | None = None
 
     def know_reads(self) -> None:
         """The forward of this module reads sharded weights of its own."""
         self._reads_weights = True
 
-    def may_read_weights(self, num_passes: int) -> bool:
-        """Whether saved tensors of a forward in pass ``num_passes`` need hooks.
+    def may_read_weights(self, num_steps: int) -> bool:
+        """Whether saved tensors of a forward after ``num_steps`` optimizer steps need hooks.
 
-        The answer changes between passes only: a recomputation (activation checkpointing) must save as many tensors
-        in the same way as its forward did.
+        The answer changes between steps only: a recomputation (activation checkpointing) must save as many tensors in
+        the same way as its forward did, also if forwards of other microbatches were in between.
         """
-        if self._learned_in is not None and num_passes != self._learned_in:
+        if self._learned_in is not None and num_steps != self._learned_in:
             self._reads_weights, self._learned_in = True, None
         return self._reads_weights is not False
 
-    def learn_reads(self, reads_weights: bool, num_passes: int) -> None:
-        """After a complete forward in pass ``num_passes``."""
+    def learn_reads(self, reads_weights: bool, num_steps: int) -> None:
+        """After a complete forward, which came after ``num_steps`` optimizer steps."""
         if self._reads_weights is None:
             self._reads_weights = reads_weights
         elif reads_weights and not self._reads_weights and self._learned_in is None:
-            self._learned_in = num_passes
+            self._learned_in = num_steps
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -283,7 +283,7 @@ def _call_in_frame(module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: 
         if group.module is module:
             output = group.cast_outputs(output)
         is_complete = True
-        binding.learn_reads(frame.reads_weights, runtime.num_passes)
+        binding.learn_reads(frame.reads_weights, runtime.num_steps)
     finally:
         runtime.exit(frame, is_complete)
     if not runtime.is_materializing and torch.is_grad_enabled():
@@ -405,7 +405,7 @@ def _in_frame(module: Any, mixin: Any, *args: torch.Tensor | None) -> torch.Tens
     """The stock forward below ``mixin``, reading the weight as an attribute in a frame of its own."""
     binding = binding_of(module)
     assert binding is not None
-    frame = binding.group.runtime.enter(module, lambda num_passes: True)
+    frame = binding.group.runtime.enter(module, lambda num_steps: True)
     is_complete = False
     try:
         output: torch.Tensor = super(mixin, module).forward(*args)

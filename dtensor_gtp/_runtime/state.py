@@ -85,7 +85,7 @@ class Runtime:
         self.whole: list[WholeParam] = []
         self.chains: dict[ChainKey, Chain] = {}
         self.is_last_backward = True
-        self.num_passes = 0  # outermost forwards; a recomputation belongs to the pass before it
+        self.num_steps = 0  # optimizer steps on parameters of this runtime
         self._frames: list[Frame] = []
         self._forward_chain: Chain | None = None
         self._forward_module: nn.Module | None = None
@@ -100,6 +100,8 @@ class Runtime:
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has written to the parameters with these ids."""
+        # An optimizer holds what an outer fully_shard has made of our parameters.
+        self.num_steps += any(id(param.param) in updated or param.is_cut_again for param in self.params)
         for weight in self.weights:
             if id(weight.param) in updated:
                 weight.num_updates += 1
@@ -139,13 +141,14 @@ class Runtime:
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool]) -> Frame:
         """A forward of ``module`` begins.
 
-        If it ``needs_hooks``, asked with the number of the pass, what it saves of full weights is replaced by handles.
+        If it ``needs_hooks``, which is asked with the number of optimizer steps, what it saves of full weights is
+        replaced by handles.
         """
         frame = Frame()
         if not self._frames and compat.current_graph_task_id() == -1:
             self._begin_forward(module)
         self._frames.append(frame)
-        if torch.is_grad_enabled() and needs_hooks(self.num_passes) and compat.saved_tensors_hooks_enabled():
+        if torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled():
             frame.saved = SavedWeights(self)
             frame.saved.push()
         return frame
@@ -177,7 +180,6 @@ class Runtime:
             # The last backward raised before its end: its prefetches and gradients are void.
             self._abandon_backward()
         self._ensure_initialized()
-        self.num_passes += 1
         self._end_keeps()
         for param in self.params:
             param.begin_forward()

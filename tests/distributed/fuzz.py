@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 AXES = ("dp", "replicate", "gtp", "tp")
 
 # Kinds that keep the width; the others have a width of their own.
-KEEPING = ("layer_norm", "rms_norm", "group_norm", "attention", "conv2d")
+KEEPING = ("layer_norm", "rms_norm", "group_norm", "attention", "conv2d", "late")
 CHANGING = ("linear", "conv1d", "raw", "stack", "list", "mlp", "gru")
 # Kinds whose weight another layer of the same kind and shape may share ("embedding" with "linear": a tied head).
 TYING = ("linear", "raw", "embedding")
@@ -258,12 +258,14 @@ def _problem_of_whole(draw: Draw) -> str:
         return "no replicas"
     if draw.unsynced and draw.microbatches == 1:
         return "nothing to accumulate"
-    if draw.unsynced and not any(not layer.frozen and not layer.period for layer in draw.layers):
+    if draw.unsynced and not any(
+        not layer.frozen and not layer.period and layer.kind != "late" for layer in draw.layers
+    ):
         return "the last microbatch may have no backward at all, which would reduce"
     if draw.interleaves and draw.microbatches == 1:
         return "nothing to interleave"
     middle = draw.layers[draw.order[len(draw.order) // 2]]
-    if draw.breaks and (middle.period or middle.frozen):
+    if draw.breaks and (middle.period or middle.frozen or middle.kind == "late"):
         return "nothing would break"
     if draw.uses_dp and has_own_dtype:
         return "fully_shard expects one dtype"

@@ -54,6 +54,17 @@ class Matrices(nn.Module):
         return y + x @ self.weights[0].abs()
 
 
+class Late(Matrices):
+    """Reads no weights in the first microbatch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.phase = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.phase else x.sin()
+
+
 class Mlp(nn.Module):
     """What tensor parallelism cuts column- and rowwise; its width divides by any tp size."""
 
@@ -126,6 +137,7 @@ def make_layer(draw: Draw, layer: Layer, width: int, out: int) -> nn.Module:
         "raw": lambda: Raw(width, out, layer.bias),
         "stack": lambda: Stack(width, out, has_scalar=not draw.uses_dp),
         "list": lambda: Matrices(width, out),
+        "late": lambda: Late(width),
         "mlp": lambda: Mlp(width, out, layer.bias),
         "gru": lambda: Recurrent(width, out, layer.bias),
     }
@@ -212,6 +224,8 @@ class Model(nn.Module):
         layer, module = self.draw.layers[index], self.layers[index]
         if layer.period and phase % layer.period == 1:
             return x
+        if isinstance(module, Late):
+            module.phase = phase
         before = x
         if layer.dtype:
             x = x.to(getattr(torch, layer.dtype))

@@ -57,6 +57,13 @@ class TestFuzz(GlooTest):
         fewer tensors than it."""
         self._check([Draw(layers=(Layer("list"),), spans=(Span(0, 1, "nonreentrant"),), width=5, steps=1)])
 
+    def test_weights_read_late_under_checkpointing_of_interleaved_microbatches(self) -> None:
+        """What was learned by the forward of one microbatch must not change the recomputation of another."""
+        draw = Draw(
+            layers=(Layer(out=5), Layer("late")), order=(0, 1), spans=(Span(0, 2, "nonreentrant"),), microbatches=3
+        )
+        self._check([draw, replace(draw, interleaves=True), replace(draw, axes=(1, 1, 2, 1), nested_axes=(1, 2))])
+
     def test_seed_1066_fully_shard_on_a_linear_layer(self) -> None:
         """Such a layer opens no frame, and nobody completed its gradient before ``fully_shard`` read it."""
         draw = Draw(needs_input_grad=True, uses_dp=True, outer_units=True)
