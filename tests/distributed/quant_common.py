@@ -83,6 +83,13 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+@torch.no_grad()
+def uneven(weight: torch.Tensor) -> None:
+    """Give rows and columns magnitudes of their own, so that blocks along one and along the other have other scales."""
+    rows, columns = weight.shape[-2:]
+    weight *= torch.exp2(-(torch.arange(rows) % 4.0)).unsqueeze(-1) * torch.exp2(-(torch.arange(columns) // 5 % 3.0))
+
+
 class Block(nn.Module):
     """With a width that tensor parallelism can cut into whole blocks of every recipe."""
 
@@ -91,6 +98,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, hidden)
         self.down = nn.Linear(hidden, dim, bias=False)
+        for layer in (self.up, self.down):
+            uneven(layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -104,6 +113,7 @@ class Experts(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 40)
         self.up = GroupedLinear(3, 40, 70)
+        uneven(self.up.weight)
         self.head = nn.Linear(70, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
