@@ -119,7 +119,7 @@ class TestSelective(GlooTest):
         return self.gathers_of(reference, model)
 
     def gathers_of(self, reference: nn.Module, model: nn.Module) -> dict[str, int]:
-        for seed in range(3):
+        for seed in range(2):
             before = num_gathers(model)
             with counted() as counts:
                 check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
@@ -146,7 +146,7 @@ class TestSelective(GlooTest):
             "every second": (save_every_second_gemm, everything | {"up": 2}),
         }
         for name, (make_policy, expected) in cases.items():
-            for depth in (None, 0):
+            for depth in (None, 0) if name == "every second" else (None,):
                 schedule = ALL if depth is None else type(ALL)(min_shard_numel=0, prefetch_depth=depth)
                 used = self.gathers(self.fresh(partial(selective, make_policy)), schedule=schedule)
                 assert used == expected, f"{name}, depth {depth}: {used}"
