@@ -305,12 +305,14 @@ class TestTensorParallel(GlooTest):
     # --- activation checkpointing -------------------------------------------------------------------------------------
 
     def test_activation_checkpointing(self) -> None:
-        """Each block is recomputed, collectives of tp included; its weights are gathered once more."""
+        """Each block is recomputed, collectives of tp included; its weights are gathered once more, but for a policy that
+        saves what the GEMMs return."""
         for how in ("non-reentrant", "reentrant", "selective"):
             cell = llama_cell(how)
             model = self.check(cell, GTP_TP)
             gathers = gathers_of_a_step(model, cell, root_mesh(*GTP_TP))
-            self.assertEqual(gathers, {"embedding": {1}, "layers": {3}, "output": {1}})
+            expected = {2} if how == "selective" else {3}
+            self.assertEqual(gathers, {"embedding": {1}, "layers": expected, "output": {1}})
 
     def test_activation_checkpoint_wrapper(self) -> None:
         """torch's wrapper module around each block, put there before the plan is applied."""
