@@ -305,7 +305,7 @@ class TestTensorParallel(GlooTest):
     # --- activation checkpointing -------------------------------------------------------------------------------------
 
     def test_activation_checkpointing(self) -> None:
-        """Each block is recomputed, collectives of tp included; its weights are gathered once more, but for a policy that
+        """Each block is recomputed, collectives of tp included; its weights are gathered once more, unless the policy
         saves what the GEMMs return."""
         for how in ("non-reentrant", "reentrant", "selective"):
             cell = llama_cell(how)
