@@ -268,13 +268,22 @@ def test_split_factor_refuses_what_dtensor_misreads(
     [
         (GTPShard(0, block_size=4), Shard(0)),
         (GTPShard(0, block_size=4), GTPShard(0, block_size=4)),
-        (GTPShard(0, split_factor=2), GTPShard(0, block_size=4)),
+        (GTPShard(0, split_factor=2), GTPShard(0, block_size=12)),
     ],
     ids=str,
 )
 def test_block_placement_must_cut_last(meshes: Meshes, placements: tuple[Placement, ...]) -> None:
     with pytest.raises(NotImplementedError, match="must be the last to cut its tensor dim"):
         shard(coded((16, 3)), meshes.gtp_tp, placements)
+
+
+def test_blocks_that_torch_cuts_alike_are_no_blocks_after_a_strided_cut(meshes: Meshes) -> None:
+    """What ``fully_shard`` asks for around a block placement; torch's own name for it is the one that works."""
+    tensor = coded((16, 3))
+    source = shard(tensor, meshes.gtp_tp, (GTPShard(0, split_factor=2), GTPShard(0, block_size=4)))
+    placements = (GTPShard(0, split_factor=2), GTPShard(0))
+    assert source.placements == placements
+    assert_holds(source, tensor, placements)
 
 
 def test_fully_shard_over_a_dim_in_blocks_is_refused(meshes: Meshes) -> None:
