@@ -423,7 +423,7 @@ def fully_shard_group_class() -> Any:
         group_class = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
     except (ImportError, AttributeError):
         return None
-    known = ("post_backward", "_to_sharded", "is_sharded")
+    known = ("post_backward", "_to_sharded", "_to_unsharded", "is_sharded")
     return group_class if all(hasattr(group_class, name) for name in known) else None
 
 

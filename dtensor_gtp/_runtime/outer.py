@@ -6,8 +6,10 @@ need care. A gather must not read a shard that is not there yet or no longer: th
 registered as ours, and gathers in flight are dropped before ``fully_shard`` frees what they read. And gradients must be
 in ``.grad`` when its post-backward reads them.
 
-Both moments are methods of torch's parameter group, and are wrapped there. Hooks on modules would miss some: the module
-that ``fully_shard`` was called on may contain the one that ``gtp_shard`` was called on, be one of a list, or be a
+Compiled code does not look at what is registered while it runs, so the runtime is told when something else is.
+
+These moments are methods of torch's parameter group, and are wrapped there. Hooks on modules would miss some: the
+module that ``fully_shard`` was called on may contain the one that ``gtp_shard`` was called on, be one of a list, or be a
 single linear layer; and where its post-backward stands in autograd's graph depends on the kinds of containers in which
 ``fully_shard`` looks for tensors. ``replicate`` (torch 2.13) is made of the same groups.
 """
@@ -27,7 +29,7 @@ from .. import _torch_compat as compat
 from .._dtensor_layout import has_torch_chunks
 from ..placement import GTPShard
 from .modules import binding_of
-from .param import ManagedParam
+from .param import ManagedParam, Site
 from .state import Runtime
 
 
@@ -42,7 +44,7 @@ def install() -> None:
     if group_class is None:
         return
     stock_init, stock_post_backward = group_class.__init__, group_class.post_backward
-    stock_to_sharded = group_class._to_sharded
+    stock_to_sharded, stock_to_unsharded = group_class._to_sharded, group_class._to_unsharded
 
     @functools.wraps(stock_init)
     def init(group: Any, params: list[nn.Parameter], modules: tuple[nn.Module, ...], *args: Any, **kwargs: Any) -> None:
@@ -67,9 +69,18 @@ def install() -> None:
                 runtime.drop_prefetched_of(managed)
         stock_to_sharded(group)
 
+    @functools.wraps(stock_to_unsharded)
+    def to_unsharded(group: Any) -> None:
+        stock_to_unsharded(group)
+        for module, name in compat.fully_shard_sites(group):
+            binding = binding_of(module)
+            if binding is not None and name in binding.params:
+                binding.params[name].follow(Site(module, name))
+
     group_class.__init__ = init
     group_class.post_backward = post_backward
     group_class._to_sharded = to_sharded
+    group_class._to_unsharded = to_unsharded
 
 
 def is_outer_module(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from common import ALL, GlooTest, check_training
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
@@ -57,35 +58,46 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
 
 
-class TestFullyShardOutside(GlooTest):
-    """dp x gtp: ``fully_shard`` gathers our shards over dp, and finds their gradients complete."""
+class TestThreeAtOnce(GlooTest):
+    """``gtp_shard`` with two more: each pair has a file of its own."""
 
-    def _check(self, num_microbatches: int = 1, **outer: object) -> None:
+    def test_compiled_blocks_inside_of_fully_shard(self) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
-        torch.manual_seed(0)
+        torch._dynamo.reset()
+        counters.clear()
 
         def shard(model: nn.Module) -> nn.Module:
             gtp_shard(model, mesh["gtp"], schedule=ALL)
             for layer in model.layers:  # type: ignore[union-attr]
-                fully_shard(layer, mesh=mesh["dp"], **outer)  # type: ignore[call-overload]
-            result: nn.Module = fully_shard(model, mesh=mesh["dp"], **outer)  # type: ignore[call-overload]
-            return result
+                layer.compile(backend="aot_eager", fullgraph=True)
+                fully_shard(layer, mesh=mesh["dp"])
+            return fully_shard(model, mesh=mesh["dp"])
 
-        check_training(
-            Model(), shard, mesh, token_batch, next_token_loss, num_microbatches=num_microbatches, make_optimizer=sgd
+        torch.manual_seed(0)
+        check_training(Model(), shard, mesh, token_batch, next_token_loss, make_optimizer=sgd, num_microbatches=2)
+        self.assertFalse(counters["graph_break"])
+
+    def test_tensor_parallel_in_mixed_precision(self) -> None:
+        """Reduced in fp32, the gradients are as close as bf16 compute allows; parameters stay fp32."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+        def shard(model: nn.Module) -> nn.Module:
+            parallelize_module(model, mesh["tp"], plan)
+            return gtp_shard(model, mesh["gtp"], schedule=ALL, mp_policy=policy)
+
+        torch.manual_seed(0)
+        model = check_training(
+            Model(),
+            shard,
+            mesh["gtp"],
+            token_batch,
+            lambda model, tokens: next_token_loss(model, tokens).float(),
+            make_optimizer=sgd,
+            tolerance={"rtol": 0.05, "atol": 2e-3},
         )
-
-    def test_per_block(self) -> None:
-        self._check()
-
-    def test_microbatches(self) -> None:
-        self._check(num_microbatches=2)
-
-    def test_without_reshard_after_forward(self) -> None:
-        self._check(reshard_after_forward=False)
-
-    def test_fp32_policy(self) -> None:
-        self._check(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})
 
     def test_use_outside_of_its_module_is_refused(self) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
