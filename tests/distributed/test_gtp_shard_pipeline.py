@@ -21,6 +21,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
+    SplitPoint,
+    pipeline,
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
@@ -351,6 +353,15 @@ class TestPipeline(GlooTest):
                 part.is_checkpointed = True
             train(Pipeline(layout, parts), make_parts(layout.num_parts), steps=2)
 
+    def test_compiled_blocks(self) -> None:
+        """torch runs each stage once to learn shapes, and asks for gradients of inputs alone: that adds no others."""
+        for layout in (ONE_F_ONE_B, ZERO_BUBBLE):
+            parts = make_parts(layout.num_parts)
+            for part in parts:
+                for block in (part.linear, part.raw):
+                    block.compile(backend="aot_eager", fullgraph=True)
+            train(Pipeline(layout, parts), make_parts(layout.num_parts), steps=2)
+
     def test_stages_of_one_call(self) -> None:
         """The stages of a rank share a runtime; their forwards and backwards alternate, each has its plan."""
 
@@ -363,6 +374,33 @@ class TestPipeline(GlooTest):
             deviations = pipeline.num_deviations()
             train(pipeline, reference, steps=1)
             self.assertEqual(pipeline.num_deviations(), deviations)
+
+    def test_traced_stages(self) -> None:
+        """What torch's tracing frontend makes of a model, in the place of modules that the user has cut."""
+        mesh = _mesh((2, 1, 2), ("pp", "dp", "gtp"))
+        index, rank = mesh.get_local_rank("pp"), mesh.get_local_rank("gtp")
+        microbatch = make_batch(0)[0][: 16 // 2 // NUM_MICROBATCHES]
+        pipe = pipeline(make_parts(2), mb_args=(microbatch,), split_spec={"1": SplitPoint.BEGINNING})
+        part = gtp_shard(pipe.get_stage_module(index), mesh["gtp"], schedule=ALL)
+        stage = pipe.build_stage(index, torch.device("cpu"), mesh["pp"].get_group())
+        schedule = Schedule1F1B(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=token_loss)
+        reference = make_parts(2)
+        mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2) for model in (part, reference))
+        for step in range(2):
+            inputs, targets = make_batch(step)
+            token_loss(reference(inputs), targets).backward()
+            if index == 0:
+                schedule.step(inputs.chunk(2)[rank])
+            else:
+                schedule.step(target=targets.chunk(2)[rank])
+            expected = dict(reference.named_parameters())
+            for name, param in part.named_parameters():
+                torch.testing.assert_close(full(param.grad), expected[name].grad)
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, param in part.named_parameters():
+                torch.testing.assert_close(full(param), expected[name])
 
     def test_fully_shard_outside(self) -> None:
         def shard(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
