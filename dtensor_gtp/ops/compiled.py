@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
@@ -115,12 +115,14 @@ def parallel_linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight
     plan = parallel_plan(input, bias, compiled.weight)
     if plan is None or not isinstance(input, DTensor):
         return None
+    is_sum = plan.output == Partial()
     local = input.to_local(grad_placements=[plan.grad_input])
-    output = linear(local, bias.to_local() if isinstance(bias, DTensor) else None, compiled)
+    output = linear(local, bias.to_local() if isinstance(bias, DTensor) and not is_sum else None, compiled)
     stride = tuple(math.prod(plan.shape[dim + 1 :]) for dim in range(len(plan.shape)))
-    return DTensor.from_local(
+    result = DTensor.from_local(
         output, input.device_mesh, [plan.output], run_check=False, shape=plan.shape, stride=stride
     )
+    return result + bias if is_sum and bias is not None else result
 
 
 def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight) -> Tensor:

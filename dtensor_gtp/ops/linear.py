@@ -110,8 +110,7 @@ def parallel_plan(input: torch.Tensor, bias: torch.Tensor | None, weight: Sharde
     """The plan of a layer in which the local tensors are all there is to it, None where DTensor has more to do.
 
     Column-wise, each rank of tp has the whole input and some of the output's features; the input's gradient is a
-    partial sum. Row-wise, it has some of the input's features, and the output is a partial sum, to which a bias would
-    have to be added once.
+    partial sum. Row-wise, it has some of the input's features, and the output is a partial sum.
     """
     spec = weight.tp_spec
     if spec is None or spec.mesh.ndim != 1 or not isinstance(input, DTensor):
@@ -121,10 +120,10 @@ def parallel_plan(input: torch.Tensor, bias: torch.Tensor | None, weight: Sharde
         return None
     shape = torch.Size((*input.shape[:-1], spec.shape[0]))
     cut = (spec.placements[0], input.placements[0])
-    is_bias_cut = bias is None or (isinstance(bias, DTensor) and bias.placements[0] == Shard(0))
-    if cut == (Shard(0), Replicate()) and is_bias_cut:
+    bias_placement = bias.placements[0] if isinstance(bias, DTensor) else None
+    if cut == (Shard(0), Replicate()) and (bias is None or bias_placement == Shard(0)):
         return ParallelPlan(last, Partial(), shape)
-    if cut == (Shard(1), last) and bias is None:
+    if cut == (Shard(1), last) and (bias is None or bias_placement == Replicate()):
         return ParallelPlan(Partial(), last, shape)
     return None
 
@@ -145,8 +144,14 @@ def parallel_linear(
     plan = parallel_plan(input, bias, weight)
     if plan is None:
         return None
-    output: torch.Tensor = _ParallelLinear.apply(input, weight.leaf, bias, runtime, weight, plan)  # type: ignore[no-untyped-call]
-    return output
+    if torch.is_grad_enabled():
+        check_differentiable(weight)
+    # To a partial sum the bias is to be added once: DTensor does that.
+    is_sum = plan.output == Partial()
+    output: torch.Tensor = _ParallelLinear.apply(  # type: ignore[no-untyped-call]
+        input, weight.leaf, None if is_sum else bias, runtime, weight, plan
+    )
+    return output + bias if is_sum and bias is not None else output
 
 
 class _ParallelLinear(torch.autograd.Function):

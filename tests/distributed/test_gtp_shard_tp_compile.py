@@ -24,7 +24,7 @@ class TestTensorParallelCompile(GlooTest):
         layout: tuple[tuple[int, ...], tuple[str, ...]],
         modules: Callable[[nn.Module], list[nn.Module]],
         num_graphs: int = 1,
-    ) -> None:
+    ) -> nn.Module:
         root = root_mesh(*layout)
         torch._dynamo.reset()
         counters.clear()
@@ -36,7 +36,7 @@ class TestTensorParallelCompile(GlooTest):
             return model
 
         with cell.around():
-            check_training(
+            model = check_training(
                 cell.reference(),
                 shard,
                 gtp_axes(root),
@@ -48,10 +48,18 @@ class TestTensorParallelCompile(GlooTest):
             )
         self.assertEqual(counters["stats"]["unique_graphs"], num_graphs)
         self.assertFalse(counters["graph_break"])
+        return model
 
     def test_blocks_share_one_graph(self) -> None:
         """Of three blocks, the first gets an input that needs no gradient, which takes a graph of its own."""
-        self.check(norms_cell(3), TP_GTP, list, num_graphs=2)
+        cell = norms_cell(3)
+        model = self.check(cell, TP_GTP, list, num_graphs=2)
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+            cell.loss(model, cell.batch(torch.Generator())[:4])
+        self.assertTrue(shapes)
+        # What tp leaves of the two linear weights: gathered again in backward, not saved.
+        self.assertFalse({(4, 6), (6, 4)} & set(shapes))
 
     def test_recomputed_llama_blocks_share_one_graph(self) -> None:
         """Activation checkpointing around each compiled block; the first one's input is an unfinished collective."""
