@@ -6,7 +6,9 @@ Each test is a cell of the support matrix. Gradients and parameters after each s
 from __future__ import annotations
 
 import dataclasses
+import unittest
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,19 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import job_state
-from common import ALL, GlooTest, assert_same_params, check_training, environment, full, rows_of_rank, shared_directory
+from common import (
+    ALL,
+    GlooTest,
+    assert_same_params,
+    check_training,
+    environment,
+    fake_world,
+    full,
+    rows_of_rank,
+    shared_directory,
+)
 from fsdp_common import (
+    WIDTH,
     Block,
     Model,
     both,
@@ -27,15 +40,17 @@ from fsdp_common import (
     token_batch,
     wrap,
 )
-from runtime_common import assert_bit_equal, assert_idle, counted, num_gathers, train_record
+from runtime_common import assert_bit_equal, assert_idle, counted, num_gathers, runtime_of, train_record
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, _common_utils, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
+from dtensor_gtp._runtime.state import Runtime
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -382,6 +397,49 @@ def check_checkpoints(test: Any, mesh: DeviceMesh, shard: Any) -> None:
                     full(loaded_optimizer.state[mine]["exp_avg"]), full(optimizer.state[param]["exp_avg"])
                 )
         test.assertTrue(any(isinstance(param, DTensor) for param in model.parameters()))
+
+
+class TestOrder(unittest.TestCase):
+    """What is read when, in one process of a group that communicates nothing."""
+
+    def setUp(self) -> None:
+        world = fake_world(world_size=4)
+        world.__enter__()
+        self.addCleanup(world.__exit__, None, None, None)
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
+        self.tokens = torch.zeros(2, 5, dtype=torch.int64)
+
+    def test_gathers_read_only_what_fully_shard_has_gathered(self) -> None:
+        """Also while they are in flight: when a unit frees its shards, nothing that was launched still needs them."""
+        for cls in (Model, CallsTwice, CallsAgain):
+            model = both(self.mesh, reshard_after_forward=True)(make(cls))
+            reads: list[int] = []
+            in_flight: list[str] = []
+            launch, free, targets = Runtime._gather, FSDPParamGroup._to_sharded, runtime_of(model).gatherables
+
+            def recorded(runtime: Any, target: Any, launch: Any = launch, reads: Any = reads) -> Any:
+                reads.append(target.weight.shard.untyped_storage().nbytes())
+                return launch(runtime, target)
+
+            def freed(group: Any, free: Any = free, targets: Any = targets, in_flight: Any = in_flight) -> None:
+                free(group)
+                in_flight.extend(t.weight.fqn for t in targets if t.pending and not t.weight.is_readable)
+
+            with (
+                mock.patch.object(Runtime, "_gather", recorded),
+                mock.patch.object(FSDPParamGroup, "_to_sharded", freed),
+            ):
+                for _ in range(3):
+                    next_token_loss(model, self.tokens).backward()
+            self.assertGreater(len(reads), 3 * len(targets))
+            self.assertNotIn(0, reads)
+            self.assertEqual(in_flight, [])
+
+    def test_use_outside_of_its_unit_is_refused(self) -> None:
+        model = both(self.mesh, reshard_after_forward=True)(make())
+        model(self.tokens)
+        with self.assertRaisesRegex(RuntimeError, "'head.weight'.*is used outside of the forward or backward of the"):
+            model.head(torch.zeros(1, WIDTH, dtype=torch.float64))
 
 
 class TestFullyShardOutsideOfEight(GlooTest):
