@@ -9,9 +9,9 @@ in ``.grad`` when its post-backward reads them.
 Compiled code does not look at what is registered while it runs, so the runtime is told when something else is.
 
 These moments are methods of torch's parameter group, and are wrapped there. Hooks on modules would miss some: the
-module that ``fully_shard`` was called on may contain the one that ``gtp_shard`` was called on, be one of a list, or be a
-single linear layer; and where its post-backward stands in autograd's graph depends on the kinds of containers in which
-``fully_shard`` looks for tensors. ``replicate`` (torch 2.13) is made of the same groups.
+module that ``fully_shard`` was called on may contain the one that ``gtp_shard`` was called on, be one of a list, or be
+a single linear layer; and where its post-backward stands in autograd's graph depends on the kinds of containers in
+which ``fully_shard`` looks for tensors. ``replicate`` (torch 2.13) is made of the same groups.
 """
 
 from __future__ import annotations
