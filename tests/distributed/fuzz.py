@@ -87,6 +87,7 @@ class Draw:
         flipped: Axes along which ranks descend.
         nested_axes: Sizes of replicate and gtp of the nested mesh, over the same ranks.
         interleaves: The forwards of all microbatches of a step run before their backwards.
+        scales: Parameters are multiplied in place after each microbatch: each ``param``, or its ``local`` part.
         breaks: An exception ends a ``forward`` or a ``backward`` before each step; training goes on.
     """
 
@@ -125,6 +126,7 @@ class Draw:
     retains_graph: bool = False
     interleaves: bool = False
     breaks: str = ""
+    scales: str = ""
     evaluates: bool = False
     unshards: bool = False
     divides_by: int = 0
@@ -264,6 +266,8 @@ def _problem_of_whole(draw: Draw) -> str:
         return "the last microbatch may have no backward at all, which would reduce"
     if draw.interleaves and draw.microbatches == 1:
         return "nothing to interleave"
+    if draw.scales and draw.interleaves:
+        return "autograd refuses weights that were written between forward and backward"
     middle = draw.layers[draw.order[len(draw.order) // 2]]
     if draw.breaks and (middle.period or middle.frozen or middle.kind == "late"):
         return "nothing would break"
@@ -347,6 +351,7 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         retains_graph=not uses_dp and rng.random() < 0.1,
         interleaves=microbatches > 1 and not uses_dp and rng.random() < 0.3,
         breaks=rng.choice(("forward", "backward")) if not uses_dp and rng.random() < 0.1 else "",
+        scales=rng.choice(("param", "local")) if rng.random() < 0.15 else "",
         evaluates=rng.random() < 0.2,
         unshards=not uses_dp and rng.random() < 0.1,
         divides_by=rng.choice((1, 3)) if not uses_dp and rng.random() < 0.1 else 0,
