@@ -139,11 +139,7 @@ class Runtime:
         return bool(self._frames) or compat.current_graph_task_id() != -1
 
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool]) -> Frame:
-        """A forward of ``module`` begins.
-
-        If it ``needs_hooks``, which is asked with the number of optimizer steps, what it saves of full weights is
-        replaced by handles.
-        """
+        """A forward of ``module`` begins; saved weights become handles if ``needs_hooks`` of the number of steps."""
         frame = Frame()
         if not self._frames and compat.current_graph_task_id() == -1:
             self._begin_forward(module)
