@@ -69,8 +69,9 @@ def regroup(
         rank: This process's rank in it.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of torchrun's agent.
         generation: How often there was a failure before, counted alike on all ranks.
-        grace: How long to wait for ranks that do not come; longer than the time limit of the process group, which is
-            when the last of those that are left notices.
+        grace: How long to wait for ranks that do not come. Several times the time limit of the process group: a rank
+            without a connection to those that are gone notices only then, and may have more than one collective in
+            flight. Who comes later is left behind.
         backend: For ``init_process_group``; the one of before by default.
         timeout: For ``init_process_group``.
 
@@ -78,8 +79,6 @@ def regroup(
         RuntimeError: The others went on without this rank.
     """
     backend = backend or dist.get_backend()
-    # First: a collective in flight with ranks that are gone ends.
-    compat.leave_process_groups()
     shared = compat.PrefixStore(f"dtensor_gtp_regroup_{generation}", store)
     alive = agree_on_survivors(layout.num_ranks, rank, shared, grace)
     if rank not in alive:
@@ -87,6 +86,8 @@ def regroup(
             f"rank {rank} came to regroup after the {grace.total_seconds():g} seconds of grace: ranks {alive} went on "
             "without it. End this process; it may rejoin at the next restart."
         )
+    # After the list is written: to end collectives with ranks that are gone may take as long as their time limit.
+    compat.leave_process_groups()
     dist.init_process_group(
         backend,
         store=compat.PrefixStore("group", shared),

@@ -199,7 +199,7 @@ class TestElasticCheckpoint(GlooTest):
         else:
             job.train([2])
             held = copy.deepcopy(hold_state(job_state(job.model, job.optimizer), step=3))
-        for dead, expected in ((5, 3), (1, 2)):
+        for dead, expected in ((None, 3), (5, 3), (1, 2)):
             resumed = Job(_replicas(OTHER), seed=1)
             step, _ = resumed.recover(held if dist.get_rank() != dead else None)
             self.assertEqual(step, expected)
