@@ -161,6 +161,7 @@ def run_job(replicas: list[list[int]], faults: list[Fault]) -> list[int | None]:
     return codes
 
 
+@pytest.mark.soak  # waits out real time limits, so a loaded machine may fail it
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers are forked")
 def test_job_goes_on_in_memory_when_ranks_are_killed() -> None:
     """Two ranks of three die one after the other, when some ranks may have updated their weights; the last one ends
