@@ -92,7 +92,7 @@ def _check_ddp(module: nn.Module, arguments: dict[str, Any]) -> None:
         return
     mesh = arguments.get("device_mesh")
     group = mesh.get_group() if mesh is not None else arguments.get("process_group")
-    ranks = sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    ranks = sorted(dist.get_process_group_ranks(group))  # None: DDP takes the default group
     others = {
         name: p for name, p in managed.items() if mesh is not None or ranks != sorted(p.mesh.mesh.flatten().tolist())
     }
