@@ -137,6 +137,12 @@ class _RowGTPShard(GTPShard, Shard):
         Shard.__init__(self, dim)
         _support_fused_sgd()
 
+    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In torch 2.11 the whole of an uneven tensor is a view of the padded one, and a full state dict with such a
+        view in it reaches the other ranks of ``broadcast_from_rank0`` with the padding among the values."""
+        result: torch.Tensor = super()._to_replicate_tensor(*args, **kwargs)
+        return result if result.is_contiguous() else result.contiguous()
+
 
 class _StridedGTPShard(GTPShard, StridedShard):
     """``split_factor > 1``: torch's ``_StridedShard``, equal to it and hashed alike.
