@@ -74,7 +74,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(step))
-    return tokens[:, :-1], tokens[:, 1:]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:]
 
 
 class Layout(NamedTuple):
