@@ -129,8 +129,7 @@ def _place(
         )
     recipe = recipe_of(param)
     if recipe is not None:
-        if asked is None and hasattr(type(site.module), "default_gtp_placement"):
-            asked = site.module.default_gtp_placement(site.name)  # type: ignore[operator]
+        asked = _placement_of_module(site) if asked is None else asked
         shard = _check_shard(fqn, param, mesh, asked) if isinstance(asked, Shard | GTPShard) else asked
         return place_quantized(fqn, param, recipe, shard), ""
     if isinstance(asked, Replicate):
@@ -145,10 +144,18 @@ def _place(
         return Replicate(), "no elements"
     if param.numel() < schedule.min_shard_numel:
         return Replicate(), f"below min_shard_numel={schedule.min_shard_numel}"
-    if hasattr(type(site.module), "default_gtp_placement"):
-        own: Placement = site.module.default_gtp_placement(site.name)  # type: ignore[operator]
+    own = _placement_of_module(site)
+    if own is not None:
         return own, f"by {type(site.module).__name__}" if isinstance(own, Replicate) else ""
     return GTPShard(0), ""
+
+
+def _placement_of_module(site: Site) -> Placement | None:
+    """What the module itself says of its parameter, as ``GroupedLinear`` does."""
+    if not hasattr(type(site.module), "default_gtp_placement"):
+        return None
+    own: Placement = site.module.default_gtp_placement(site.name)  # type: ignore[operator]
+    return own
 
 
 def _check_shard(fqn: str, param: nn.Parameter, mesh: DeviceMesh, asked: Placement) -> GTPShard:

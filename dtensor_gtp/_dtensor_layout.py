@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._torch_compat import (
     DTensorSpec,
+    OpSchema,
     StridedShard,
     distribute_tensor_modules,
     mesh_coordinate,
@@ -41,6 +42,19 @@ def gathered(spec: DTensorSpec) -> DTensorSpec:
         return spec
     placements = _replace_blocks(spec.placements, lambda p: Replicate())
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def map_specs(schema: OpSchema, function: Callable[[DTensorSpec], DTensorSpec]) -> OpSchema:
+    """``schema`` with ``function`` of each spec, also of those in lists."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(mapped(item) for item in value)
+        return function(value) if isinstance(value, DTensorSpec) else value
+
+    args = tuple(mapped(value) for value in schema.args_schema)
+    kwargs = {name: mapped(value) for name, value in schema.kwargs_schema.items()}
+    return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
 def has_empty_shard(spec: DTensorSpec) -> bool:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import Replicate
 
-from ._dtensor_layout import has_empty_shard
+from ._dtensor_layout import has_empty_shard, map_specs
 from ._torch_compat import (
     DTensorSpec,
     OpSchema,
@@ -51,7 +50,7 @@ def install() -> None:
 def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
     specs = list(_specs((*op_schema.args_schema, *op_schema.kwargs_schema.values())))
     if needs_rows_for_norm(op_schema) and any(has_empty_shard(spec) for spec in specs):
-        whole = _map_specs(op_schema, lambda spec: _replicated(spec) if has_empty_shard(spec) else spec)
+        whole = map_specs(op_schema, lambda spec: _replicated(spec) if has_empty_shard(spec) else spec)
         return OutputSharding(stock(whole).output_spec, whole, needs_redistribute=True)
     if all(spec.mesh == specs[0].mesh for spec in specs):
         return stock(op_schema)
@@ -90,23 +89,12 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
 
 
-def _map_specs(schema: OpSchema, function: Callable[[DTensorSpec], DTensorSpec]) -> OpSchema:
-    def mapped(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(mapped(item) for item in value)
-        return function(value) if isinstance(value, DTensorSpec) else value
-
-    args = tuple(mapped(value) for value in schema.args_schema)
-    kwargs = {name: mapped(value) for name, value in schema.kwargs_schema.items()}
-    return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
-
-
 def _stack(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OutputSharding:
     """Scalars, each reduced on its own mesh; the stack counts as lying on the mesh of the first."""
     first = _replicated(specs[0])
     dtype = specs[0].tensor_meta.dtype if specs[0].tensor_meta is not None else torch.get_default_dtype()
     output = DTensorSpec(first.mesh, first.placements, tensor_meta=TensorMeta(torch.Size((len(specs),)), (1,), dtype))
-    return OutputSharding(output, _map_specs(schema, _replicated), needs_redistribute=True)
+    return OutputSharding(output, map_specs(schema, _replicated), needs_redistribute=True)
 
 
 def _with_scalars_on(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
@@ -120,7 +108,7 @@ def _with_scalars_on(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema
             return spec
         return DTensorSpec(leader, (Replicate(),) * leader.ndim, tensor_meta=spec.tensor_meta)
 
-    return _map_specs(schema, moved)
+    return map_specs(schema, moved)
 
 
 __all__ = ["NORMS", "install", "needs_rows_for_norm"]

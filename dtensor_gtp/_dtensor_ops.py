@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from ._dtensor_layout import (
     has_block,
     has_empty_shard,
     is_sharding,
+    map_specs,
     on_dim,
     sharded_dim,
     stock_sibling,
@@ -238,12 +239,6 @@ def _with_specs(schema: OpSchema, specs: dict[tuple[int | str, int | None], DTen
     return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
-def _map_specs(
-    schema: OpSchema, operands: Iterable[_Operand], function: Callable[[DTensorSpec], DTensorSpec]
-) -> OpSchema:
-    return _with_specs(schema, {(o.argument, o.element): function(o.spec) for o in operands})
-
-
 def _unsupported(op: Any, operands: Iterable[_Operand], why: str) -> NotImplementedError:
     specs = ", ".join(str(o.spec) for o in operands if has_block(o.spec))
     return NotImplementedError(
@@ -367,7 +362,7 @@ def _elementwise_outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_
 
 def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[_Operand]) -> OutputSharding | None:
     """torch's answer for plain shards, with the block placements put back; None if it moves data for it."""
-    sharding = stock(_map_specs(schema, operands, stock_sibling))
+    sharding = stock(map_specs(schema, stock_sibling))
     if sharding.needs_redistribute:
         return None
     outputs = sharding.output_spec
@@ -410,7 +405,7 @@ def _propagate_gathered(stock: Propagate, schema: OpSchema, operands: Sequence[_
             raise _unsupported(schema.op, operands, "its result would be a view of a gathered copy")
         if isinstance(operand.argument, str):
             raise _unsupported(schema.op, operands, "DTensor cannot redistribute a keyword argument")
-    schema_gathered = _map_specs(schema, operands, gathered)
+    schema_gathered = map_specs(schema, gathered)
     sharding = stock(schema_gathered)
     if schema.op in _FACTORIES:
         return sharding
