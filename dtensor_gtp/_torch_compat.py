@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     ReduceScatterOptions,
     _resolve_process_group,
 )
@@ -608,6 +609,15 @@ def reduce_scatter_base(
     return group._reduce_scatter_base(output, input, options)
 
 
+def all_to_all_base(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``dist.all_to_all_single`` of equal slices, without its argument checks."""
+    options = AllToAllOptions()
+    options.asyncOp = async_op
+    return group.alltoall_base(output, input, [], [], options)
+
+
 def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
     options = AllreduceOptions()
     options.reduceOp = op
@@ -631,6 +641,7 @@ __all__ = [
     "all_gather_base",
     "all_gather_coalesced",
     "all_reduce",
+    "all_to_all_base",
     "asks_checkpoint_policy",
     "backend_name",
     "complete_collectives",

@@ -89,6 +89,15 @@ def reduce_scatter(
     return compat.reduce_scatter_base(output, full, scale.op, group, async_op=not stream)
 
 
+def all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    """Send the i-th of equal slices of ``input`` to rank i, and receive rank i's as the i-th of ``output``.
+
+    Args:
+        output, input: Shape ``(world * rows, ...)``, contiguous, same dtype.
+    """
+    return compat.all_to_all_base(output, input, group, async_op=not stream)
+
+
 def all_reduce(tensor: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Reduce ``tensor`` over the ranks in place, without the divisions of ``scale``."""
     return compat.all_reduce(tensor, scale.op, group, async_op=not stream)

@@ -1,8 +1,8 @@
 """Where gradients go: send buffers, reduce-scatter behind compute, replicas, accumulation, ``.grad``.
 
-Ops write a full gradient into a send buffer, ``submit`` reduce-scatters it on the scatter stream and adds the rows of
-this rank to those of the same backward. Parameters that stay whole are reduced at the end of backward, all in one
-coalesced call for each mesh and dtype. Only then is anything put into ``.grad``.
+Ops write a full gradient into a send buffer, ``submit`` reduce-scatters it (see ``scattering``) on the scatter stream
+and adds the rows of this rank to those of the same backward. Parameters that stay whole are reduced at the end of
+backward, all in one coalesced call for each mesh and dtype. Only then is anything put into ``.grad``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from ..policy import ReduceScatterKind
 from . import collectives
 from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
 from .debug import profiler_range
 from .param import ManagedParam, ShardedWeight, WholeParam
+from .scattering import Scattering, make_scattering, sum_dtype
 
 
 class _Job(NamedTuple):
     """One weight's reduction after its reduce-scatter: everything is fixed when the reduction is launched."""
 
     weight: ShardedWeight
-    slot: torch.Tensor
     scale: ReduceScale
     replicate: dist.ProcessGroup | None
     requires_all_reduce: bool
@@ -63,10 +64,12 @@ class Gradients:
 
     Args:
         comm: Streams and groups.
+        kind: How gradients are reduce-scattered.
     """
 
-    def __init__(self, comm: CommContext) -> None:
+    def __init__(self, comm: CommContext, kind: ReduceScatterKind) -> None:
         self._comm = comm
+        self._kind = kind
         # Set where the mesh is one replica of several that need not be alike.
         self.replicas: UnequalReplicas | None = None
         self._postponed: list[Callable[[], None]] | None = None
@@ -131,23 +134,23 @@ class Gradients:
         if self.replicas is not None:
             share = self.replicas.share(factor)
             buffer = self.replicas.weigh_full(buffer, factor)
-        scale = collectives.reduce_scale(buffer.dtype, weight.num_ranks, factor)
-        is_alone = layout.world == 1
-        slot = buffer if is_alone else torch.empty(layout.slot_shape, dtype=buffer.dtype, device=buffer.device)
-        job = _Job(weight, slot, scale, groups.replicate, flags.requires_all_reduce, share)
+        scattering = make_scattering(self._kind, buffer, layout.world)
+        scale = collectives.reduce_scale(scattering.slot.dtype, weight.num_ranks, factor)
+        job = _Job(weight, scale, groups.replicate, flags.requires_all_reduce, share)
 
-        comm, work = self._comm, None
+        comm = self._comm
         with profiler_range("GTP::reduce_scatter", weight.fqn), comm.reducing():
             comm.before_collective("reduce_scatter", weight.fqn, groups)
-            if not is_alone:
-                work = collectives.reduce_scatter(slot, buffer, scale, groups.scatter, comm.has_streams)
-            elif scale.predivide is not None:
-                buffer.div_(scale.predivide)
-            comm.reduction_launched(work, partial(self._complete, job), (buffer, slot))
+            work = scattering.launch(scale, groups.scatter, comm.has_streams)
+            comm.reduction_launched(work, partial(self._scattered, job, scattering), scattering.keep)
 
-    def _complete(self, job: _Job) -> None:
+    def _scattered(self, job: _Job, scattering: Scattering) -> None:
+        scattering.finish(job.scale)
+        self._complete(job, scattering.slot)
+
+    def _complete(self, job: _Job, slot: torch.Tensor) -> None:
         """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""
-        weight, slot = job.weight, job.slot
+        weight = job.weight
         earlier, weight.unreplicated_grad = weight.unreplicated_grad, None
         if earlier is not None:
             slot += earlier
@@ -187,9 +190,9 @@ class Gradients:
             factor = weight.flags.gradient_divide_factor
             scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
             share = 1.0 if self.replicas is None else self.replicas.share(factor)
-            job = _Job(weight, slot, scale, weight.groups.replicate, True, share)
+            job = _Job(weight, scale, weight.groups.replicate, True, share)
             with self._comm.reducing():
-                self._comm.reduction_launched(None, partial(self._complete, job), (slot,))
+                self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot,))
 
     # --- whole parameters ---------------------------------------------------------------------------------------------
 
@@ -211,10 +214,10 @@ class Gradients:
                 self._reduce_bucket(groups, dtype, factor, bucket)
 
     def _reduce_bucket(self, groups: Groups, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
-        flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
+        flat = torch.cat([grad.reshape(-1) for _, grad in bucket]).to(sum_dtype(self._kind, dtype))
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         num_ranks = bucket[0][0].num_ranks
-        scale = collectives.reduce_scale(dtype, num_ranks, factor)
+        scale = collectives.reduce_scale(flat.dtype, num_ranks, factor)
         active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
 
         def complete() -> None:

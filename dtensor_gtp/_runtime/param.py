@@ -104,8 +104,6 @@ class ManagedParam:
         self.compute_dtype: torch.dtype = policy.param_dtype or self.param.dtype
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
-        # Gradients are summed over uses and microbatches in the wider of the two dtypes.
-        self._sum_dtype = torch.promote_types(self.reduce_dtype, self.param.dtype)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -222,7 +220,8 @@ class ManagedParam:
 
     def accumulate(self, reduced: torch.Tensor) -> None:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
-        reduced = reduced.to(self._sum_dtype)
+        # In the wider of the two dtypes.
+        reduced = reduced.to(torch.promote_types(reduced.dtype, self.param.dtype))
         if self.reduced is None:
             self.reduced = reduced
         else:

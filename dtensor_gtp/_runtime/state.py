@@ -79,7 +79,7 @@ class Runtime:
         self.schedule = schedule
         self.debug = debug
         self.comm = CommContext(device, schedule.max_inflight_reduce_scatters, debug)
-        self.grads = Gradients(self.comm)
+        self.grads = Gradients(self.comm, schedule.reduce_scatter)
         self.weights: list[ShardedWeight] = []
         self.gatherables: list[Gatherable] = []  # of the weights; a plan names them by index
         self.whole: list[WholeParam] = []

@@ -11,7 +11,9 @@ from dtensor_gtp._runtime.debug import DebugFlags
 
 
 def test_schedule_policy_defaults() -> None:
-    assert SchedulePolicy() == SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024)
+    assert SchedulePolicy() == SchedulePolicy(
+        prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter="ring"
+    )
 
 
 def test_schedule_policy_accepts_its_bounds() -> None:
@@ -33,6 +35,13 @@ def test_schedule_policy_refuses_values_out_of_range(name: str, value: int, leas
 def test_schedule_policy_refuses_what_is_not_an_int(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"SchedulePolicy expects an int for {name}, but got {value!r}"):
         SchedulePolicy(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["rign", None, 1])
+def test_schedule_policy_refuses_unknown_kinds_of_reduce_scatter(value: object) -> None:
+    expected = f"SchedulePolicy expects 'ring' or 'all_to_all' as reduce_scatter, but got {value!r}"
+    with pytest.raises(ValueError, match=expected):
+        SchedulePolicy(reduce_scatter=value)  # type: ignore[arg-type]
 
 
 def test_schedule_policy_is_checked_by_replace_too() -> None:

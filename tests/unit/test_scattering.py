@@ -1,0 +1,60 @@
+"""Reduce-scatter in one process: what each kind keeps, and the error of the sums by docs/performance.md's script."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from dtensor_gtp._runtime.collectives import ReduceScale
+from dtensor_gtp._runtime.scattering import make_scattering, sum_dtype
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+
+from reduction_error import measure
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def test_dtype_of_the_sum() -> None:
+    for wire in (BF16, FP16, FP32, FP64):
+        assert sum_dtype("ring", wire) == wire
+    for wire, wide in ((BF16, FP32), (FP16, FP32), (FP32, FP32), (FP64, FP64), (torch.complex64, torch.complex64)):
+        assert sum_dtype("all_to_all", wire) == wide
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+def test_all_to_all_adds_in_float32_what_it_received(op: ReduceOp.RedOpType) -> None:
+    scattering = make_scattering("all_to_all", torch.zeros(6, 5, dtype=BF16), 3)
+    received = scattering.keep[1]
+    received.copy_(torch.tensor([1.0, 2.0**-12, 2.0**-12]).repeat_interleave(2)[:, None].expand(6, 5))
+    scattering.finish(ReduceScale(op, None, None))
+    exact = torch.tensor(1 + 2.0**-11, dtype=FP32) / (3 if op == ReduceOp.AVG else 1)
+    assert scattering.slot.shape == (2, 5)
+    assert scattering.slot.dtype == FP32
+    assert scattering.slot.eq(exact).all()
+
+
+def test_one_rank_sends_nothing() -> None:
+    full = torch.ones(4, 2, dtype=BF16)
+    assert make_scattering("ring", full, 1).slot is full
+    slot = make_scattering("all_to_all", full, 1).slot
+    assert slot.dtype == FP32
+    assert slot.eq(1).all()
+
+
+@pytest.mark.parametrize("share_in_common", [1.0, 0.1])
+def test_error_of_the_ring_grows_with_the_axis_and_that_of_all_to_all_does_not(share_in_common: float) -> None:
+    errors = [measure(num_ranks, 1 << 16, share_in_common) for num_ranks in range(2, 9)]
+    for few, many in pairwise(errors):
+        assert many["all_to_all, bf16"] < 1.01 * few["all_to_all, bf16"]
+    for of_axis in errors:
+        # Never more than rounding each addend once: half a unit in the last place of bf16.
+        assert of_axis["all_to_all, bf16"] < 2.0**-9
+        assert of_axis["all_to_all, bf16"] < of_axis["ring, bf16"]
+    assert errors[-1]["ring, bf16"] > 1.3 * errors[0]["ring, bf16"]
+    assert errors[-1]["ring, bf16"] > 2.4 * errors[-1]["all_to_all, bf16"]
