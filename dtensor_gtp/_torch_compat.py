@@ -211,6 +211,11 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Fail if ``condition`` is false: at once on a CPU, when the device comes to it elsewhere."""
+    torch._assert_async(condition, message)
+
+
 def sleep_stream(cycles: int) -> None:
     """Make the current CUDA stream spin for ``cycles`` of the SM clock."""
     torch.cuda._sleep(cycles)
@@ -643,6 +648,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_base",
     "asks_checkpoint_policy",
+    "assert_on_device",
     "backend_name",
     "complete_collectives",
     "completed_local",

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+EmbeddingKind = Literal["gather", "exchange", "auto"]
 ReduceScatterKind = Literal["ring", "all_to_all"]
 
 
@@ -14,7 +15,8 @@ ReduceScatterKind = Literal["ring", "all_to_all"]
 class SchedulePolicy:
     """How gathers and reduce-scatters are placed around compute.
 
-    None but ``reduce_scatter`` changes a result; they change time and memory.
+    None but ``reduce_scatter`` and ``embedding``, by the rounding of gradients, changes a result; they change time and
+    memory.
 
     Args:
         prefetch_depth: Number of weights that are gathered ahead of the one in use. 0 gathers each weight when it is
@@ -28,6 +30,15 @@ class SchedulePolicy:
             rank in float32 and accumulates in float32: with a 16-bit ``reduce_dtype`` the error does not grow with the
             axis. It costs one more full gradient of memory for each reduction in flight. Parameters that stay whole
             are then all-reduced in float32.
+        embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table, as
+            any weight. ``"exchange"`` leaves it where it is: each rank looks up its own rows for the tokens of all
+            ranks, and the activations are exchanged, as are their gradients in backward. The activations are the same
+            bits. ``"auto"`` takes what moves fewer bytes, decided in the first lookup by the most tokens of a rank
+            there. An exchange carries so many tokens of each rank: fewer are padded, and more raise an error, unless
+            all ranks have more. Without gradients, and where ranks do not hold whole rows (tensor parallelism,
+            quantized tables), the table is gathered.
+        exchange_tokens: Most tokens of a rank in one call, for exchanges of activations. None takes those of the first
+            call, in which ranks compare theirs.
 
     Raises:
         TypeError: A number is not an ``int``.
@@ -38,6 +49,8 @@ class SchedulePolicy:
     max_inflight_reduce_scatters: int = 2
     min_shard_numel: int = 1024
     reduce_scatter: ReduceScatterKind = "ring"
+    embedding: EmbeddingKind = "gather"
+    exchange_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("prefetch_depth", 0), ("max_inflight_reduce_scatters", 1), ("min_shard_numel", 0)):
@@ -47,6 +60,12 @@ class SchedulePolicy:
             if value < least:
                 raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
         _check_choice("reduce_scatter", self.reduce_scatter, get_args(ReduceScatterKind))
+        _check_choice("embedding", self.embedding, get_args(EmbeddingKind))
+        tokens = self.exchange_tokens
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
+            raise TypeError(f"SchedulePolicy expects an int or None for exchange_tokens, but got {tokens!r}.")
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"SchedulePolicy expects exchange_tokens >= 1, but got {tokens}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -55,4 +74,4 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"SchedulePolicy expects {known} as {name}, but got {value!r}.")
 
 
-__all__ = ["MixedPrecisionPolicy", "ReduceScatterKind", "SchedulePolicy"]
+__all__ = ["EmbeddingKind", "MixedPrecisionPolicy", "ReduceScatterKind", "SchedulePolicy"]

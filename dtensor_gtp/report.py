@@ -80,7 +80,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
             if managed is not None:
                 aliases.setdefault(id(managed), []).append(fqn)
                 assert inner is not None
-                seen.setdefault(id(managed), (managed, _use(submodule, inner, managed)))
+                seen.setdefault(id(managed), (managed, _use(submodule, managed)))
             elif param is not None:
                 nbytes = param.numel() * param.element_size()
                 ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
@@ -101,11 +101,13 @@ def _row(name: str, managed: ManagedParam, use: str) -> ReportRow:
     return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use)
 
 
-def _use(module: nn.Module, binding: Binding, managed: ManagedParam) -> str:
+def _use(module: nn.Module, managed: ManagedParam) -> str:
     if isinstance(managed, WholeParam):
         return f"whole ({managed.reason})"
+    assert isinstance(managed, ShardedWeight)
     if isinstance(module, GTPLinear | GTPEmbedding):
-        return "fused op"
+        exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
+        return ", ".join(("fused op", *exchanges))
     return "attribute"
 
 

@@ -144,6 +144,25 @@ class Gradients:
             work = scattering.launch(scale, groups.scatter, comm.has_streams)
             comm.reduction_launched(work, partial(self._scattered, job, scattering), scattering.keep)
 
+    def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
+        """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
+
+        It goes through all that follows a reduce-scatter. Without gradient sync it waits for a later microbatch.
+
+        Args:
+            rows: Shape of a slot, in the dtype of the sum or a wider one; nobody else reads it.
+        """
+        flags, layout = weight.flags, weight.layout
+        dtype = sum_dtype(self._kind, weight.reduce_dtype)
+        scale = collectives.reduce_scale(dtype, weight.num_ranks, flags.gradient_divide_factor)
+        # What the reduce-scatter divides by.
+        divisor = layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
+        slot = (rows if divisor is None else rows.div_(divisor)).to(dtype)
+        is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
+        job = _Job(weight, scale, weight.groups.replicate, is_synced, 1.0)
+        with self._comm.reducing():
+            self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot,))
+
     def _scattered(self, job: _Job, scattering: Scattering) -> None:
         scattering.finish(job.scale)
         self._complete(job, scattering.slot)

@@ -26,6 +26,7 @@ from .comm_context import Groups
 from .gathered import Columnwise, Gatherable, Gathered, Version
 from .layout import WeightLayout
 from .stand_in import StandIn
+from .tokens import TokenExchange
 from .user_hooks import run_post_accumulate_hooks, run_tensor_hooks
 from .wire import Wire
 
@@ -306,6 +307,9 @@ class ShardedWeight(ManagedParam, Gatherable):
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
         self.unreplicated_grad: torch.Tensor | None = None
         self.is_pinned = False
+        # Of a table that is looked up by exchange of activations, and of a head with a vocabulary-parallel loss.
+        self.lookups: TokenExchange | None = None
+        self.losses: TokenExchange | None = None
         # Optimizer steps that may have written to the shard.
         self.num_updates = 0
         # What the last use by compiled code has read, which has no place to keep it for its backward.

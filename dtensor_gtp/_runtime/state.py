@@ -175,7 +175,7 @@ class Runtime:
         if self._is_in_backward:
             # The last backward raised before its end: its prefetches and gradients are void.
             self._abandon_backward()
-        self._ensure_initialized()
+        self.ensure_initialized()
         self._end_keeps()
         for param in self.params:
             param.begin_forward()
@@ -185,7 +185,7 @@ class Runtime:
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
         self._prefetch(self._forward_chain.begin())
 
-    def _ensure_initialized(self) -> None:
+    def ensure_initialized(self) -> None:
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
         if self._is_initialized:
             return
@@ -215,7 +215,7 @@ class Runtime:
 
     def acquire(self, target: Gatherable) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
-        self._ensure_initialized()
+        self.ensure_initialized()
         gathered = target.live
         if gathered is None or not gathered.is_fresh(target.weight):
             target.weight.check_readable()
@@ -342,7 +342,7 @@ class Runtime:
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight ahead of any use, for ``unshard``."""
-        self._ensure_initialized()
+        self.ensure_initialized()
         if weight.live is None and (weight.kept is None or not weight.kept.is_fresh(weight)):
             self.drop_kept(weight)
             weight.follow(weight.sites[0])

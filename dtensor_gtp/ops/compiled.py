@@ -33,6 +33,7 @@ from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_unmodified
 from .._runtime.state import Runtime
 from .embedding import embedding_grad
+from .exchange import exchanged_grad, exchanged_ids, exchanged_lookup
 from .linear import parallel_plan, wgrad
 
 
@@ -129,9 +130,9 @@ def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight
     """``F.embedding`` as one op of the compiled graph."""
     padding = -1 if padding_idx is None else padding_idx
     dim = compiled.weight.layout.shape[1]
-    output: Tensor = _embedding(
-        indices, compiled.weight.stand_in.leaf, compiled.handle, dim, padding, compiled.weight.compute_dtype
-    )
+    leaf, dtype = compiled.weight.stand_in.leaf, compiled.weight.compute_dtype
+    # An op cannot see whether gradients are computed around it.
+    output: Tensor = _embedding(indices, leaf, compiled.handle, dim, padding, dtype, torch.is_grad_enabled())
     return output
 
 
@@ -227,14 +228,33 @@ _linear.register_autograd(_linear_grad, setup_context=_linear_setup)
 
 
 @torch.library.custom_op("dtensor_gtp::embedding", mutates_args=())
-def _embedding(indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype) -> Tensor:
+def _embedding(
+    indices: Tensor,
+    leaf: Tensor,
+    handle: Tensor,
+    dim: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+    may_exchange: bool,
+) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
+    found = exchanged_lookup(indices, runtime, weight) if may_exchange else None
+    if found is not None:
+        return found[0]
     with runtime.using(weight) as full:
         return F.embedding(indices, full)
 
 
 @_embedding.register_fake
-def _(indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype) -> Tensor:
+def _(
+    indices: Tensor,
+    leaf: Tensor,
+    handle: Tensor,
+    dim: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+    may_exchange: bool,
+) -> Tensor:
     return indices.new_empty((*indices.shape, dim), dtype=dtype)
 
 
@@ -244,7 +264,11 @@ def _embedding_backward(
 ) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_backward()
     if weight.stand_in.is_awaited:
-        embedding_grad(runtime, weight, grad, indices, padding_idx)
+        ids = exchanged_ids(indices, runtime, weight)
+        if ids is None:
+            embedding_grad(runtime, weight, grad, indices, padding_idx)
+        else:
+            exchanged_grad(runtime, weight, grad, ids, padding_idx)
     return _gradient_of(leaf)
 
 
@@ -254,14 +278,14 @@ def _(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding_idx: 
 
 
 def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    indices, leaf, handle, _, ctx.padding_idx, _ = inputs
+    indices, leaf, handle, _, ctx.padding_idx, _, _ = inputs
     ctx.save_for_backward(indices, leaf, handle)
 
 
 def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     indices, leaf, handle = ctx.saved_tensors
     grad_leaf = _embedding_backward(grad, indices, leaf, handle, ctx.padding_idx, handles().next_call())
-    return None, grad_leaf, None, None, None, None
+    return None, grad_leaf, None, None, None, None, None
 
 
 _embedding.register_autograd(_embedding_grad, setup_context=_embedding_setup)

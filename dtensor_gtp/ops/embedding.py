@@ -1,4 +1,6 @@
-"""``F.embedding`` on a sharded table: gather, look up, free. Backward needs the indices alone."""
+"""``F.embedding`` on a sharded table: gather, look up, free. Backward needs the indices alone.
+
+Where the policy says so, activations are exchanged in the place of the table: see ``exchange``."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_differentiable
 from .._runtime.state import Runtime
+from .exchange import exchanged_grad, exchanged_lookup
 from .ungathered import using
 
 
@@ -27,6 +30,9 @@ def embedding(indices: torch.Tensor, padding_idx: int | None, runtime: Runtime, 
         Shape ``(*indices.shape, embedding_dim)``.
     """
     if not torch.is_grad_enabled() or not weight.param.requires_grad:
+        found = exchanged_lookup(indices, runtime, weight) if torch.is_grad_enabled() else None
+        if found is not None:
+            return found[0]
         with runtime.using(weight) as full:
             return F.embedding(indices, full, padding_idx)
     check_differentiable(weight)
@@ -44,11 +50,16 @@ class _Embedding(torch.autograd.Function):
         runtime: Runtime,
         weight: ShardedWeight,
     ) -> torch.Tensor:
-        with using(runtime, weight) as full:
-            output = F.embedding(indices, full, padding_idx)
         ctx.runtime, ctx.weight = runtime, weight
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
-        ctx.save_for_backward(indices)
+        found = exchanged_lookup(indices, runtime, weight)
+        if found is not None:
+            output, ids = found
+            ctx.save_for_backward(indices, ids)
+            return output
+        with using(runtime, weight) as full:
+            output = F.embedding(indices, full, padding_idx)
+        ctx.save_for_backward(indices, None)
         return output
 
     @staticmethod
@@ -56,8 +67,12 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()
-        (indices,) = ctx.saved_tensors
-        ctx.runtime.grads.compute(partial(embedding_grad, ctx.runtime, weight, grad_output, indices, ctx.padding_idx))
+        indices, ids = ctx.saved_tensors
+        if ids is None:
+            job = partial(embedding_grad, ctx.runtime, weight, grad_output, indices, ctx.padding_idx)
+        else:
+            job = partial(exchanged_grad, ctx.runtime, weight, grad_output, ids, ctx.padding_idx)
+        ctx.runtime.grads.compute(job)
         return None, None, None, None, None
 
 

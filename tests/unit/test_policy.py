@@ -44,6 +44,18 @@ def test_schedule_policy_refuses_unknown_kinds_of_reduce_scatter(value: object) 
         SchedulePolicy(reduce_scatter=value)  # type: ignore[arg-type]
 
 
+def test_schedule_policy_refuses_unknown_ways_to_look_up_embeddings() -> None:
+    with pytest.raises(ValueError, match="expects 'gather' or 'exchange' or 'auto' as embedding, but got 'table'"):
+        SchedulePolicy(embedding="table")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_schedule_policy_refuses_numbers_of_tokens_that_are_none(tokens: object, error: type[Exception]) -> None:
+    assert SchedulePolicy(exchange_tokens=1).exchange_tokens == 1
+    with pytest.raises(error, match=f"SchedulePolicy expects .*exchange_tokens.*got {tokens!r}"):
+        SchedulePolicy(exchange_tokens=tokens)  # type: ignore[arg-type]
+
+
 def test_schedule_policy_is_checked_by_replace_too() -> None:
     with pytest.raises(ValueError, match="prefetch_depth >= 0, but got -3"):
         dataclasses.replace(SchedulePolicy(), prefetch_depth=-3)

@@ -94,7 +94,8 @@ init_weight_mesh(device_type, *, replicate=1, dp=1, gtp=1, tp=1, cp=1, ep=1, exp
 quantize_(module, recipe, *, filter_fn=None)
 sharding_report(module)
 GTPShard(dim, *, split_factor=1, block_size=1)
-SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter='ring')
+SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter='ring',
+    embedding='gather', exchange_tokens=None)
 GTPModule.unshard(async_op=False)
 GTPModule.reshard()
 GTPModule.set_requires_gradient_sync(requires_gradient_sync, *, recurse=True)
