@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import zip_longest
 from typing import Any, TypeVar, cast
@@ -160,51 +162,88 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
         )
     managed = {id(p.param) for b in bindings for p in b.params.values()}
     replaced = {n: p for n, p in module.named_parameters() if p not in ignored and id(p) not in managed}
-    for name, param in replaced.items():
+    _refuse_other_devices(replaced, mesh)
+    _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
+    held = _held_elsewhere(module, replaced)
+    if held and _is_in_a_list(held):
+        _refuse_holders(held)
+
+
+def _refuse_other_devices(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    for name, param in params.items():
         if param.device.type not in ("meta", "cpu", mesh.device_type):
             raise ValueError(
                 f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or meta, but parameter "
                 f"'{name}' of shape {tuple(param.shape)} is on {param.device} (rank {dist.get_rank()}). Move the "
                 "module, or build the mesh for its device."
             )
-    _refuse_params_of_others(replaced)
-    early = _early_optimizer(replaced)
+
+
+def _refuse_params_of(wrapper: str, held: Iterable[torch.Tensor], params: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that a wrapper further up, which ``module.modules()`` does not show, holds already."""
+    names = {id(param): name for name, param in params.items()}
+    for param in held:
+        if id(param) in names:
+            raise ValueError(
+                f"gtp_shard expects parameters that no other data parallelism manages yet, but {wrapper} on a module "
+                f"around has taken parameter '{names[id(param)]}' of shape {tuple(param.shape)} (rank "
+                f"{dist.get_rank()}). Call gtp_shard first, then {wrapper}."
+            )
+
+
+def _held_elsewhere(module: nn.Module, params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those of ``params`` to which more refers than the modules of ``module`` and ``params`` itself."""
+    by_id = {id(m._parameters): m._parameters for m in module.modules()}  # shallow copies of a module share theirs
+    sites = Counter(id(param) for held in by_id.values() for param in held.values())
+    alone = {"": nn.Parameter(torch.empty(0))}  # as many references as releases of Python and torch have for one
+    (num_alone,) = _num_references(alone)
+    numbers = dict(zip(params, _num_references(params), strict=True))
+    return {name: param for name, param in params.items() if numbers[name] != num_alone + sites[id(param)]}
+
+
+def _num_references(params: dict[str, nn.Parameter]) -> list[int]:
+    return [sys.getrefcount(param) for param in params.values()]
+
+
+def _is_in_a_list(params: dict[str, nn.Parameter]) -> bool:
+    """Whether one of ``params`` may be in a list, as those of optimizers are; not in a dict of placements, say."""
+    if len(params) > 64:  # it compares each reference of the process with each of them
+        return True
+    return any(isinstance(referrer, list | tuple) for referrer in gc.get_referrers(*params.values()))
+
+
+def _refuse_holders(params: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that a DistributedDataParallel or an optimizer holds. torch keeps no record of them, and to
+    look at all objects takes 0.1 s and more.
+    """
+    names = {id(param): name for name, param in params.items()}
+    wrappers, optimizers = _living(DistributedDataParallel, torch.optim.Optimizer)
+    for wrapper in wrappers:
+        _refuse_params_of("DistributedDataParallel", wrapper._module_parameters, params)
+    early = _early_optimizer(optimizers, names)
     if early is not None:
         # One that nobody uses any more may wait in a reference cycle: collect those before it is held against us.
+        del optimizers
         gc.collect()
-        early = _early_optimizer(replaced)
+        early = _early_optimizer(_living(torch.optim.Optimizer)[0], names)
     if early is not None:
         optimizer, name = early
         raise ValueError(
             f"gtp_shard replaces parameters, but a {optimizer} optimizer already holds parameter '{name}' of shape "
-            f"{tuple(replaced[name].shape)} and would update it to no effect (rank {dist.get_rank()}). Create the "
+            f"{tuple(params[name].shape)} and would update it to no effect (rank {dist.get_rank()}). Create the "
             "optimizer after gtp_shard."
         )
 
 
-def _refuse_params_of_others(params: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters that a wrapper further up, which ``module.modules()`` does not show, holds already.
-
-    Raises:
-        ValueError: ``fully_shard``, ``replicate`` or DistributedDataParallel was called on a module around.
-    """
-    names = {id(param): name for name, param in params.items()}
-    holders: list[tuple[str, Iterable[torch.Tensor]]] = [("fully_shard", compat.fully_shard_params())]
-    holders += [("DistributedDataParallel", ddp._module_parameters) for ddp in _living(DistributedDataParallel)]
-    for what, held in holders:
-        for param in held:
-            if id(param) in names:
-                raise ValueError(
-                    f"gtp_shard expects parameters that no other data parallelism manages yet, but {what} on a module "
-                    f"around has taken parameter '{names[id(param)]}' of shape {tuple(param.shape)} (rank "
-                    f"{dist.get_rank()}). Call gtp_shard first, then {what}."
-                )
-
-
-def _living(cls: type[T]) -> Iterator[T]:
-    # By the exact type, which triggers no proxy and is quick: a process has some 100,000 objects.
-    classes = set(_with_subclasses(cls))
-    yield from [candidate for candidate in gc.get_objects() if type(candidate) in classes]
+def _living(*classes: type[Any]) -> list[list[Any]]:
+    """All objects of each of the classes in this process."""
+    # By the exact type, which triggers no proxy and is quick.
+    index = {kind: i for i, cls in enumerate(classes) for kind in _with_subclasses(cls)}
+    found: list[list[Any]] = [[] for _ in classes]
+    for candidate in gc.get_objects():
+        if type(candidate) in index:
+            found[index[type(candidate)]].append(candidate)
+    return found
 
 
 def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
@@ -213,10 +252,9 @@ def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _with_subclasses(subclass)
 
 
-def _early_optimizer(params: dict[str, nn.Parameter]) -> tuple[str, str] | None:
-    """Class of an optimizer that holds one of ``params``, and the parameter's name."""
-    names = {id(param): name for name, param in params.items()}
-    for optimizer in _living(torch.optim.Optimizer):
+def _early_optimizer(optimizers: list[torch.optim.Optimizer], names: dict[int, str]) -> tuple[str, str] | None:
+    """Class of an optimizer that holds one of the parameters, and the parameter's name."""
+    for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for param in group["params"]:
                 if id(param) in names:
