@@ -57,6 +57,8 @@ except ImportError:  # a helper of a mode that simulates several ranks in one pr
         return func
 
 
+_HOST_BACKENDS = frozenset({"gloo", "fake"})
+
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
@@ -568,6 +570,22 @@ def named_group(ranks: list[int], name: str, desc: str) -> dist.ProcessGroup:
         return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
 
 
+def clone_store(store: Store) -> Store:
+    """Another client of the same store, for another thread: a client serves one request at a time."""
+    return cast("Any", store).clone()  # type: ignore[no-any-return]
+
+
+def abort_device_groups() -> None:
+    """Abort the collectives of all process groups on devices, from any thread: who waits for one returns or raises.
+
+    Gloo has none to abort: its collectives end when a connection breaks or their time limit passes.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        backends = {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
+        if not backends <= _HOST_BACKENDS:
+            group.abort()
+
+
 def leave_process_groups() -> None:
     """Abort all process groups of this process, some of whose ranks may be gone: nothing waits for them.
 
@@ -641,6 +659,7 @@ __all__ = [
     "Store",
     "StridedShard",
     "TensorMeta",
+    "abort_device_groups",
     "accumulate_node",
     "agreed_name",
     "all_gather_base",
@@ -650,6 +669,7 @@ __all__ = [
     "asks_checkpoint_policy",
     "assert_on_device",
     "backend_name",
+    "clone_store",
     "complete_collectives",
     "completed_local",
     "concatenate_meshes",

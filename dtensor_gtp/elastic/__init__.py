@@ -17,10 +17,11 @@ from .plan import (
     segments_of,
 )
 from .recovery import HeldState, hold_state, recover_state
-from .regroup import Survivors, regroup
+from .regroup import Survivors, join, num_waiting, regroup
 from .replicas import BatchShare, Replica, ReplicaLayout, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
 from .transfer import Move, plan_moves
+from .watch import RanksLostError, RankWatch
 
 __all__ = [
     "BatchShare",
@@ -31,6 +32,8 @@ __all__ = [
     "MemoryModel",
     "Move",
     "RankMemory",
+    "RankWatch",
+    "RanksLostError",
     "Replica",
     "ReplicaLayout",
     "ReplicaSavePlanner",
@@ -44,7 +47,9 @@ __all__ = [
     "choose_sizes",
     "clip_grad_norm_",
     "hold_state",
+    "join",
     "nonuniform_mesh",
+    "num_waiting",
     "plan_moves",
     "plan_replicas",
     "plan_sync",

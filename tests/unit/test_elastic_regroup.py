@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from expecttest import TestCase
 
-from dtensor_gtp.elastic import replicas_of
-from dtensor_gtp.elastic.regroup import agree_on_survivors, survivors_of
+from dtensor_gtp.elastic import RanksLostError, RankWatch, join, num_waiting, replicas_of
+from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of
+from dtensor_gtp.elastic.watch import is_peer_lost
 
 
-def agree(num_ranks: int, delays: dict[int, float], grace: float) -> dict[int, list[int]]:
+def agree(
+    num_ranks: int, delays: dict[int, float], grace: float, is_alive: Callable[[int], bool] | None = None
+) -> dict[int, list[int]]:
     """What each rank hears that comes after a delay; the others never come."""
+    layout = replicas_of([range(num_ranks)])
     store = dist.HashStore()
     found: dict[int, list[int]] = {}
 
     def come(rank: int, delay: float) -> None:
         time.sleep(delay)
-        found[rank] = agree_on_survivors(num_ranks, rank, store, timedelta(seconds=grace))
+        members = agree_on_survivors(
+            num_ranks, rank, store, timedelta(seconds=grace), is_alive=is_alive, decide=partial(members_of, layout)
+        )
+        found[rank] = list(members.alive)
 
     threads = [threading.Thread(target=come, args=item) for item in delays.items()]
     for thread in threads:
@@ -52,15 +61,119 @@ class TestAgreement(TestCase):
             found = agree(3, {0: 0.0, 1: delay}, grace=0.3)
             self.assertEqual(found[0], found[1])
 
+    def test_only_ranks_that_are_alive_are_waited_for(self) -> None:
+        """However late they come, and however long the grace is."""
+        end = time.monotonic() + 1.0
+        start = time.monotonic()
+        found = agree(4, {0: 0.0, 1: 1.5, 3: 0.1}, grace=60.0, is_alive=lambda rank: rank != 2)
+        self.assertEqual(found, {rank: [0, 1, 3] for rank in (0, 1, 3)})
+        self.assertLess(time.monotonic() - start, 20)
+        # One that dies while it is waited for is waited for no longer.
+        found = agree(3, {0: 0.0}, grace=60.0, is_alive=lambda rank: rank == 1 and time.monotonic() < end)
+        self.assertEqual(found, {0: [0]})
+
 
 class TestSurvivors(TestCase):
     def test_ranks_are_counted_anew_and_stay_in_their_replicas(self) -> None:
         layout = replicas_of([[5, 0, 3], [4, 2], [1]])
-        survivors = survivors_of(layout, 4, [0, 2, 4, 5])
+        survivors = members_of(layout, [0, 2, 4, 5]).seen_by(2)
         self.assertEqual((survivors.rank, survivors.num_ranks), (2, 4))
         self.assertEqual(survivors.replicas, ((0, 3), (1, 2), ()))
         self.assertExpectedInline(
             str(survivors),
             """4 ranks are left, without rank 1 (replica 2, gtp 0, tp 0), rank 3 (replica 0, gtp 1, tp 0)""",
         )
-        self.assertEqual(str(survivors_of(layout, 0, list(range(6)))), "6 ranks are left, without any loss")
+        self.assertEqual(str(members_of(layout, range(6)).seen_by(0)), "6 ranks are left, without any loss")
+
+    def test_ranks_that_join_go_to_the_smallest_replica(self) -> None:
+        layout = replicas_of([[0, 1, 2, 3], [4, 5]])
+        members = members_of(layout, range(6), tickets=[7, 9, 12], num_replicas=3)
+        self.assertEqual(members.replicas, ((0, 1, 2, 3), (4, 5, 8), (6, 7)))
+        self.assertEqual(members.layout.num_ranks, 9)
+        self.assertEqual(str(members.seen_by(8)), "9 ranks are left, without any loss, with new ranks [6, 7, 8]")
+        self.assertEqual(members_of(layout, [0, 1, 2, 3, 4], [1]).replicas, ((0, 1, 2, 3), (4, 5)))
+
+
+class TestWatch(TestCase):
+    """Watches of several ranks in one process."""
+
+    LAYOUT = replicas_of([[0, 1], [2, 3]])
+
+    def watches(self, limit: float = 1.5) -> tuple[list[RankWatch], dist.Store]:
+        store = dist.HashStore()
+        limits = timedelta(seconds=limit)
+        watches = [RankWatch(self.LAYOUT, rank, store, limit=limits) for rank in range(4)]
+        for watch in watches:
+            self.addCleanup(watch.close)
+        return watches, store
+
+    def test_ranks_that_are_silent_are_named_by_all_others(self) -> None:
+        watches, _ = self.watches()
+        for rank in (1, 2):  # neighbours: each has another rank that listens to it
+            assert watches[rank]._listener is not None
+            watches[rank]._listener.stop()
+        for watch in (watches[0], watches[3]):
+            with (
+                self.assertRaisesRegex(
+                    RanksLostError,
+                    r"^rank 1 \(replica 0, gtp 1, tp 0\) was silent for 1.5 seconds; rank 2 \(replica 1, gtp 0, tp 0\)",
+                ) as caught,
+                watch,
+            ):
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+            self.assertEqual(set(caught.exception.lost), {1, 2})
+            with self.assertRaises(RanksLostError):
+                watch.commit()
+            self.assertEqual([watch.is_alive(rank) for rank in (0, 3)], [True, True])
+
+    def test_a_rank_that_raises_keeps_its_error_and_is_named_by_the_others(self) -> None:
+        watches, _ = self.watches()
+        with self.assertRaisesRegex(ValueError, "no number"), watches[3]:
+            raise ValueError("no number")
+        with self.assertRaisesRegex(RanksLostError, "^rank 3 .* raised ValueError: no number"), watches[0]:
+            raise RuntimeError("Timed out waiting 6000ms for recv operation to complete")
+
+    def test_an_error_of_a_peer_without_a_loss_is_kept(self) -> None:
+        """As when a network is shaky: all are there, and all come to regroup."""
+        watches, _ = self.watches(limit=0.5)
+        with self.assertRaisesRegex(dist.DistNetworkError, "shaky"), watches[0]:
+            raise dist.DistNetworkError("shaky")
+
+    def test_ranks_that_are_done_are_not_missed(self) -> None:
+        watches, _ = self.watches(limit=0.3)
+        for watch in watches[1:]:
+            watch.close()
+        time.sleep(1)
+        watches[0].commit()
+        self.assertTrue(watches[0].is_alive(2))
+
+    def test_what_tells_of_a_peer(self) -> None:
+        for error, expected in (
+            (dist.DistBackendError("NCCL error in: unhandled"), True),
+            (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms"), True),
+            (RuntimeError("Connection reset by peer"), True),
+            (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+            (ValueError("timed out"), False),
+        ):
+            self.assertEqual(is_peer_lost(error), expected, error)
+
+    def test_refuses(self) -> None:
+        with self.assertRaisesRegex(ValueError, "RankWatch expects a positive limit"):
+            RankWatch(self.LAYOUT, 0, dist.HashStore(), limit=timedelta(0))
+        with self.assertRaisesRegex(TimeoutError, "no rank of the job took this process in within 0.1 seconds"):
+            join(dist.HashStore(), grace=timedelta(seconds=0.1), backend="gloo")
+
+    def test_who_waits_to_join_is_counted_until_it_gives_up(self) -> None:
+        store = dist.HashStore()
+        thread = threading.Thread(target=self._join, args=(store, 1.0))
+        thread.start()
+        end = time.monotonic() + 10
+        while not num_waiting(store) and time.monotonic() < end:
+            time.sleep(0.01)
+        self.assertEqual(num_waiting(store), 1)
+        thread.join()
+        self.assertEqual(num_waiting(store), 0)
+
+    def _join(self, store: dist.Store, seconds: float) -> None:
+        with self.assertRaises(TimeoutError):
+            join(store, grace=timedelta(seconds=seconds), backend="gloo")

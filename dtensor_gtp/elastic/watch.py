@@ -1,0 +1,256 @@
+"""Who is alive: every rank beats, its neighbours listen, and an error names the ranks that are gone.
+
+What a collective raises tells that a connection broke or a time limit passed, not who is gone; and a process that is
+stopped breaks no connection. So a thread of each rank counts up a number in a store and reads those of the next ranks
+in a ring. A number that stands still for longer than the limit is that of a rank that is lost: whoever sees it writes
+it down, and all read it. Clocks are never compared, each rank measures with its own how long a number stood still.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+from .replicas import Place, ReplicaLayout
+
+if TYPE_CHECKING:
+    from .regroup import Survivors
+
+# Beats, and looks at the beats of others, within a limit.
+_BEATS_PER_LIMIT = 6
+# Ranks of the ring that each one listens to: so many that fail together are all found.
+_NUM_NEIGHBOURS = 2
+_DONE = b"done"
+_SILENT = b"was silent"
+# What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
+_PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
+
+
+class RanksLostError(RuntimeError):
+    """Ranks are gone. Take the state that is left with :func:`hold_state`, then :meth:`RankWatch.regroup`.
+
+    Args:
+        lost: Where the ranks stood that are gone.
+        reasons: What is known of each of them.
+    """
+
+    def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
+        self.lost = dict(lost)
+        named = [f"{format_place(rank, place)} {reasons[rank]}" for rank, place in self.lost.items()]
+        super().__init__(
+            f"{'; '.join(named)}. Hold the state and regroup without what is gone, or start again from a checkpoint."
+        )
+
+
+class Pulse:
+    """The beats of ranks as seen from here.
+
+    Args:
+        store: Where they beat; used by one thread only.
+        limit: Seconds after which a number that stands still is that of a rank that is gone.
+    """
+
+    def __init__(self, store: compat.Store, limit: float) -> None:
+        self._store = store
+        self._limit = limit
+        # Of each name the last number and when it was seen first.
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def has_begun(self, name: str) -> bool:
+        return self._look(name)[0] != b""
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the number has changed within the limit, or is looked at for less than that."""
+        number, since = self._look(name)
+        return number == _DONE or time.monotonic() - since <= self._limit
+
+    def _look(self, name: str) -> tuple[bytes, float]:
+        number = self._store.get(name) if self._store.check([name]) else b""
+        if name not in self._seen or self._seen[name][0] != number:
+            self._seen[name] = (number, time.monotonic())
+        return self._seen[name]
+
+
+class RankWatch:
+    """Watches over the ranks of a job, from a thread of this process, until :meth:`close`.
+
+    Make one on each rank when the process group is there. ``with watch:`` around what trains turns the error of a
+    collective into one that names the ranks that are gone, and tells the others when this rank raises. It may be
+    entered again after :meth:`regroup`, which counts ranks anew.
+
+    Args:
+        layout: Where each rank stands; assign :attr:`layout` when a mesh is made that places them otherwise.
+        rank: This process's rank.
+        store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
+        limit: How long a rank may be silent. Also the time within which NCCL's collectives are aborted, on other
+            backends they end by the time limit of the process group.
+        generation: How often there was a failure before.
+    """
+
+    def __init__(
+        self, layout: ReplicaLayout, rank: int, store: compat.Store, *, limit: timedelta, generation: int = 0
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.generation = generation
+        self.store = store
+        self.limit = limit.total_seconds()
+        if self.limit <= 0:
+            raise ValueError(f"RankWatch expects a positive limit, but got {limit}.")
+        self._interval = self.limit / _BEATS_PER_LIMIT
+        self._listener: _Listener | None = None
+        self.move_to(layout, rank, generation)
+
+    def move_to(self, layout: ReplicaLayout, rank: int, generation: int) -> None:
+        """Watch over other ranks from now on."""
+        if self._listener is not None:
+            self._listener.stop()
+        self.layout, self.rank, self.generation = layout, rank, generation
+        # Of its own for each thread: a store serves one request at a time, and some wait.
+        self._own = self._shared(compat.clone_store(self.store))
+        self.pulse = Pulse(self._own, self.limit)
+        self._listener = _Listener(
+            self._shared(compat.clone_store(self.store)), layout.num_ranks, rank, self.limit, self._interval
+        )
+
+    def _shared(self, store: compat.Store) -> compat.Store:
+        return compat.PrefixStore(f"dtensor_gtp_watch_{self.generation}", store)
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether nobody has missed the beats of ``rank`` for as long as the limit. For one thread."""
+        if self._own.check([_lost(rank)]) and self._own.get(_lost(rank)).startswith(_SILENT):
+            return False
+        return self.pulse.is_alive(beat_of(rank))
+
+    def commit(self) -> None:
+        """Wait until the gradients of this step are there, and raise if they may not be whole because a rank is lost.
+
+        Call it between ``backward()`` and ``optimizer.step()`` where the state is to be recovered from memory: on a
+        device that runs behind the host a collective that was aborted leaves garbage without an error.
+
+        Raises:
+            RanksLostError: Ranks are gone.
+        """
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        assert self._listener is not None
+        if self._listener.is_lost.is_set():
+            raise self._error()
+
+    def regroup(
+        self, *, grace: timedelta, backend: str | None = None, timeout: timedelta | None = None, num_replicas: int = 1
+    ) -> Survivors:
+        """:func:`regroup` of the ranks that are left and of those that wait to join; they are watched over then."""
+        from .regroup import regroup
+
+        return regroup(
+            self.layout, self.rank, self.store, generation=self.generation, grace=grace, backend=backend,
+            timeout=timeout, num_replicas=num_replicas, watch=self,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the thread. The others no longer expect this rank to beat."""
+        if self._listener is not None:
+            self._listener.stop()
+            self._listener = None
+            self._own.set(beat_of(self.rank), _DONE.decode())
+
+    def __enter__(self) -> RankWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, RanksLostError):
+            return
+        assert self._listener is not None
+        is_lost = self._listener.is_lost
+        # A peer that is gone is found within the limit.
+        if is_peer_lost(error) and is_lost.wait(self.limit + 3 * self._interval):
+            raise self._error() from error
+        # Nobody is gone: this rank is the one that raised. The others are told.
+        if not is_lost.is_set():
+            report_lost(self._own, self.rank, f"raised {type(error).__name__}: {error}")
+
+    def _error(self) -> RanksLostError:
+        time.sleep(2 * self._interval)  # those that failed with it are found as soon
+        own = self._own
+        reasons = {rank: own.get(_lost(rank)).decode() for rank in self.layout.places if own.check([_lost(rank)])}
+        return RanksLostError({rank: self.layout.places[rank] for rank in reasons}, reasons)
+
+
+class _Listener:
+    """The thread of a watch."""
+
+    def __init__(self, store: compat.Store, num_ranks: int, rank: int, limit: float, interval: float) -> None:
+        self.is_lost = threading.Event()
+        self._store, self._rank, self._limit, self._interval = store, rank, limit, interval
+        self._neighbours = [(rank + step) % num_ranks for step in range(1, min(_NUM_NEIGHBOURS + 1, num_ranks))]
+        self._pulse = Pulse(store, limit)
+        self._is_stopped = threading.Event()
+        # The first beat is there when the constructor returns.
+        self._store.set(beat_of(rank), "0")
+        self._thread = threading.Thread(target=self._run, name="dtensor_gtp watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while not self._is_stopped.wait(self._interval):
+                number += 1
+                self._store.set(beat_of(self._rank), str(number))
+                self._look()
+        except RuntimeError:
+            # The store is gone, and with it the job.
+            self.is_lost.set()
+
+    def _look(self) -> None:
+        for rank in self._neighbours:
+            name = beat_of(rank)
+            if self._pulse.has_begun(name) and not self._pulse.is_alive(name):
+                report_lost(self._store, rank, f"{_SILENT.decode()} for {self._limit:g} seconds")
+        if not self.is_lost.is_set() and self._store.check(["any"]):
+            self.is_lost.set()
+            compat.abort_device_groups()
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether a collective or a store raised ``error``, which tells of another rank."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+    )
+
+
+def beat_of(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _lost(rank: int) -> str:
+    return f"lost/{rank}"
+
+
+def report_lost(store: compat.Store, rank: int, reason: str) -> None:
+    """The first reason is kept: who raises and ends is silent afterwards."""
+    store.compare_set(_lost(rank), "", reason)
+    store.set("any", "1")
+
+
+def format_place(rank: int, place: Place) -> str:
+    """``rank 3 (replica 1, gtp 0, tp 0)``."""
+    return f"rank {rank} (replica {place.replica}, gtp {place.gtp}, tp {place.tp})"
+
+
+__all__ = ["Pulse", "RankWatch", "RanksLostError", "beat_of", "format_place", "is_peer_lost"]
