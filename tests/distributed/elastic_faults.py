@@ -45,7 +45,7 @@ from dtensor_gtp.elastic import (
 # Of process groups: a rank that shares no connection with the one that is gone waits so long.
 TIMEOUT = timedelta(seconds=6)
 # Of a rank that is silent. Threads of processes that share two cores with others may be late by a second.
-LIMIT = timedelta(seconds=2)
+LIMIT = timedelta(seconds=3)
 GRACE = timedelta(seconds=60)
 POINTS = ("forward", "backward", "sync", "optimizer", "updated", "checkpoint")
 

@@ -22,7 +22,7 @@ def test_a_killed_rank_is_named_and_the_others_go_on() -> None:
     errors = job.errors()
     assert set(errors) == {0, 2}
     for text, seconds in errors.values():
-        assert text.startswith("rank 1 (replica 0, gtp 1, tp 0) was silent for 2 seconds")
+        assert text.startswith("rank 1 (replica 0, gtp 1, tp 0) was silent for 3 seconds")
         assert seconds < TIMEOUT.total_seconds() + LIMIT.total_seconds() + SLACK
 
 
