@@ -22,6 +22,7 @@ from ._runtime.param import ManagedParam, ReplacedParam, ShardedWeight, Site, Wh
 from ._runtime.wire import make_wire
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
+from .quant.compute import check_forced
 from .quant.placement import place_quantized
 from .quant.tensor import master_of, recipe_of
 
@@ -92,6 +93,18 @@ def decide(
     for decision in decisions.values():
         _check_sites(decision)
     return list(decisions.values())
+
+
+def check_compute(decisions: list[Decision], mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:
+    """Raises:
+    ValueError: A recipe asks for GEMMs that the devices of the mesh do not have.
+    """
+    for decision in decisions:
+        param, recipe = decision.param, recipe_of(decision.param)
+        if recipe is not None and decision.existing is None:
+            shape = compat.local_tensor(param).shape if isinstance(param, DTensor) else param.shape
+            dtype = mp_policy.param_dtype or param.dtype
+            check_forced(recipe, torch.device(mesh.device_type), shape, dtype, decision.fqn)
 
 
 def _check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:

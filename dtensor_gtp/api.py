@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from . import _data_parallel, _dtensor_norms, _dtensor_random, _grad_scaler
-from ._build import Decision, decide, make_param
+from ._build import Decision, check_compute, decide, make_param
 from ._runtime import outer
 from ._runtime.debug import DebugFlags
 from ._runtime.group import ShardGroup
@@ -84,7 +84,9 @@ def gtp_shard(
         validate_call(module, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)
         ignored = ignored_params or set()
         validate_module(module, mesh, ignored)
-        return decide(module, mesh, shard_placement_fn, schedule, ignored), DebugFlags.from_env()
+        decisions = decide(module, mesh, shard_placement_fn, schedule, ignored)
+        check_compute(decisions, mesh, mp_policy)
+        return decisions, DebugFlags.from_env()
 
     def describe(checked: tuple[list[Decision], DebugFlags]) -> list[str]:
         policies = [f"{mp_policy}", f"{schedule}", f"reshard_after_forward={reshard_after_forward}"]

@@ -70,6 +70,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
     if binding is None:
         raise ValueError(f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}.")
     seen: dict[int, tuple[ManagedParam, str]] = {}
+    in_linear: set[int] = set()
     aliases: dict[int, list[str]] = {}
     ignored: list[ReportRow] = []
     for name, submodule in module.named_modules():
@@ -81,14 +82,15 @@ def sharding_report(module: nn.Module) -> ShardingReport:
                 aliases.setdefault(id(managed), []).append(fqn)
                 assert inner is not None
                 seen.setdefault(id(managed), (managed, _use(submodule, managed)))
+                in_linear.update([id(managed)] if isinstance(submodule, GTPLinear) else [])
             elif param is not None:
                 nbytes = param.numel() * param.element_size()
                 ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
-    rows = [_row(" = ".join(aliases[key]), managed, use) for key, (managed, use) in seen.items()]
+    rows = [_row(" = ".join(aliases[key]), managed, use, key in in_linear) for key, (managed, use) in seen.items()]
     return ShardingReport(_describe_mesh(binding), (*rows, *ignored), _schedule(binding))
 
 
-def _row(name: str, managed: ManagedParam, use: str) -> ReportRow:
+def _row(name: str, managed: ManagedParam, use: str, in_linear: bool) -> ReportRow:
     param, shard = managed.param, managed.shard
     placements = "(" + ", ".join(map(str, managed.placements)) + ")"
     local_nbytes = shard.numel() * shard.element_size()
@@ -97,7 +99,7 @@ def _row(name: str, managed: ManagedParam, use: str) -> ReportRow:
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
         if managed.wire is not None:
             gathered = managed.wire.num_bytes(managed) or gathered
-            use = f"{use}, {managed.wire.describe()}"
+            use = f"{use}, {managed.wire.describe(managed, '' if in_linear else 'no fused nn.Linear')}"
     return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use)
 
 

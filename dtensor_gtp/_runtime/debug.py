@@ -107,3 +107,11 @@ def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.de
 def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
     """A named range in the profiler's trace; free while no profiler records."""
     return torch.profiler.record_function(f"{name} ({detail})") if compat.is_profiling() else nullcontext()
+
+
+def poison(buffer: torch.Tensor) -> None:
+    """Fill a freed gather buffer with NaN, also one of elements that travel as bytes: 255 is a NaN of e4m3."""
+    if buffer.is_floating_point():
+        buffer.fill_(float("nan"))
+    elif buffer.dtype == torch.uint8:
+        buffer.fill_(255)

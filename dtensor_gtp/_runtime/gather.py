@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..quant.base import Direction
@@ -43,8 +45,8 @@ def _launch_packed(weight: ShardedWeight, packed: Packed, comm: CommContext) -> 
     shard, version = weight.shard, weight.version
     planes = [(layout, as_integers(plane), plane.dtype) for layout, plane in packed.planes]
     if weight.layout.world == 1:
-        parts = [plane for _, plane in packed.planes]
-        return Gathered(planes[0][1], shard, Done(), shard, version, True, unpack=lambda: packed.unpack(parts))
+        own = [plane for _, plane in packed.planes]
+        return _packed(packed, lambda: own, Gathered(planes[0][1], shard, Done(), shard, version, True))
     buffers = [torch.empty(layout.buffer_shape, dtype=p.dtype, device=p.device) for layout, p, _ in planes]
     slots = []
     with profiler_range("GTP::all_gather", weight.fqn), comm.gathering():
@@ -59,8 +61,15 @@ def _launch_packed(weight: ShardedWeight, packed: Packed, comm: CommContext) -> 
         work = collectives.all_gather_many(buffers, slots, weight.groups.gather, comm.has_streams)
         done = comm.gather_done(work)
 
-    def unpack() -> torch.Tensor:
+    def parts() -> list[torch.Tensor]:
         full = [layout.full_view(buffer) for (layout, _, _), buffer in zip(planes, buffers, strict=True)]
-        return packed.unpack([part.view(dtype) for part, (_, _, dtype) in zip(full, planes, strict=True)])
+        return [part.view(dtype) for part, (_, _, dtype) in zip(full, planes, strict=True)]
 
-    return Gathered(buffers[0], buffers[0], done, shard, version, False, unpack=unpack)
+    return _packed(packed, parts, Gathered(buffers[0], buffers[0], done, shard, version, False))
+
+
+def _packed(packed: Packed, parts: Callable[[], list[torch.Tensor]], gathered: Gathered) -> Gathered:
+    gathered.unpack = lambda: packed.unpack(parts())
+    if (assemble := packed.quantized) is not None:
+        gathered.quantized = lambda: assemble(parts())
+    return gathered

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import _torch_compat as compat
+from ..quant.base import Quantized
 from .comm_context import Done
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ class Gathered:
     """A full weight in a buffer, and what it was made of.
 
     ``holds`` counts who uses it right now: a running op, a module's forward, saved tensors in backward. ``unpack``
-    makes the full weight of what came over the wire where that is not the weight itself.
+    makes the full weight of what came over the wire where that is not the weight itself; ``quantized`` gives what came
+    over the wire to GEMMs that multiply with just that.
     """
 
     buffer: torch.Tensor
-    full: torch.Tensor
+    value: torch.Tensor
     done: Done
     source: torch.Tensor
     version: Version
@@ -45,16 +47,29 @@ class Gathered:
     holds: int = 0
     _contiguous: torch.Tensor | None = None
     unpack: Callable[[], torch.Tensor] | None = None
+    quantized: Callable[[], Quantized] | None = None
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full weight, after the wait for ``done``."""
+        self.complete()
+        return self.value
 
     def complete(self) -> None:
-        """After the wait for ``done``: what is left to do. Done once, however often it is asked for."""
+        """Make the full weight of what came over the wire, after the wait. Done once, however often it is asked for."""
         if self.unpack is None:
             return
-        unpack, self.unpack = self.unpack, None  # with it goes what came over the wire, if the weight is not made of it
+        # With it goes what came over the wire, unless the weight is made of it or GEMMs may ask for it.
+        unpack, self.unpack = self.unpack, None
         with compat.unseen_by_checkpoint_policies():
-            self.full = unpack()
-        if type(self.full) is torch.Tensor:
-            self.buffer, self.is_alias = self.full, False
+            self.value = unpack()
+        if type(self.value) is torch.Tensor:
+            self.buffer, self.is_alias = self.value, False
+
+    def forget(self) -> None:
+        """Drop all references but that of the buffer."""
+        self.done = Done()  # a background work holds its tensors also when it is complete
+        self.value, self._contiguous, self.unpack, self.quantized = self.buffer, None, None, None
 
     def contiguous(self) -> torch.Tensor:
         """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all who ask."""

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
 from ..placement import GTPShard
+from ..quant.float8_gemms import Float8GEMMs
 from .comm_context import Groups
 from .gathered import Columnwise, Gatherable, Gathered, Version
 from .layout import WeightLayout
@@ -306,6 +307,8 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.unsharded_grad: torch.Tensor | None = None
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
         self.unreplicated_grad: torch.Tensor | None = None
+        # How linear layers multiply with it; None for ordinary GEMMs of the full weight.
+        self.gemms: Float8GEMMs | None = None
         self.is_pinned = False
         # Of a table that is looked up by exchange of activations, and of a head with a vocabulary-parallel loss.
         self.lookups: TokenExchange | None = None
@@ -324,6 +327,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
+        self.gemms = None if self.wire is None else self.wire.gemms(self)
         if self.tp_spec is not None:
             # It is gathered in the compute dtype.
             spec = self.tp_spec
@@ -364,6 +368,8 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     def for_modules(self, gathered: Gathered) -> torch.Tensor:
         """The full weight as module code expects it: contiguous, and a DTensor where the module is tensor-parallel."""
+        if self.wire is not None:
+            self.wire.note_read(self)
         full = gathered.contiguous().detach()
         return full if self.tp_spec is None else compat.wrap_local(full, self.tp_spec)
 

@@ -23,8 +23,8 @@ import torch.nn as nn
 from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
 from . import gather
-from .comm_context import CommContext, Done
-from .debug import DebugFlags
+from .comm_context import CommContext
+from .debug import DebugFlags, poison
 from .gathered import Gatherable, Gathered
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
@@ -225,7 +225,6 @@ class Runtime:
         gathered.holds += 1
         self.comm.delay()
         self.comm.wait(gathered.done)
-        gathered.complete()
         return gathered
 
     @contextmanager
@@ -282,13 +281,11 @@ class Runtime:
     def _free(self, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
         if self.debug.poison and not gathered.is_alias:
-            gathered.done = Done()  # a background work holds its tensors also when it is complete
-            full, gathered.full, gathered._contiguous = gathered.full, gathered.buffer, None
-            del full
+            gathered.forget()
             # Two owners are ours: the buffer and the Python object of its storage that we ask with.
-            if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2 and gathered.buffer.is_floating_point():
+            if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2:
                 with compat.unseen_by_checkpoint_policies():
-                    gathered.buffer.fill_(float("nan"))
+                    poison(gathered.buffer)
 
     def _gather(self, target: Gatherable) -> Gathered:
         """Launch the gather of the present shard. Which gathers a recomputation launches depends on the plan."""

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
 from ..quant.base import Direction, PlaneSpec, Quantized, Recipe
+from ..quant.compute import ComputePath, choose_path, warn_dequantized
+from ..quant.float8_gemms import Float8GEMMs
 from .collectives import all_reduce, reduce_scale
 from .comm_context import CommContext
 from .gathered import Version
@@ -41,10 +43,12 @@ class Packed(NamedTuple):
     Args:
         planes: Tensors to gather, each with its layout.
         unpack: From the gathered planes to the full weight.
+        quantized: From the gathered planes to the quantized weight, if GEMMs multiply with that.
     """
 
     planes: list[tuple[WeightLayout, torch.Tensor]]
     unpack: Callable[[list[torch.Tensor]], torch.Tensor]
+    quantized: Callable[[list[torch.Tensor]], Quantized] | None = None
 
 
 class Wire(ABC):
@@ -60,9 +64,21 @@ class Wire(ABC):
     def num_bytes(self, weight: ShardedWeight) -> int | None:
         """Bytes of the whole weight on the wire in forward; None if it is not known before it is packed."""
 
+    def gemms(self, weight: ShardedWeight) -> Float8GEMMs | None:
+        """How linear layers multiply with what was gathered; None if they need the full weight."""
+        return None
+
+    def note_read(self, weight: ShardedWeight) -> None:
+        """The full weight is handed out to other code than fused layers."""
+        return
+
     @abstractmethod
-    def describe(self) -> str:
-        """For the report: what is gathered, and what computes with it."""
+    def describe(self, weight: ShardedWeight, not_fused: str) -> str:
+        """For the report: what is gathered, and what computes with it.
+
+        Args:
+            not_fused: Why no fused linear layer uses the weight; empty if one does.
+        """
 
 
 class QuantizedWire(Wire):
@@ -127,14 +143,25 @@ class QuantizedWire(Wire):
         cut = [i for i, spec in enumerate(specs) if spec.step(layout.dim - len(layout.shape)) is not None]
         planes = [(_plane_layout(layout, specs[i]), tensors[i]) for i in cut]
 
-        def unpack(parts: list[torch.Tensor]) -> torch.Tensor:
+        def assemble(parts: list[torch.Tensor]) -> Quantized:
             whole = list(tensors)
             for i, part in zip(cut, parts, strict=True):
                 whole[i] = part
             all_amax = None if amax is None else whole.pop()
-            return recipe.dequantize(Quantized(tuple(whole), all_amax), layout.shape, direction, dtype)
+            return Quantized(tuple(whole), all_amax)
 
-        return Packed(planes, unpack)
+        def unpack(parts: list[torch.Tensor]) -> torch.Tensor:
+            return recipe.dequantize(assemble(parts), layout.shape, direction, dtype)
+
+        return Packed(planes, unpack, None if weight.gemms is None else assemble)
+
+    def path(self, weight: ShardedWeight) -> ComputePath:
+        """How linear layers multiply with the weight, and why."""
+        device = torch.device(weight.mesh.device_type)
+        return choose_path(self.recipe, device, weight.layout.shape, weight.compute_dtype, weight.fqn)
+
+    def gemms(self, weight: ShardedWeight) -> Float8GEMMs | None:
+        return self.path(weight).gemms
 
     def set_amax(self, weight: ShardedWeight, amax: torch.Tensor | None) -> None:
         """Take the statistic of the present shard, over all ranks."""
@@ -144,8 +171,14 @@ class QuantizedWire(Wire):
     def num_bytes(self, weight: ShardedWeight) -> int:
         return self.recipe.num_bytes(weight.layout.shape, Direction.ROWWISE)
 
-    def describe(self) -> str:
-        return f"{self.recipe.name}, dequantized for the GEMM"
+    def note_read(self, weight: ShardedWeight) -> None:
+        warn_dequantized(self.recipe, weight.fqn, "it is read as an attribute, not used by the forward of nn.Linear")
+
+    def describe(self, weight: ShardedWeight, not_fused: str) -> str:
+        path = self.path(weight)
+        if path.gemms is not None and not_fused:
+            path = ComputePath(None, not_fused)
+        return f"{self.recipe.name}, {path.describe()}"
 
 
 def _plane_layout(layout: WeightLayout, spec: PlaneSpec) -> WeightLayout:
@@ -229,7 +262,7 @@ class HookWire(Wire):
     def num_bytes(self, weight: ShardedWeight) -> None:
         return None
 
-    def describe(self) -> str:
+    def describe(self, weight: ShardedWeight, not_fused: str) -> str:
         return "gathered and used by its own hooks"
 
 

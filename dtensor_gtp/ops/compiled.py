@@ -32,6 +32,8 @@ from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_unmodified
 from .._runtime.state import Runtime
+from ..quant.float8_gemms import gemms_of_name
+from . import float8
 from .embedding import embedding_grad
 from .exchange import exchanged_grad, exchanged_ids, exchanged_lookup
 from .linear import parallel_plan, wgrad
@@ -105,9 +107,16 @@ class CompiledWeight:
 
 
 def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor:
-    """``F.linear`` as one op of the compiled graph."""
-    out_features = compiled.weight.layout.shape[0]
-    output: Tensor = _linear(input, compiled.weight.stand_in.leaf, bias, compiled.handle, out_features)
+    """``F.linear`` as one op of the compiled graph; in float8 with casts before it that are the compiler's."""
+    out_features, leaf = compiled.weight.layout.shape[0], compiled.weight.stand_in.leaf
+    output: Tensor
+    gemms = compiled.weight.gemms
+    if gemms is not None:
+        float8.check_dtype(input, compiled.weight)
+        operands = gemms.cast_input(input.detach().reshape(-1, input.shape[-1]))
+        output = _float8_linear(input, operands, leaf, compiled.handle, out_features, gemms.name)
+        return output if bias is None else output + bias
+    output = _linear(input, leaf, bias, compiled.handle, out_features)
     return output
 
 
@@ -224,6 +233,106 @@ def _linear_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _linear.register_autograd(_linear_grad, setup_context=_linear_setup)
 
 
+# --- linear in float8 -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("dtensor_gtp::float8_linear", mutates_args=())
+def _float8_linear(
+    input: Tensor, operands: list[Tensor], leaf: Tensor, handle: Tensor, out_features: int, gemms: str
+) -> Tensor:
+    """``operands`` are the casts of ``input``, which is here to be differentiated."""
+    runtime, weight = handles()[handle].resolve_in_forward()
+    with float8.using_quantized(runtime, weight) as quantized:
+        output = gemms_of_name(gemms).output(operands, quantized, weight.compute_dtype)
+    return output.view(*input.shape[:-1], out_features)
+
+
+@_float8_linear.register_fake
+def _(input: Tensor, operands: list[Tensor], leaf: Tensor, handle: Tensor, out_features: int, gemms: str) -> Tensor:
+    return input.new_empty((*input.shape[:-1], out_features))
+
+
+@torch.library.custom_op("dtensor_gtp::float8_linear_backward", mutates_args=())
+def _float8_backward(
+    grad: list[Tensor],
+    for_wgrad: list[Tensor],
+    leaf: Tensor,
+    handle: Tensor,
+    in_features: int,
+    dtype: torch.dtype,
+    gemms: str,
+    call: int,
+) -> tuple[Tensor, Tensor]:
+    """``grad`` are the casts of the output's gradient, empty if the input needs none; ``for_wgrad`` are the casts for
+    wgrad, both matrices as they are if it does not quantize, or empty if the weight is frozen."""
+    runtime, weight = handles()[handle].resolve_in_backward()
+    multiply = gemms_of_name(gemms)
+    if for_wgrad and weight.stand_in.is_awaited:
+        if multiply.high_precision_wgrad:
+            wgrad(runtime, weight, *for_wgrad)
+        else:
+            float8.wgrad_of(multiply, for_wgrad, runtime, weight)
+    if not grad:
+        return for_wgrad[0].new_empty(0, dtype=dtype), _gradient_of(leaf)
+    check_unmodified(weight, weight.compiled_version)
+    return float8.multiply_grad(multiply, grad, runtime, weight), _gradient_of(leaf)
+
+
+@_float8_backward.register_fake
+def _(
+    grad: list[Tensor],
+    for_wgrad: list[Tensor],
+    leaf: Tensor,
+    handle: Tensor,
+    in_features: int,
+    dtype: torch.dtype,
+    gemms: str,
+    call: int,
+) -> tuple[Tensor, Tensor]:
+    shape = (grad[0].shape[0], in_features) if grad else (0,)
+    return (grad or for_wgrad)[0].new_empty(shape, dtype=dtype), _gradient_of(leaf)
+
+
+def _float8_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, operands, leaf, handle, _, ctx.gemms = inputs
+    ctx.in_features, ctx.num_operands = input.shape[-1], len(operands)
+    ctx.save_for_backward(input if leaf.requires_grad else None, leaf, handle)
+
+
+def _float8_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """The casts are traced into the compiled backward, where they fuse with what comes before them."""
+    input, leaf, handle = ctx.saved_tensors
+    needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+    gemms = gemms_of_name(ctx.gemms)
+    grad_2d = grad.reshape(-1, grad.shape[-1])
+    casts = gemms.cast_grad(grad_2d) if needs_input or not gemms.high_precision_wgrad else []
+    for_wgrad: list[Tensor] = []
+    if needs_weight:
+        input_2d = input.reshape(-1, ctx.in_features)
+        for_wgrad = [grad_2d, input_2d] if gemms.high_precision_wgrad else gemms.cast_wgrad(grad_2d, input_2d, casts)
+    grad_input, grad_leaf = _float8_backward(
+        casts if needs_input else [],
+        for_wgrad,
+        leaf,
+        handle,
+        ctx.in_features,
+        grad.dtype,
+        ctx.gemms,
+        handles().next_call(),
+    )
+    return (
+        grad_input.view(*grad.shape[:-1], ctx.in_features) if needs_input else None,
+        [None] * ctx.num_operands,
+        grad_leaf if needs_weight else None,
+        None,
+        None,
+        None,
+    )
+
+
+_float8_linear.register_autograd(_float8_grad, setup_context=_float8_setup)
+
+
 # --- embedding --------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +406,8 @@ _embedding.register_autograd(_embedding_grad, setup_context=_embedding_setup)
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
 def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
+    if weight.wire is not None:
+        weight.wire.note_read(weight)
     gathered = runtime.acquire(weight)
     full = gathered.contiguous()
     runtime.release(weight, gathered)

@@ -13,6 +13,8 @@ from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_differentiable, check_unmodified
 from .._runtime.state import Runtime
+from ..quant.float8_gemms import Float8GEMMs
+from . import float8
 from .ungathered import using
 
 
@@ -29,6 +31,8 @@ def linear(input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, wei
         Shape ``(*, out_features)``.
     """
     if not torch.is_grad_enabled():
+        if weight.gemms is not None:
+            return float8.multiply(weight.gemms, input, bias, runtime, weight)
         with runtime.using(weight) as full:
             return F.linear(input, full, bias)
     check_differentiable(weight)
@@ -59,8 +63,12 @@ def _forward(
     ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight
 ) -> torch.Tensor:
     ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
-    with using(runtime, weight) as full:
-        output = F.linear(input, full, bias)
+    ctx.gemms = weight.gemms
+    if ctx.gemms is not None:
+        output = float8.multiply(ctx.gemms, input, bias, runtime, weight)
+    else:
+        with using(runtime, weight) as full:
+            output = F.linear(input, full, bias)
     if ctx.needs_input_grad[1]:
         ctx.save_for_backward(input)
     else:
@@ -79,6 +87,12 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     saved = ctx.saved_tensors
     grad_2d = grad_output.reshape(-1, grad_output.shape[-1])
     grad_input = grad_bias = None
+    if ctx.gemms is not None:
+        grad_input = _backward_float8(ctx, grad_2d, saved, needs_input, needs_weight)
+        return (
+            None if grad_input is None else grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1]),
+            grad_2d.sum(0) if needs_bias else None,
+        )
     if needs_weight:
         # wgrad first: it needs no weight, so it hides this gather, and its scatter then hides behind dgrad.
         input_2d = saved[0].reshape(-1, saved[0].shape[-1])
@@ -90,6 +104,27 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     if needs_bias:
         grad_bias = grad_2d.sum(0)
     return grad_input, grad_bias
+
+
+def _backward_float8(
+    ctx: Any, grad_MN: torch.Tensor, saved: tuple[torch.Tensor, ...], needs_input: bool, needs_weight: bool
+) -> torch.Tensor | None:
+    """The input's gradient, shape ``(M, K)``; as without float8, wgrad comes first."""
+    runtime: Runtime = ctx.runtime
+    weight: ShardedWeight = ctx.weight
+    gemms: Float8GEMMs = ctx.gemms
+    is_cast = needs_input or (needs_weight and not gemms.high_precision_wgrad)
+    grad = gemms.cast_grad(grad_MN) if is_cast else []
+    if needs_weight:
+        input_MK = saved[0].reshape(-1, saved[0].shape[-1])
+        if gemms.high_precision_wgrad:
+            runtime.grads.compute(partial(wgrad, runtime, weight, grad_MN, input_MK))
+        else:
+            runtime.grads.compute(partial(float8.wgrad, gemms, grad, grad_MN, input_MK, runtime, weight))
+    if not needs_input:
+        return None
+    check_unmodified(weight, ctx.version)
+    return float8.multiply_grad(gemms, grad, runtime, weight)
 
 
 class ParallelPlan(NamedTuple):

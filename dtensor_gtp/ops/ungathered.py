@@ -7,7 +7,7 @@ the output was saved, nobody comes to gather the weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
 from .._runtime.state import Runtime
 
+Multiply = Callable[[Tensor, Runtime, ShardedWeight], Tensor]
+
 
 class UngatheredWeight(Tensor):
     """Stands for the full weight, or its transpose, in the arguments of an op; the op itself gets the real one.
@@ -26,20 +28,24 @@ class UngatheredWeight(Tensor):
         runtime: Gathers the weight for as long as an op runs on it.
         weight: The weight.
         is_transposed: Stand for ``weight.t()``.
+        multiply: What takes the place of a GEMM with the full weight: called with the other matrix, runtime and weight.
     """
 
     _runtime: Runtime
     _weight: ShardedWeight
     _is_transposed: bool
+    _multiply: Multiply | None
 
     @staticmethod
-    def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
+    def __new__(
+        cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False, multiply: Multiply | None = None
+    ) -> UngatheredWeight:
         shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
         strides = (1, shape[0]) if is_transposed else (shape[1], 1)
         self = compat.make_wrapper_subclass(
             cls, shape, strides=strides, dtype=weight.compute_dtype, device=weight.shard.device
         )
-        self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
+        self._runtime, self._weight, self._is_transposed, self._multiply = runtime, weight, is_transposed, multiply
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -49,7 +55,12 @@ class UngatheredWeight(Tensor):
         if func in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             (weight,) = args
             is_turned = func is torch.ops.aten.t.default
-            return cls(weight._runtime, weight._weight, weight._is_transposed != is_turned)
+            return cls(weight._runtime, weight._weight, weight._is_transposed != is_turned, weight._multiply)
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and isinstance(args[-1], cls):
+            *bias, matrix, weight = args
+            if weight._multiply is not None and weight._is_transposed:
+                output: Tensor = weight._multiply(matrix, weight._runtime, weight._weight)
+                return output + bias[0] if bias else output
         with ExitStack() as stack:
             real = compat.tree_map_only(cls, lambda weight: weight._gathered(stack), (args, kwargs or {}))
             return func(*real[0], **real[1])

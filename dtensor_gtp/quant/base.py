@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
 from . import cast
+
+if TYPE_CHECKING:
+    from .float8_gemms import Float8GEMMs
 
 
 class Direction(enum.Enum):
@@ -79,7 +82,18 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """Base of the recipes, each a frozen dataclass in a file of its own."""
+    """Base of the recipes, each a frozen dataclass in a file of its own.
+
+    Args:
+        compute: How linear layers multiply. ``"auto"`` (default): by GEMMs of the format where the hardware has them
+            and shape and dtype allow, else with the dequantized weight. ``"dequantize"``: always the latter.
+            ``"float8"``: by float8 GEMMs, or an error; on CPU by the reference arithmetic, with a warning.
+
+    Raises:
+        ValueError: ``compute`` is none of these, or there are no GEMMs of the format.
+    """
+
+    compute: str = field(default="auto", kw_only=True)
 
     name: ClassVar[str]
     # Rows and columns that share a scale, in either direction: a shard must not cut through them.
@@ -88,6 +102,35 @@ class Recipe(ABC):
     amax_dims: ClassVar[tuple[int, ...]] = ()
     # Whether dgrad takes other data than forward; else it takes the transpose of the same bytes.
     has_columnwise: ClassVar[bool] = False
+    # Whether linear layers may multiply in the format.
+    has_gemms: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.compute not in ("auto", "dequantize", "float8"):
+            raise ValueError(
+                f"{self._class} expects compute 'auto', 'dequantize' or 'float8', but got {self.compute!r}."
+            )
+        if self.compute == "float8" and not self.has_gemms:
+            raise ValueError(
+                f"{self._class} expects compute 'auto' or 'dequantize', but got 'float8': GEMMs of {self.name} need a "
+                "Blackwell GPU, and this package has none for it; the weight is dequantized for the GEMM."
+            )
+
+    @property
+    def _class(self) -> str:
+        return type(self).__name__
+
+    def gemms(self, *, on_hardware: bool) -> Float8GEMMs:
+        """The GEMMs of the format.
+
+        Raises:
+            NotImplementedError: It has none.
+        """
+        raise NotImplementedError(f"{self.name} has no GEMMs of its own.")
+
+    def is_capable(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of that compute capability has the GEMMs."""
+        return False
 
     def direction(self, direction: Direction) -> Direction:
         """The data that serves ``direction``."""

@@ -10,10 +10,10 @@ value is ``element * scale``.
 - *Denormals* are exact; no scale is so small that a division by it, or its reciprocal, leaves the range of normal
   float32 numbers, so that devices that flush denormals agree for every normal weight.
 
-Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 in saturating mode; OCP Microscaling Formats (MX)
-1.0, section 6.3, for the power-of-two scale (``floor``); Mishra et al., "Recipes for Pre-training LLMs with MXFP8"
-(arXiv 2506.08027) for rounding it up (``rceil``); NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv
-2509.25149) for scales in two levels; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks of 128 x 128.
+Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 and e5m2 in saturating mode; OCP Microscaling
+Formats (MX) 1.0, section 6.3, for the power-of-two scale (``floor``); Mishra et al., "Recipes for Pre-training LLMs
+with MXFP8" (arXiv 2506.08027) for rounding it up (``rceil``); NVIDIA, "Pretraining Large Language Models with NVFP4"
+(arXiv 2509.25149) for scales in two levels; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks of 128 x 128.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # the smallest, a denormal
+E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
 # The smallest normal float32.
 SMALLEST_SCALE = 2.0**-126
@@ -30,7 +31,7 @@ SMALLEST_TENSOR_SCALE = SMALLEST_SCALE / E4M3_MIN
 # Dtypes that widen to float32.
 WIDENS = (torch.float32, torch.bfloat16, torch.float16)
 _E8M0_NAN = 0xFF
-_E4M3_NAN = float("nan")
+_NAN = float("nan")
 
 
 def wide(weight: torch.Tensor) -> torch.Tensor:
@@ -77,10 +78,15 @@ def pad_to_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def spread(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """A scale for each element of matrices of ``shape`` from one for each block."""
+    """A scale for each element of matrices of ``shape`` from one for each block.
+
+    By index, because torch 2.13's inductor, fusing a cast on CPU, leaves out the short block at the end of what
+    ``repeat_interleave`` and ``narrow`` make.
+    """
     for dim, b in zip((-2, -1), block, strict=True):
         if b > 1:
-            scale = scale.repeat_interleave(b, dim).narrow(dim, 0, shape[dim])
+            index = torch.arange(shape[dim], device=scale.device) // b
+            scale = scale.index_select(dim, index)
     return scale
 
 
@@ -89,14 +95,33 @@ def spread(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> to
 
 def e4m3_scale(largest: torch.Tensor) -> torch.Tensor:
     """Scale that maps ``largest`` (float32 magnitudes) to 448, e4m3's largest: ``largest / 448``, at least 2^-126."""
-    scale = (largest / E4M3_MAX).clamp(min=SMALLEST_SCALE)
-    return torch.where(largest.isfinite(), scale, _E4M3_NAN)
+    return _scale(largest, E4M3_MAX)
+
+
+def e5m2_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The same for e5m2, whose largest is 57344."""
+    return _scale(largest, E5M2_MAX)
+
+
+def _scale(largest: torch.Tensor, element_max: float) -> torch.Tensor:
+    scale = (largest / element_max).clamp(min=SMALLEST_SCALE)
+    return torch.where(largest.isfinite(), scale, _NAN)
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """float32 to float8_e4m3fn: nearest, ties to even, saturating at 448; every NaN becomes the positive one."""
-    saturated = values.clamp(-E4M3_MAX, E4M3_MAX)  # a NaN stays one; beyond 464 torch's own cast would make more
-    return torch.where(saturated.isnan(), _E4M3_NAN, saturated).to(torch.float8_e4m3fn)
+    return _saturated(values, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def to_e5m2(values: torch.Tensor) -> torch.Tensor:
+    """float32 to float8_e5m2: nearest, ties to even, saturating at 57344; every NaN becomes the positive one."""
+    return _saturated(values, E5M2_MAX).to(torch.float8_e5m2)
+
+
+def _saturated(values: torch.Tensor, element_max: float) -> torch.Tensor:
+    # A NaN stays one; what rounds to more than the largest, torch's own cast would make NaN or infinity.
+    saturated = values.clamp(-element_max, element_max)
+    return torch.where(saturated.isnan(), _NAN, saturated)
 
 
 # --- MX ---------------------------------------------------------------------------------------------------------------

@@ -7,21 +7,37 @@ weight a second time instead, with a scale for each column.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from . import cast
 from .base import Direction, PlaneSpec, Quantized, Recipe
+from .float8_gemms import RowwiseGEMMs
 
 
 @dataclass(frozen=True)
 class Float8Rowwise(Recipe):
-    """One scale for each row."""
+    """One scale for each row.
+
+    Args:
+        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. True (default), as in
+            torchao's recipe ``rowwise_with_gw_hp``: along the tokens both need other scales, so a float8 wgrad costs
+            two more casts of transposes.
+    """
+
+    high_precision_wgrad: bool = field(default=True, kw_only=True)
 
     name: ClassVar[str] = "float8_rowwise"
     amax_dims: ClassVar[tuple[int, ...]] = (-1,)
+    has_gemms: ClassVar[bool] = True
+
+    def gemms(self, *, on_hardware: bool) -> RowwiseGEMMs:
+        return RowwiseGEMMs(self.high_precision_wgrad, on_hardware)
+
+    def is_capable(self, capability: tuple[int, int]) -> bool:
+        return capability >= (8, 9)
 
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, 1, None)

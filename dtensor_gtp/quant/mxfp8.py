@@ -36,6 +36,7 @@ class MXFP8(Recipe):
     has_columnwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.scale_rounding not in ("rceil", "floor"):
             raise ValueError(f"MXFP8 expects scale_rounding 'rceil' or 'floor', but got {self.scale_rounding!r}.")
 

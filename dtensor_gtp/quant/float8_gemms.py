@@ -1,0 +1,211 @@
+"""The three GEMMs of a linear layer in float8, one class for each granularity.
+
+Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered; activations and
+gradients are quantized here, each time by their own magnitudes (*dynamic* scaling), with the casts of ``cast``. What a
+cast makes is a list of tensors, so that compiled code can trace the cast and hand its result to the opaque op that
+gathers the weight and multiplies.
+
+Only forward sums in the tensor cores' own precision (``use_fast_accum``), as torchao and Transformer Engine have it:
+sums of gradients are of more terms that cancel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from . import cast
+from .base import Quantized
+from .gemm import ALIGNMENT, Granularity, Operand, product
+
+# A quantized matrix as a flat list: elements, scale. Or a matrix as it is, which is quantized later.
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Float8GEMMs(ABC):
+    """How a linear layer multiplies.
+
+    Args:
+        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized.
+        on_hardware: By float8 GEMMs; else by the reference arithmetic, in float32.
+    """
+
+    high_precision_wgrad: bool
+    on_hardware: bool
+
+    @property
+    def name(self) -> str:
+        """What :func:`gemms_of_name` makes these GEMMs of."""
+        return f"{type(self).__name__}({self.high_precision_wgrad}, {self.on_hardware})"
+
+    # Dtypes that hardware gives wgrad in.
+    wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
+
+    @abstractmethod
+    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+        """What forward needs of its input."""
+
+    @abstractmethod
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """``x @ w.T``, shape ``(M, N)``."""
+
+    @abstractmethod
+    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+        """What dgrad needs of the output's gradient."""
+
+    @abstractmethod
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """``g @ w``, shape ``(M, K)``."""
+
+    @abstractmethod
+    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+        """What wgrad needs of both; ``grad`` is what :meth:`cast_grad` has made.
+
+        Only called without ``high_precision_wgrad``.
+        """
+
+    def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
+        grad, grad_scale, input, input_scale = operands
+        kind = self._wgrad_granularity
+        out_dtype = dtype if not self.on_hardware or dtype in self.wgrad_dtypes else torch.bfloat16
+        left, right = Operand(grad, grad_scale, kind), Operand(input, input_scale, kind)
+        return product(left, right, out_dtype, on_hardware=self.on_hardware).to(dtype)
+
+    _wgrad_granularity: ClassVar[Granularity]
+
+
+class TensorwiseGEMMs(Float8GEMMs):
+    """One scale for each matrix. Gradients are e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv
+    2209.05433), everything else e4m3. Transposes are transposes of the same bytes."""
+
+    _wgrad_granularity = Granularity.TENSOR
+
+    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+        scale = cast.e4m3_scale(cast.amax(input_MK, (-2, -1)))
+        return [cast.to_e4m3(cast.wide(input_MK) / scale), scale]
+
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        right = Operand(weight.planes[0], self._weight_scale(weight), Granularity.TENSOR)
+        return self._product(input, right, dtype, use_fast_accum=True)
+
+    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+        scale = cast.e5m2_scale(cast.amax(grad_MN, (-2, -1)))
+        return [cast.to_e5m2(cast.wide(grad_MN) / scale), scale]
+
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        right = Operand(weight.planes[0].t(), self._weight_scale(weight), Granularity.TENSOR)
+        return self._product(grad, right, dtype)
+
+    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+        input, input_scale = self.cast_input(input_MK)
+        return [_turned(grad[0]), grad[1], _turned(input), input_scale]
+
+    @staticmethod
+    def _weight_scale(weight: Quantized) -> torch.Tensor:
+        assert weight.amax is not None
+        return cast.e4m3_scale(weight.amax)
+
+    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype, use_fast_accum: bool = False) -> torch.Tensor:
+        return product(
+            Operand(left[0], left[1], Granularity.TENSOR),
+            right,
+            dtype,
+            on_hardware=self.on_hardware,
+            use_fast_accum=use_fast_accum,
+        )
+
+
+class RowwiseGEMMs(Float8GEMMs):
+    """One scale for each row of each operand.
+
+    In dgrad the weight's scales lie along the contraction, where no scale can be. They are multiplied into the gradient
+    before that is quantized: ``g @ (s * q) = (g * s) @ q``. So dgrad casts after the gather, on the spot.
+    """
+
+    _wgrad_granularity = Granularity.ROW
+    # On some devices torch multiplies rows by kernels that know no other.
+    wgrad_dtypes = (torch.bfloat16,)
+
+    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+        scale = cast.e4m3_scale(cast.amax(input_MK, (-1,)))
+        return [cast.to_e4m3(cast.wide(input_MK) / scale), scale]
+
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        left = Operand(input[0], input[1], Granularity.ROW)
+        right = Operand(weight.planes[0], weight.planes[1], Granularity.ROW)
+        return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
+
+    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+        return [grad_MN]
+
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        data, scale = weight.planes
+        scaled = cast.wide(grad[0]) * scale.reshape(1, -1)
+        cast_data, cast_scale = self.cast_input(scaled)
+        left = Operand(cast_data, cast_scale, Granularity.ROW)
+        ones = torch.ones((data.shape[1], 1), dtype=torch.float32, device=data.device)
+        return product(left, Operand(data.t(), ones, Granularity.ROW), dtype, on_hardware=self.on_hardware)
+
+    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+        # Other scales than those of forward and dgrad: along the tokens.
+        return [*self.cast_input(_turned(grad_MN)), *self.cast_input(_turned(input_MK))]
+
+
+class BlockwiseGEMMs(Float8GEMMs):
+    """Weights in blocks of 128 x 128, activations and gradients in blocks of 128 along the contraction, all e4m3
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
+
+    _wgrad_granularity = Granularity.ROW_BLOCK
+
+    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+        block = Granularity.ROW_BLOCK.block
+        scale = cast.e4m3_scale(cast.block_amax(input_MK, block))
+        return [cast.to_e4m3(cast.wide(input_MK) / cast.spread(scale, block, input_MK.shape)), scale]
+
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        data, scale = weight.planes
+        return self._product(input, Operand(data, scale, Granularity.SQUARE_BLOCK), dtype)
+
+    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+        return self.cast_input(grad_MN)
+
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        data, scale = weight.planes
+        return self._product(grad, Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK), dtype)
+
+    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+        return [*self.cast_input(_turned(grad_MN)), *self.cast_input(_turned(input_MK))]
+
+    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype) -> torch.Tensor:
+        # The kernel of block scales knows no fast accumulation.
+        return product(Operand(left[0], left[1], Granularity.ROW_BLOCK), right, dtype, on_hardware=self.on_hardware)
+
+
+def _turned(matrix: torch.Tensor) -> torch.Tensor:
+    """The transpose, row-major, its columns (tokens) filled up with zeros: they are the contraction of wgrad."""
+    # Elements of float8 are moved as bytes: compilers know how to.
+    dtype, plain = matrix.dtype, matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
+    missing = -matrix.shape[0] % ALIGNMENT
+    turned = torch.nn.functional.pad(plain.t(), (0, missing)) if missing else plain.t()
+    return turned.contiguous().view(dtype)
+
+
+_ALL = tuple(
+    cls(high_precision_wgrad, on_hardware)
+    for cls in (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)
+    for high_precision_wgrad in (False, True)
+    for on_hardware in (False, True)
+)
+
+
+def gemms_of_name(name: str) -> Float8GEMMs:
+    """The GEMMs of that name: an op of compiled code takes only such arguments."""
+    return next(gemms for gemms in _ALL if gemms.name == name)
+
+
+__all__ = ["BlockwiseGEMMs", "Float8GEMMs", "RowwiseGEMMs", "Tensors", "TensorwiseGEMMs", "gemms_of_name"]

@@ -1,0 +1,294 @@
+"""The three GEMMs of a linear layer in float8: against their definitions, and which way is chosen."""
+
+from __future__ import annotations
+
+import unittest
+import warnings
+from itertools import pairwise
+from unittest import mock
+
+import torch
+
+from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, cast
+from dtensor_gtp.quant.compute import choose_path, warn_dequantized
+from dtensor_gtp.quant.float8_gemms import Float8GEMMs, gemms_of_name
+from dtensor_gtp.quant.gemm import Granularity, Operand, product
+
+NAN, INF = float("nan"), float("inf")
+FLOAT8 = (Float8Tensorwise, Float8Rowwise, Float8Blockwise)
+
+
+def e5m2_values() -> list[float]:
+    """All finite magnitudes, from their bits: 5 bits of exponent with bias 15, 2 of mantissa."""
+    values = [mantissa * 2.0**-16 for mantissa in range(4)]
+    return values + [(1 + m / 4) * 2.0 ** (e - 15) for e in range(1, 31) for m in range(4)]
+
+
+class TestE5M2(unittest.TestCase):
+    def test_rounds_to_nearest_even_and_saturates(self) -> None:
+        values = e5m2_values()
+        self.assertEqual(values[-1], cast.E5M2_MAX)
+        ties = [(a + b) / 2 for a, b in pairwise(values)]
+        even = [values[i + i % 2] for i in range(len(ties))]
+        below, above = [tie * (1 - 2.0**-20) for tie in ties], [tie * (1 + 2.0**-20) for tie in ties]
+        beyond = [61440.0, 65536.0, 1e30]
+        inputs = torch.tensor([*values, *ties, *below, *above, *beyond])
+        expected = torch.tensor([*values, *even, *values[:-1], *values[1:], *[cast.E5M2_MAX] * 3])
+        for sign in (1, -1):
+            codes = cast.to_e5m2(inputs * sign)
+            self.assertTrue(torch.equal(codes.float(), expected * sign))
+            self.assertTrue(torch.equal(codes.float().signbit(), (inputs * sign).signbit()))
+
+    def test_scale_and_nan(self) -> None:
+        scale = cast.e5m2_scale(torch.tensor([57344.0, 0.0, INF, NAN, 1.0]))
+        torch.testing.assert_close(
+            scale, torch.tensor([1.0, 2.0**-126, NAN, NAN, 1 / 57344]), rtol=0, atol=0, equal_nan=True
+        )
+        nans = cast.to_e5m2(torch.tensor([NAN, -NAN])).view(torch.uint8)
+        self.assertEqual(nans[0], nans[1])
+        self.assertTrue(cast.to_e5m2(torch.tensor([INF])).float().item() == 57344)
+
+
+def rounded(values: torch.Tensor, dims: tuple[int, ...], gradient: bool = False) -> torch.Tensor:
+    """Values as dynamic scaling over ``dims`` leaves them, in float64 of float32 products."""
+    scale_of, to = (cast.e5m2_scale, cast.to_e5m2) if gradient else (cast.e4m3_scale, cast.to_e4m3)
+    scale = scale_of(values.abs().amax(dims, keepdim=True))
+    return to(values / scale).float() * scale
+
+
+def in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """The same with a scale for each 128 elements of a row."""
+    return torch.cat([rounded(part, (-1,)) for part in values.split(128, -1)], -1)
+
+
+class TestGEMMs(unittest.TestCase):
+    """Odd shapes, rows and columns of unequal magnitude."""
+
+    M, N, K = 37, 150, 200
+
+    def setUp(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.g, self.w = (
+            torch.randn(shape, generator=generator)
+            * torch.exp2(-(torch.arange(shape[0]) % 5.0)).unsqueeze(1)
+            * torch.exp2(-(torch.arange(shape[1]) % 3.0))
+            for shape in ((self.M, self.K), (self.M, self.N), (self.N, self.K))
+        )
+
+    def _operands(self, recipe: Recipe) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """What forward, dgrad and wgrad multiply, as values: each ``left @ right.T``."""
+        x, g, w = self.x, self.g, self.w
+        weight = recipe.dequantize(recipe.quantize(w, Direction.ROWWISE), w.shape, Direction.ROWWISE, torch.float32)
+        if isinstance(recipe, Float8Tensorwise):
+            grad = rounded(g, (0, 1), gradient=True)
+            return (rounded(x, (0, 1)), weight), (grad, weight.t()), (grad.t(), rounded(x, (0, 1)).t())
+        if isinstance(recipe, Float8Rowwise):
+            data, scale = recipe.quantize(w, Direction.ROWWISE).planes
+            dgrad = (rounded(g * scale.view(1, -1), (1,)), data.float().t())
+            return (rounded(x, (1,)), weight), dgrad, (rounded(g.t(), (1,)), rounded(x.t(), (1,)))
+        return (in_blocks(x), weight), (in_blocks(g), weight.t()), (in_blocks(g.t()), in_blocks(x.t()))
+
+    def _results(self, recipe: Recipe, gemms: Float8GEMMs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        weight = recipe.quantize(self.w, Direction.ROWWISE)
+        grad = gemms.cast_grad(self.g)
+        return (
+            gemms.output(gemms.cast_input(self.x), weight, dtype),
+            gemms.grad_input(grad, weight, dtype),
+            gemms.grad_weight(gemms.cast_wgrad(self.g, self.x, grad), dtype),
+        )
+
+    def test_equal_their_definitions(self) -> None:
+        """Sums of float32: within one rounding for each term of the sum of magnitudes."""
+        for cls in FLOAT8:
+            recipe = cls()
+            results = self._results(recipe, recipe.gemms(on_hardware=False), torch.float32)
+            for result, (left, right) in zip(results, self._operands(recipe), strict=True):
+                exact = left.double() @ right.double().t()
+                magnitude = left.double().abs() @ right.double().abs().t()
+                self.assertEqual(result.shape, exact.shape)
+                bound = (left.shape[1] + 2) * 2.0**-24 * magnitude
+                self.assertTrue(((result.double() - exact).abs() <= bound).all(), cls)
+
+    def test_quantization_matters_and_is_small(self) -> None:
+        """Relative error of Gaussian products: e4m3 rounds to 2^-4 at most, e5m2 to 2^-3; both operands count."""
+        for cls in FLOAT8:
+            recipe = cls()
+            results = self._results(recipe, recipe.gemms(on_hardware=False), torch.float32)
+            for result, exact in zip(results, (self.x @ self.w.t(), self.g @ self.w, self.g.t() @ self.x), strict=True):
+                error = ((result - exact).norm() / exact.norm()).item()
+                self.assertLess(error, 2.0**-4 + 2.0**-3)
+                self.assertGreater(error, 2.0**-8)
+
+    def test_scaled_mm_of_torch(self) -> None:
+        """The same operands in the layout that ``scaled_mm`` takes, by its CPU kernel where there is one."""
+        self.M, self.N, self.K = 32, 48, 64
+        self.x, self.g, self.w = self.x[:32, :64], self.g[:32, :48], self.w[:48, :64]
+        for cls in (Float8Tensorwise, Float8Rowwise):
+            recipe = cls()
+            try:
+                torch.nn.functional.scaled_mm(
+                    *(torch.zeros(16, 16).to(torch.float8_e4m3fn).t().contiguous().t(),) * 2,
+                    *(torch.ones(1), torch.nn.functional.ScalingType.TensorWise) * 2,
+                )
+                actual = self._results(recipe, recipe.gemms(on_hardware=True), torch.bfloat16)
+            except (NotImplementedError, RuntimeError) as error:
+                self.skipTest(f"torch {torch.__version__} on CPU: {str(error)[:80]}")
+            expected = self._results(recipe, recipe.gemms(on_hardware=False), torch.float32)
+            for a, b in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a.float(), b, rtol=2.0**-8, atol=2.0**-14)
+
+    def test_layouts_for_hardware(self) -> None:
+        """What ``scaled_mm`` is called with: row-major and column-major matrices, scales in the layout of cuBLAS."""
+        calls = []
+
+        def scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: object, **options: object) -> torch.Tensor:
+            calls.append((a, b, scales, options))
+            return a.new_zeros((a.shape[0], b.shape[1]), dtype=options["output_dtype"])
+
+        with mock.patch("dtensor_gtp.quant.gemm.scaled_mm", scaled_mm):
+            for cls in FLOAT8:
+                recipe = cls()
+                for result in self._results(recipe, recipe.gemms(on_hardware=True), torch.bfloat16):
+                    self.assertTrue(result.is_contiguous())
+        for a, b, (scale_a, kind_a, scale_b, kind_b), options in calls:
+            self.assertTrue(a.is_contiguous() and b.t().is_contiguous())
+            rows, contraction = a.shape
+            columns = b.shape[1]
+            blocks = -(-contraction // 128)
+            if kind_a.name == "RowWise":
+                self.assertEqual((scale_a.shape, scale_b.shape), ((rows, 1), (1, columns)))
+                self.assertEqual(scale_b.stride(1), 1)
+            if kind_a.name == "BlockWise1x128":
+                self.assertEqual(scale_a.shape, (rows, blocks))
+                self.assertEqual(scale_a.stride(), (1, rows if blocks > 1 else 1))
+                self.assertEqual(rows % 16, 0)
+                self.assertFalse(options["use_fast_accum"])
+            if kind_b.name == "BlockWise128x128":
+                padded = -(-blocks // 4) * 4
+                self.assertEqual((scale_b.shape, scale_b.stride()), ((padded, -(-columns // 128)), (1, padded)))
+            if kind_b.name == "BlockWise1x128":
+                self.assertEqual(scale_b.shape, (columns, blocks))
+                self.assertEqual(scale_b.stride(), (1, columns if blocks > 1 else 1))
+        fast = [options["use_fast_accum"] for *_, options in calls]
+        self.assertEqual(fast, [True, False, False] * 2 + [False] * 3)  # blocks know none
+        contractions = [a.shape[1] % 16 for a, *_ in calls[2::3]]
+        self.assertEqual(contractions, [0, 0, 0])  # tokens are filled up
+
+    def test_nan_and_inf_spread_as_far_as_their_scale(self) -> None:
+        for cls in FLOAT8:
+            recipe = cls()
+            gemms = recipe.gemms(on_hardware=False)
+            for bad in (NAN, INF, -INF):
+                x = self.x.clone()
+                x[3, 5] = bad
+                weight = recipe.quantize(self.w, Direction.ROWWISE)
+                y = gemms.output(gemms.cast_input(x), weight, torch.float32)
+                self.assertTrue(y[3].isnan().all())
+                self.assertEqual(y.isnan().any(1).sum().item(), self.M if cls is Float8Tensorwise else 1)
+
+    def test_nothing(self) -> None:
+        for cls in FLOAT8:
+            recipe = cls()
+            gemms = recipe.gemms(on_hardware=False)
+            weight = recipe.quantize(self.w, Direction.ROWWISE)
+            x, g = self.x[:0], self.g[:0]
+            self.assertEqual(gemms.output(gemms.cast_input(x), weight, torch.float32).shape, (0, self.N))
+            grad = gemms.cast_grad(g)
+            self.assertEqual(gemms.grad_input(grad, weight, torch.float32).shape, (0, self.K))
+            wgrad = gemms.grad_weight(gemms.cast_wgrad(g, x, grad), torch.float32)
+            self.assertTrue(torch.equal(wgrad, torch.zeros(self.N, self.K)))
+        nothing = Operand(torch.zeros(0, 16).to(torch.float8_e4m3fn), torch.ones(1, 1), Granularity.TENSOR)
+        other = Operand(torch.zeros(32, 16).to(torch.float8_e4m3fn), torch.ones(1, 1), Granularity.TENSOR)
+        self.assertEqual(product(nothing, other, torch.bfloat16, on_hardware=True).shape, (0, 32))
+
+    def test_names(self) -> None:
+        for cls in FLOAT8:
+            for high_precision_wgrad in (False, True):
+                gemms = cls(high_precision_wgrad=high_precision_wgrad).gemms(on_hardware=True)
+                self.assertEqual(gemms_of_name(gemms.name), gemms)
+
+
+class TestChoice(unittest.TestCase):
+    def _choose(
+        self,
+        recipe: Recipe,
+        capability: tuple[int, int] | None,
+        shape: tuple[int, ...] = (32, 64),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> str:
+        device = torch.device("cpu" if capability is None else "cuda")
+        with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+            return choose_path(recipe, device, torch.Size(shape), dtype, "layer.weight").describe()
+
+    def test_what_runs_where(self) -> None:
+        without = "dequantized for the GEMM"
+        for recipe, capability, expected in (
+            (Float8Tensorwise(), (9, 0), "float8 GEMMs"),
+            (Float8Tensorwise(), (8, 9), "float8 GEMMs"),
+            (Float8Tensorwise(), (10, 0), "float8 GEMMs"),
+            (Float8Rowwise(), (9, 0), "float8 GEMMs, wgrad not quantized"),
+            (Float8Rowwise(high_precision_wgrad=False), (9, 0), "float8 GEMMs"),
+            (Float8Blockwise(), (9, 0), "float8 GEMMs"),
+            (
+                Float8Blockwise(),
+                (10, 0),
+                f"{without} (no float8_blockwise GEMMs on compute capability 10.0)",
+            ),
+            (
+                Float8Tensorwise(),
+                (8, 0),
+                f"{without} (no float8_tensorwise GEMMs on compute capability 8.0)",
+            ),
+            (Float8Tensorwise(), None, f"{without} (no float8 GEMMs on cpu)"),
+            (Float8Tensorwise(compute="dequantize"), (9, 0), "dequantized for the GEMM (asked for)"),
+            (MXFP8(), (9, 0), "dequantized for the GEMM (no GEMMs of mxfp8)"),
+            (NVFP4(), (10, 0), "dequantized for the GEMM (no GEMMs of nvfp4)"),
+        ):
+            self.assertEqual(self._choose(recipe, capability), expected)
+
+    def test_auto_says_why_not(self) -> None:
+        self.assertEqual(
+            self._choose(Float8Tensorwise(), (9, 0), shape=(30, 64)),
+            "dequantized for the GEMM (a shape of (30, 64) is not in multiples of 16; (32, 64) would fit)",
+        )
+        self.assertEqual(
+            self._choose(Float8Tensorwise(), (9, 0), dtype=torch.float32),
+            "dequantized for the GEMM (the compute dtype is float32, not bfloat16)",
+        )
+        self.assertEqual(
+            self._choose(Float8Tensorwise(), (9, 0), shape=(2, 16, 16)), "dequantized for the GEMM (grouped)"
+        )
+
+    def test_forced_raises_where_it_is_impossible(self) -> None:
+        forced = Float8Blockwise(compute="float8")
+        for options, message in (
+            ({"capability": (8, 0)}, "'layer.weight' of shape .* on cuda.* compute capability 8.0"),
+            ({"capability": (9, 0), "shape": (30, 64)}, r"not in multiples of 16; \(32, 64\) would fit"),
+            ({"capability": (9, 0), "dtype": torch.float32}, "compute dtype is float32.*Choose compute='auto'"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                self._choose(forced, **options)  # type: ignore[arg-type]
+        for cls in (MXFP8, NVFP4):
+            with self.assertRaisesRegex(ValueError, f"{cls.__name__} expects compute 'auto' or 'dequantize', but got"):
+                cls(compute="float8")
+        with self.assertRaisesRegex(ValueError, "expects compute 'auto', 'dequantize' or 'float8', but got 'fp8'"):
+            Float8Rowwise(compute="fp8")
+
+    def test_forced_on_cpu_says_so_once(self) -> None:
+        recipe = Float8Rowwise(compute="float8")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                described = self._choose(recipe, None, shape=(30, 7), dtype=torch.float32)
+                warn_dequantized(recipe, "layer.weight", "it is read as an attribute")
+                warn_dequantized(Float8Rowwise(), "layer.weight", "it is read as an attribute")
+        self.assertEqual(
+            described, "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized"
+        )
+        self.assertEqual(len(caught), 2, [str(w.message) for w in caught])
+        self.assertRegex(str(caught[0].message), "asks for float8 GEMMs, which torch does not have on cpu .*in float32")
+        self.assertRegex(str(caught[1].message), "'layer.weight' is dequantized: it is read as an attribute")
+
+
+if __name__ == "__main__":
+    unittest.main()
