@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .base import Direction, Quantized
+from .base import Direction, Quantized, Recipe
 from .tensor import MasterWeight, WeightWithRecipe
 
 aten = torch.ops.aten
@@ -140,13 +140,18 @@ class GatheredWeight(WeightWithRecipe):
         """Take what another gather has brought."""
         self._slots, self._info = slots, info
 
+    @property
+    def recipe(self) -> Recipe:
+        return self._info.shard.recipe
+
+    def quantized_for(self, direction: Direction) -> Quantized:
+        info, direction = self._info, self.recipe.direction(direction)
+        slots = self._slots if direction is info.direction else _gather_now(info, direction)
+        return _unpacked(info, slots, direction)
+
     def dequantize_for(self, direction: Direction) -> torch.Tensor:
-        info = self._info
-        recipe, slots = info.shard.recipe, self._slots
-        direction = recipe.direction(direction)
-        if direction is not info.direction:
-            slots = _gather_now(info, direction)
-        return recipe.dequantize(_unpacked(info, slots, direction), self.shape, direction, self.dtype)
+        quantized, recipe = self.quantized_for(direction), self.recipe
+        return recipe.dequantize(quantized, self.shape, recipe.direction(direction), self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

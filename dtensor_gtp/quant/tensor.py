@@ -21,7 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .base import Direction, Recipe
+from .base import Direction, Quantized, Recipe
+from .linear import Float8Linear, gemms_of
 
 aten = torch.ops.aten
 
@@ -65,6 +66,15 @@ class WeightWithRecipe(torch.Tensor):
         """The quantized weight as an ordinary tensor of this one's dtype."""
         raise NotImplementedError
 
+    def quantized_for(self, direction: Direction) -> Quantized:
+        """The quantized weight as it is, for GEMMs that multiply with that."""
+        raise NotImplementedError
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the weight is quantized."""
+        raise NotImplementedError
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,6 +88,9 @@ class WeightWithRecipe(torch.Tensor):
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     if not isinstance(weight, WeightWithRecipe):
         raise TypeError(f"F.linear expects a weight with a recipe as weight only, but got {type(input).__name__}.")
+    gemms = gemms_of(weight)
+    if gemms is not None:
+        return Float8Linear.apply(input, weight, bias, gemms)  # type: ignore[no-untyped-call]
     return _QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 
 
@@ -144,9 +157,11 @@ class MasterWeight(WeightWithRecipe):
     def recipe(self) -> Recipe:
         return self._recipe
 
+    def quantized_for(self, direction: Direction) -> Quantized:
+        return self._recipe.quantize(self._master, self._recipe.direction(direction))
+
     def dequantize_for(self, direction: Direction) -> torch.Tensor:
-        direction = self._recipe.direction(direction)
-        quantized = self._recipe.quantize(self._master, direction)
+        quantized, direction = self.quantized_for(direction), self._recipe.direction(direction)
         return self._recipe.dequantize(quantized, self._master.shape, direction, self._master.dtype)
 
     def fsdp_pre_all_gather(

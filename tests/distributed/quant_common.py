@@ -187,17 +187,25 @@ def check(
     names: Callable[[nn.Module, str], bool] = blocks_only,
     steps: int = 3,
     is_exact: bool = True,
+    make_reference: Callable[..., nn.Module] = reference_of,
+    by_rank: bool = False,
     **tolerance: float,
 ) -> nn.Module:
-    """Two microbatches a step; outputs, gradients and parameters after each step equal the reference."""
-    reference = reference_of(model, recipe, names)
+    """Two microbatches a step; outputs, gradients and parameters after each step equal the reference.
+
+    Args:
+        make_reference: Called with model, recipe and names.
+        by_rank: The reference takes the rows of each rank by themselves: what is scaled by its own magnitude is.
+    """
+    reference = make_reference(model, recipe, names)
     model = shard(copy.deepcopy(model))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in (reference, model)]
     for step in range(steps):
         for microbatch in range(2):
             tokens = tokens_of(2 * step + microbatch)
             mine = rows_of_rank(tokens, mesh)
-            (loss_of(reference, tokens) / 2).backward()
+            for part in tokens.chunk(mesh.size() if by_rank else 1):
+                (loss_of(reference, part) / (2 * mesh.size() if by_rank else 2)).backward()
             loss = loss_of(model, mine) / 2
             with torch.no_grad():
                 expected = loss_of(reference, mine) / 2

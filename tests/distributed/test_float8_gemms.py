@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import unittest
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from unittest import mock
 
 import torch
+from float8_reference import Values, dgrad_operands, forward_operands, wgrad_operands
 
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, cast
 from dtensor_gtp.quant.compute import choose_path, warn_dequantized
@@ -49,18 +51,6 @@ class TestE5M2(unittest.TestCase):
         self.assertTrue(cast.to_e5m2(torch.tensor([INF])).float().item() == 57344)
 
 
-def rounded(values: torch.Tensor, dims: tuple[int, ...], gradient: bool = False) -> torch.Tensor:
-    """Values as dynamic scaling over ``dims`` leaves them, in float64 of float32 products."""
-    scale_of, to = (cast.e5m2_scale, cast.to_e5m2) if gradient else (cast.e4m3_scale, cast.to_e4m3)
-    scale = scale_of(values.abs().amax(dims, keepdim=True))
-    return to(values / scale).float() * scale
-
-
-def in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """The same with a scale for each 128 elements of a row."""
-    return torch.cat([rounded(part, (-1,)) for part in values.split(128, -1)], -1)
-
-
 class TestGEMMs(unittest.TestCase):
     """Odd shapes, rows and columns of unequal magnitude."""
 
@@ -77,16 +67,12 @@ class TestGEMMs(unittest.TestCase):
 
     def _operands(self, recipe: Recipe) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """What forward, dgrad and wgrad multiply, as values: each ``left @ right.T``."""
-        x, g, w = self.x, self.g, self.w
-        weight = recipe.dequantize(recipe.quantize(w, Direction.ROWWISE), w.shape, Direction.ROWWISE, torch.float32)
-        if isinstance(recipe, Float8Tensorwise):
-            grad = rounded(g, (0, 1), gradient=True)
-            return (rounded(x, (0, 1)), weight), (grad, weight.t()), (grad.t(), rounded(x, (0, 1)).t())
-        if isinstance(recipe, Float8Rowwise):
-            data, scale = recipe.quantize(w, Direction.ROWWISE).planes
-            dgrad = (rounded(g * scale.view(1, -1), (1,)), data.float().t())
-            return (rounded(x, (1,)), weight), dgrad, (rounded(g.t(), (1,)), rounded(x.t(), (1,)))
-        return (in_blocks(x), weight), (in_blocks(g), weight.t()), (in_blocks(g.t()), in_blocks(x.t()))
+        weight = Values.of(self.w, recipe)
+        return (
+            forward_operands(recipe, self.x, weight),
+            dgrad_operands(recipe, self.g, weight),
+            wgrad_operands(replace(recipe, high_precision_wgrad=False), self.g, self.x),
+        )
 
     def _results(self, recipe: Recipe, gemms: Float8GEMMs, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         weight = recipe.quantize(self.w, Direction.ROWWISE)
