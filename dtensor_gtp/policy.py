@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-EmbeddingKind = Literal["gather", "exchange", "auto"]
+ExchangeKind = Literal["gather", "exchange", "auto"]
 ReduceScatterKind = Literal["ring", "all_to_all"]
 
 
@@ -15,8 +15,8 @@ ReduceScatterKind = Literal["ring", "all_to_all"]
 class SchedulePolicy:
     """How gathers and reduce-scatters are placed around compute.
 
-    None but ``reduce_scatter`` and ``embedding``, by the rounding of gradients, changes a result; they change time and
-    memory.
+    They change time and memory, and no result but the rounding of what ``reduce_scatter``, ``embedding`` and ``head``
+    sum in another order or dtype.
 
     Args:
         prefetch_depth: Number of weights that are gathered ahead of the one in use. 0 gathers each weight when it is
@@ -37,6 +37,9 @@ class SchedulePolicy:
             there. An exchange carries so many tokens of each rank: fewer are padded, and more raise an error, unless
             all ranks have more. Without gradients, and where ranks do not hold whole rows (tensor parallelism,
             quantized tables), the table is gathered.
+        head: How ``nn.functional.linear_cross_entropy`` computes losses where gradients are computed. ``"exchange"``:
+            each rank computes the logits of its own rows of the vocabulary for the tokens of all ranks, and neither
+            weight nor logits are ever whole. ``"gather"``: the weight is gathered, as any. ``"auto"`` as above.
         exchange_tokens: Most tokens of a rank in one call, for exchanges of activations. None takes those of the first
             call, in which ranks compare theirs.
 
@@ -49,7 +52,8 @@ class SchedulePolicy:
     max_inflight_reduce_scatters: int = 2
     min_shard_numel: int = 1024
     reduce_scatter: ReduceScatterKind = "ring"
-    embedding: EmbeddingKind = "gather"
+    embedding: ExchangeKind = "gather"
+    head: ExchangeKind = "exchange"
     exchange_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +64,8 @@ class SchedulePolicy:
             if value < least:
                 raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
         _check_choice("reduce_scatter", self.reduce_scatter, get_args(ReduceScatterKind))
-        _check_choice("embedding", self.embedding, get_args(EmbeddingKind))
+        _check_choice("embedding", self.embedding, get_args(ExchangeKind))
+        _check_choice("head", self.head, get_args(ExchangeKind))
         tokens = self.exchange_tokens
         if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
             raise TypeError(f"SchedulePolicy expects an int or None for exchange_tokens, but got {tokens!r}.")
@@ -74,4 +79,4 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"SchedulePolicy expects {known} as {name}, but got {value!r}.")
 
 
-__all__ = ["EmbeddingKind", "MixedPrecisionPolicy", "ReduceScatterKind", "SchedulePolicy"]
+__all__ = ["ExchangeKind", "MixedPrecisionPolicy", "ReduceScatterKind", "SchedulePolicy"]

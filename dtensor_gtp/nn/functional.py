@@ -1,0 +1,184 @@
+"""Functions that torch does not have for sharded weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from .._runtime.modules import Binding, binding_of
+from .._runtime.param import ShardedWeight, Site, WholeParam
+from .._runtime.state import Runtime
+from ..ops.cross_entropy import IGNORED, loss_exchange, vocabulary_parallel_loss
+from ..ops.linear import linear as sharded_linear
+
+_EVALUATED_TOKENS = 1024
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiled code ends before it and goes on after it
+def linear_cross_entropy(
+    input: torch.Tensor,
+    linear: nn.Linear | nn.Embedding,
+    target: torch.Tensor,
+    *,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """``F.cross_entropy(linear(input).float(), target)``, over a vocabulary that stays sharded.
+
+    Each rank computes the logits of its own rows of ``linear.weight`` for the tokens of all ranks of the gtp axis, in
+    chunks. So neither the weight nor its gradient nor the logits are ever whole, and hidden states cross the wire in
+    their place; the logits are computed twice, in forward and in backward. Sums over the vocabulary and over ranks are
+    of float32. It is a collective: all ranks of the axis call it, each with its own tokens and for its own loss.
+
+    How many tokens one exchange carries, and what happens if a rank has more, is as for
+    ``SchedulePolicy(embedding="exchange")``. ``SchedulePolicy(head=...)`` can choose to gather the weight instead, by
+    name or by bytes. Without gradients it is gathered in any case, and ranks may have any numbers of tokens. A
+    ``linear`` that nobody shards, or that ``gtp_shard`` left whole, is computed on each rank by itself.
+
+    Args:
+        input: Hidden states, shape ``(*, in_features)``, in the dtype in which ``linear`` computes.
+        linear: The output projection; or the embedding that it is tied to, whose table is the weight. Its own forward
+            is not called, so neither are its hooks.
+        target: Rows of the weight, integers of shape ``(*)``.
+        reduction: ``"none"`` returns a loss for each token, ``"sum"`` their sum, ``"mean"`` their mean over this rank's
+            tokens whose target is not ignored, as ``F.cross_entropy`` on this rank.
+        ignore_index: Target of tokens that have no loss.
+        label_smoothing: As in ``F.cross_entropy``, in [0, 1].
+
+    Returns:
+        float32 or wider; a scalar, or the shape of ``target`` without a reduction.
+
+    Raises:
+        TypeError, ValueError: An argument is of the wrong kind or shape, or a rank has more tokens than an exchange
+            carries.
+        NotImplementedError: Ranks do not hold whole rows of the vocabulary.
+
+    Sources: Shoeybi et al., "Megatron-LM", arXiv:1909.08053 (vocabulary-parallel cross entropy); Milakov and
+    Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+    """
+    _check(input, linear, target, reduction, label_smoothing)
+    flat, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
+    is_ignored = targets == ignore_index
+    losses = _losses(flat, linear, targets.masked_fill(is_ignored, IGNORED), label_smoothing)
+    if reduction == "none":
+        return losses.view(target.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (~is_ignored).sum()
+
+
+def _losses(
+    hidden: torch.Tensor,
+    linear: nn.Linear | nn.Embedding,
+    targets: torch.Tensor,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """The loss of each token; zero where the target is ``IGNORED``."""
+    binding = binding_of(linear)
+    weight = binding.params.get("weight") if binding is not None else None
+    if binding is None or not isinstance(weight, ShardedWeight):
+        logits = F.linear(hidden, linear.weight) if isinstance(linear, nn.Embedding) else linear(hidden)
+        return _cross_entropy(logits, targets, label_smoothing)
+    runtime = binding.group.runtime
+    weight.follow(Site(linear, "weight"))
+    exchange = loss_exchange(runtime, weight) if torch.is_grad_enabled() and weight.layout.world > 1 else None
+    losses = None
+    if exchange is not None:
+        hidden = hidden.to(_compute_dtype(hidden, weight))
+        bias = _bias(linear, binding)
+        losses = vocabulary_parallel_loss(hidden, targets, bias, runtime, weight, exchange, label_smoothing)
+    if losses is not None:
+        return losses
+    if not torch.is_grad_enabled() and weight.tp_spec is None and weight.wire is None:
+        return _gathered_losses(hidden, linear, targets, label_smoothing, binding, runtime, weight)
+    is_table = isinstance(linear, nn.Embedding) and weight.tp_spec is None
+    logits = sharded_linear(hidden, None, runtime, weight) if is_table else linear(hidden)
+    return _cross_entropy(logits, targets, label_smoothing)
+
+
+def _compute_dtype(hidden: torch.Tensor, weight: ShardedWeight) -> torch.dtype:
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    if hidden.dtype != weight.compute_dtype:
+        raise ValueError(
+            f"linear_cross_entropy expects input of {weight.compute_dtype}, in which parameter '{weight.fqn}' is "
+            f"computed with, but got {hidden.dtype}. Convert it, or call it inside of the module that gtp_shard was "
+            "called on, whose policy casts."
+        )
+    return hidden.dtype
+
+
+def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> torch.Tensor | None:
+    """The bias as code sees it, of a layer whose rows stay where they are."""
+    managed = binding.params.get("bias")
+    if managed is None:
+        return linear._parameters.get("bias")
+    managed.follow(Site(linear, "bias"))
+    if not isinstance(managed, WholeParam):
+        raise NotImplementedError(
+            f"linear_cross_entropy expects a bias that stays whole, but parameter '{managed.fqn}' of shape "
+            f"{tuple(managed.param.shape)} has placements {managed.placements}. Return Replicate() for it from "
+            "shard_placement_fn."
+        )
+    return managed.value()
+
+
+def _gathered_losses(
+    hidden: torch.Tensor,
+    linear: nn.Linear | nn.Embedding,
+    targets: torch.Tensor,
+    label_smoothing: float,
+    binding: Binding,
+    runtime: Runtime,
+    weight: ShardedWeight,
+) -> torch.Tensor:
+    """Without gradients: the weight is gathered, the logits are whole for some tokens at a time."""
+    bias = _bias(linear, binding)
+    with runtime.using(weight) as full:
+        parts = [
+            _cross_entropy(F.linear(part, full, bias), some, label_smoothing)
+            for part, some in zip(hidden.split(_EVALUATED_TOKENS), targets.split(_EVALUATED_TOKENS), strict=True)
+        ]
+    return torch.cat(parts)
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
+
+
+def _check(
+    input: torch.Tensor,
+    linear: nn.Linear | nn.Embedding,
+    target: torch.Tensor,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    """Raises:
+    TypeError, ValueError: An argument is of the wrong kind, shape or range.
+    """
+    name = "linear_cross_entropy"
+    if not isinstance(linear, nn.Linear | nn.Embedding):
+        raise TypeError(f"{name} expects an nn.Linear or nn.Embedding as linear, but got {type(linear).__name__}.")
+    if isinstance(input, DTensor) or isinstance(target, DTensor):
+        raise TypeError(f"{name} expects plain tensors of this rank as input and target, but got a DTensor.")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"{name} expects integers as target, but got {target.dtype}: probabilities are not supported.")
+    width = linear.embedding_dim if isinstance(linear, nn.Embedding) else linear.in_features
+    if input.shape[-1:] != (width,) or input.shape[:-1] != target.shape:
+        raise ValueError(
+            f"{name} expects input of shape (*, {width}) and target of shape (*), but got {tuple(input.shape)} and "
+            f"{tuple(target.shape)}."
+        )
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{name} expects 'none', 'mean' or 'sum' as reduction, but got {reduction!r}.")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{name} expects label_smoothing in [0, 1], but got {label_smoothing}.")
+
+
+__all__ = ["linear_cross_entropy"]
