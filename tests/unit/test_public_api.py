@@ -95,7 +95,7 @@ quantize_(module, recipe, *, filter_fn=None)
 sharding_report(module)
 GTPShard(dim, *, split_factor=1, block_size=1)
 SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter='ring',
-    embedding='gather', exchange_tokens=None)
+    embedding='gather', head='exchange', exchange_tokens=None)
 GTPModule.unshard(async_op=False)
 GTPModule.reshard()
 GTPModule.set_requires_gradient_sync(requires_gradient_sync, *, recurse=True)
