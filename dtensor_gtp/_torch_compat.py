@@ -641,6 +641,16 @@ def all_to_all_base(
     return group.alltoall_base(output, input, [], [], options)
 
 
+def reduce_scatter_coalesced(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Several ``reduce_scatter_base`` in one call."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+
+
 def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
     options = AllreduceOptions()
     options.reduceOp = op
@@ -710,6 +720,7 @@ __all__ = [
     "queue_backward_callback",
     "redistribute_module",
     "reduce_scatter_base",
+    "reduce_scatter_coalesced",
     "resolve_group",
     "root_mesh",
     "saved_tensors_hooks_enabled",

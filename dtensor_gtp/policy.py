@@ -15,12 +15,12 @@ ReduceScatterKind = Literal["ring", "all_to_all"]
 class SchedulePolicy:
     """How gathers and reduce-scatters are placed around compute.
 
-    They change time and memory, and no result but the rounding of what ``reduce_scatter``, ``embedding`` and ``head``
-    sum in another order or dtype.
+    They change time and memory, and no result but the rounding of what ``reduce_scatter``, ``embedding``, ``head`` and
+    ``coalesce_grad_nbytes`` sum in another order or dtype.
 
     Args:
-        prefetch_depth: Number of weights that are gathered ahead of the one in use. 0 gathers each weight when it is
-            used. Each level costs one gathered weight of memory.
+        prefetch_depth: Number of weights, at least, that are gathered ahead of the one in use. 0 gathers each weight
+            when it is used.
         max_inflight_reduce_scatters: Number of gradient send buffers that may wait for their reduce-scatter before
             compute waits for the oldest. At least 1. Each costs one full gradient of memory.
         min_shard_numel: A weight with fewer elements stays whole on every rank (``Replicate()``), because a collective
@@ -42,6 +42,24 @@ class SchedulePolicy:
             weight nor logits are ever whole. ``"gather"``: the weight is gathered, as any. ``"auto"`` as above.
         exchange_tokens: Most tokens of a rank in one call, for exchanges of activations. None takes those of the first
             call, in which ranks compare theirs.
+        prefetch_nbytes: Bytes of gathered weights, at least, that are gathered ahead of the one in use; a weight that
+            is larger is begun as many bytes ahead as it has. 0 leaves it to ``prefetch_depth``. The larger of the two
+            windows counts: gathered ahead are at most these bytes and one weight, or ``prefetch_depth`` weights. The
+            default is what a link of 300 GB/s moves in a millisecond; to be measured.
+        coalesce_nbytes: Weights used one after the other that are together not larger are gathered in one operation;
+            0 gathers each by itself. The default is what a link of 300 GB/s moves in ten times the 20 microseconds that
+            a collective takes to start, so that starting costs less than a tenth; to be measured.
+        coalesce_grad_nbytes: Gradients computed one after the other that are together not larger are reduce-scattered
+            in one operation; 0 reduces each by itself. They wait for each other, and the last ones are exposed at the
+            end of backward, so the default is what takes less time than a collective takes to start. How NCCL rounds a
+            sum may depend on what is reduced beside it.
+        expert_blocks_ahead: Weights of ``gtp_shard`` calls on other meshes than the outermost one, as those of experts,
+            are gathered this many calls ahead, each while its counterpart of the earlier call is used. Each costs the
+            gathered weights of one call. 0 treats them as all others.
+        keep_nbytes: Bytes of gathered weights that may be kept from forward to backward, so that they are gathered once
+            less. Chosen are those that backward uses first, where the least compute hides a gather; the report names
+            them. Beside them are kept the last weight of the forward, if it is the first of backward, and what
+            ``reshard_after_forward=False`` says.
 
     Raises:
         TypeError: A number is not an ``int``.
@@ -55,9 +73,14 @@ class SchedulePolicy:
     embedding: ExchangeKind = "gather"
     head: ExchangeKind = "exchange"
     exchange_tokens: int | None = None
+    prefetch_nbytes: int = 256 << 20
+    coalesce_nbytes: int = 64 << 20
+    coalesce_grad_nbytes: int = 4 << 20
+    expert_blocks_ahead: int = 1
+    keep_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("prefetch_depth", 0), ("max_inflight_reduce_scatters", 1), ("min_shard_numel", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"SchedulePolicy expects an int for {name}, but got {value!r}.")
@@ -78,5 +101,16 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         known = " or ".join(f"'{choice}'" for choice in choices)
         raise ValueError(f"SchedulePolicy expects {known} as {name}, but got {value!r}.")
 
+
+_LEAST = {
+    "prefetch_depth": 0,
+    "max_inflight_reduce_scatters": 1,
+    "min_shard_numel": 0,
+    "prefetch_nbytes": 0,
+    "coalesce_nbytes": 0,
+    "coalesce_grad_nbytes": 0,
+    "expert_blocks_ahead": 0,
+    "keep_nbytes": 0,
+}
 
 __all__ = ["ExchangeKind", "MixedPrecisionPolicy", "ReduceScatterKind", "SchedulePolicy"]

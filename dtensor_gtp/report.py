@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from ._runtime.modules import Binding, GTPEmbedding, GTPLinear, binding_of
 from ._runtime.param import ManagedParam, ShardedWeight, WholeParam
-from ._runtime.schedule import format_plan
+from ._runtime.schedule import format_nbytes, format_plan
 
 
 class ReportRow(NamedTuple):
@@ -44,15 +44,15 @@ class ShardingReport:
         for row in self.rows:
             shape, dtype = "x".join(map(str, row.shape)) or "scalar", str(row.dtype).removeprefix("torch.")
             nbytes = (
-                _format_nbytes(row.local_nbytes),
-                _format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-",
+                format_nbytes(row.local_nbytes),
+                format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-",
             )
             cells.append((row.name, shape, dtype, row.placements, *nbytes, row.use))
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
         local = sum(row.local_nbytes for row in self.rows)
         largest = max((row.gathered_nbytes for row in self.rows), default=0)
-        total = f"{_format_nbytes(local)} of parameters per rank; largest gathered weight {_format_nbytes(largest)}"
+        total = f"{format_nbytes(local)} of parameters per rank; largest gathered weight {format_nbytes(largest)}"
         table = "\n".join(line.rstrip() for line in lines)
         return f"gtp_shard on {self.mesh}\n{table}\n{total}\n{self.schedule or 'schedule: not observed yet'}"
 
@@ -125,21 +125,17 @@ def _schedule(binding: Binding) -> str:
     names = [t.weight.fqn + " (columnwise)" * (id(t) in columnwise) for t in runtime.gatherables]
     plans = []
     for key, chain in runtime.chains.items():
-        if not chain.plan:
+        if not chain.plan.uses:
             continue
         title = "backward" if key.is_backward else "forward"
         if key.module is not None:
             title += f" of {key.module._get_name()}"
         if not key.is_grad_enabled:
             title += " without gradient"
-        plans.append(format_plan(title, chain.plan, names, chain.depth))
+        plans.append(format_plan(title, chain, names))
+        kept = runtime.kept_until_backward(key.module) if key.is_grad_enabled and not key.is_backward else ()
+        if kept:
+            total = format_nbytes(sum(runtime.gatherables[index].kept_nbytes for index in kept))
+            budget = format_nbytes(runtime.schedule.keep_nbytes)
+            plans.append(f"  kept until backward ({total} of {budget}): {', '.join(names[index] for index in kept)}")
     return "\n".join(plans)
-
-
-def _format_nbytes(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -7,6 +7,7 @@ and the returned ``Work`` says when it is done.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,15 +24,17 @@ class ReduceScale(NamedTuple):
     postdivide: float | None
 
 
-class Works(NamedTuple):
-    """Several background works, to be waited for together."""
+class Works:
+    """Background works to be waited for together, by several who need not know of each other. The first one who waits
+    lets go of them, because a work holds its tensors also when it is complete."""
 
-    works: list[dist.Work | None]
+    def __init__(self, works: Iterable[dist.Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        for work in self.works:
-            if work is not None:
-                work.wait()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
 
 @functools.cache
@@ -71,8 +74,10 @@ def all_gather_many(
         return all_gather(outputs[0], shards[0], group, stream)
     if stream:
         return compat.all_gather_coalesced(outputs, shards, group, async_op=False)
+    if len({shard.dtype for shard in shards}) == 1:
+        return Works([compat.all_gather_coalesced(outputs, shards, group, async_op=True)])
     # gloo would make one tensor of all of them, as if they had one dtype.
-    return Works([all_gather(*pair, group, stream) for pair in zip(outputs, shards, strict=True)])
+    return Works(all_gather(*pair, group, stream) for pair in zip(outputs, shards, strict=True))
 
 
 def reduce_scatter(
@@ -87,6 +92,18 @@ def reduce_scatter(
     if scale.predivide is not None:
         full.div_(scale.predivide)
     return compat.reduce_scatter_base(output, full, scale.op, group, async_op=not stream)
+
+
+def reduce_scatter_many(
+    outputs: list[torch.Tensor], fulls: list[torch.Tensor], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
+) -> dist.Work | None:
+    """Several :func:`reduce_scatter` of one group and dtype, as one launch."""
+    if len(outputs) == 1:
+        return reduce_scatter(outputs[0], fulls[0], scale, group, stream)
+    if scale.predivide is not None:
+        for full in fulls:
+            full.div_(scale.predivide)
+    return compat.reduce_scatter_coalesced(outputs, fulls, scale.op, group, async_op=not stream)
 
 
 def all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from . import collectives
 from .collectives import Works
 from .debug import DebugFlags, Delays, check_order
 
@@ -94,8 +95,10 @@ class CommContext:
         self.has_streams = device.type != "cpu"
         self._fork_event = torch.Event(device) if self.has_streams else None
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
-        self._gather_stream = self._new_stream()
         self._scatter_stream = self._new_stream()
+        # One for each mesh, by the name of its group: what is gathered of experts, far ahead and large, must not delay
+        # what is gathered of others for soon.
+        self._gather_streams: dict[str, torch.Stream] = {}
         self._delays = None
         if debug.delay_seed is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -116,6 +119,9 @@ class CommContext:
                 scatter = compat.twin_group(gather, self.device, "gtp_scatter")
             has_replicas = mesh.ndim == 2 and mesh.size(0) > 1
             self._groups[names] = Groups(names[-1], scatter.group_name, names[0] if has_replicas else None)
+            stream = self._new_stream()
+            if stream is not None:
+                self._gather_streams.setdefault(names[-1], stream)
         return self._groups[names]
 
     # --- ordering -----------------------------------------------------------------------------------------------------
@@ -149,13 +155,23 @@ class CommContext:
             active = [g for g in (groups.gather, groups.replicate) if g is not None and g.size() > 1]
             check_order(f"{name} of {detail}", active, self.device)
 
-    def gathering(self) -> AbstractContextManager[Any]:
-        """Context in which a gather is launched, on the gather stream."""
-        return self._fork(self._gather_stream)
+    def gathering(self, groups: Groups) -> AbstractContextManager[Any]:
+        """Context in which a gather is launched, on the gather stream of the mesh."""
+        return self._fork(self._gather_streams.get(groups.gather_name))
 
-    def gather_done(self, work: dist.Work | Works | None) -> Done:
+    def all_gather(self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Done:
+        """Within ``gathering``: gather each shard of all ranks into the output at the same index, in one launch.
+
+        Returns:
+            When the outputs may be read.
+        """
+        work = collectives.all_gather_many(outputs, shards, groups.gather, self.has_streams)
+        return self.gather_done(work, groups)
+
+    def gather_done(self, work: dist.Work | Works | None, groups: Groups) -> Done:
         """When the gather that was just launched may be read."""
-        return Done(work=work) if self._gather_stream is None else Done(self._gather_stream.record_event())
+        stream = self._gather_streams.get(groups.gather_name)
+        return Done(work=work) if stream is None else Done(stream.record_event())
 
     def wait(self, done: Done) -> None:
         """Make the compute stream (without streams: the host) wait. Waiting twice is harmless."""

@@ -1,71 +1,82 @@
-"""One gather: buffers, the collective, and when the full weight may be read."""
+"""One gather, of one weight or of several at once: buffers, the collective, and when the full weights may be read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from .. import _torch_compat as compat
 from ..quant.base import Direction
-from . import collectives
 from .comm_context import CommContext, Done
 from .debug import profiler_range
 from .gathered import Columnwise, Gatherable, Gathered
+from .layout import WeightLayout
 from .param import ShardedWeight
 from .wire import Packed, as_integers
 
 
-def launch(target: Gatherable, comm: CommContext) -> Gathered:
-    """Launch the gather of the present shard."""
-    weight = target.weight
-    target.num_gathers += 1
-    if weight.wire is not None:
-        direction = Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE
-        return _launch_packed(weight, weight.wire.pack(weight, direction, comm), comm)
+def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
+    """Launch the gathers of present shards, as one operation.
+
+    Args:
+        targets: Of weights of one mesh.
+    """
+    for target in targets:
+        target.num_gathers += 1
+    if targets[0].weight.layout.world == 1:
+        return [_alone(target, comm) for target in targets]
+    if len(targets) == 1 and targets[0].weight.wire is None:
+        return [_launch_plain(targets[0].weight, comm)]
+    return _launch_together([_prepare(target, comm) for target in targets], comm)
+
+
+def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
+    """What ``_launch_together`` does, for the most frequent case with the least work of the host."""
     layout, shard, dtype = weight.layout, weight.shard, weight.compute_dtype
     rows = layout.rows_of(shard)
-    if layout.world == 1:
-        buffer = rows if rows.dtype == dtype else rows.to(dtype)
-        return Gathered(buffer, layout.full_view(buffer), Done(), shard, weight.version, buffer is rows)
     buffer = torch.empty(layout.buffer_shape, dtype=dtype, device=shard.device)
     is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
-    with profiler_range("GTP::all_gather", weight.fqn), comm.gathering():
-        comm.before_collective("all_gather", weight.fqn, weight.groups)
+    groups = weight.groups
+    with profiler_range("GTP::all_gather", weight.fqn), comm.gathering(groups):
+        comm.before_collective("all_gather", weight.fqn, groups)
         # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
         slot = rows
         if not is_sendable:
             slot = layout.slot(buffer)
             layout.filled(slot).copy_(rows)
-        done = comm.gather_done(collectives.all_gather(buffer, slot, weight.groups.gather, comm.has_streams))
+        done = comm.all_gather(groups, [buffer], [slot])
     return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
 
 
-def _launch_packed(weight: ShardedWeight, packed: Packed, comm: CommContext) -> Gathered:
-    """Gather each plane into a buffer of its own, all in one collective; the weight is made of them after the wait."""
-    shard, version = weight.shard, weight.version
-    planes = [(layout, as_integers(plane), plane.dtype) for layout, plane in packed.planes]
-    if weight.layout.world == 1:
+def _alone(target: Gatherable, comm: CommContext) -> Gathered:
+    """On an axis of one rank: nothing is communicated."""
+    weight = target.weight
+    layout, shard, dtype, version = weight.layout, weight.shard, weight.compute_dtype, weight.version
+    if weight.wire is not None:
+        packed = weight.wire.pack(weight, _direction(target), comm)
         own = [plane for _, plane in packed.planes]
-        return _packed(packed, lambda: own, Gathered(planes[0][1], shard, Done(), shard, version, True))
-    buffers = [torch.empty(layout.buffer_shape, dtype=p.dtype, device=p.device) for layout, p, _ in planes]
-    slots = []
-    with profiler_range("GTP::all_gather", weight.fqn), comm.gathering():
-        comm.before_collective("all_gather", weight.fqn, weight.groups)
-        for (layout, plane, _), buffer in zip(planes, buffers, strict=True):
-            rows = layout.rows_of(plane)
-            if rows.shape[0] == layout.chunk_rows and rows.is_contiguous():
-                slots.append(rows)
-                continue
-            slots.append(layout.slot(buffer))
-            layout.filled(slots[-1]).copy_(rows)
-        work = collectives.all_gather_many(buffers, slots, weight.groups.gather, comm.has_streams)
-        done = comm.gather_done(work)
+        return _packed(packed, lambda: own, Gathered(as_integers(own[0]), shard, Done(), shard, version, True))
+    rows = layout.rows_of(shard)
+    buffer = rows if rows.dtype == dtype else rows.to(dtype)
+    return Gathered(buffer, layout.full_view(buffer), Done(), shard, version, buffer is rows)
 
-    def parts() -> list[torch.Tensor]:
-        full = [layout.full_view(buffer) for (layout, _, _), buffer in zip(planes, buffers, strict=True)]
-        return [part.view(dtype) for part, (_, _, dtype) in zip(full, planes, strict=True)]
 
-    return _packed(packed, parts, Gathered(buffers[0], buffers[0], done, shard, version, False))
+class _Plane(NamedTuple):
+    """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer."""
+
+    layout: WeightLayout
+    part: torch.Tensor
+    buffer: torch.Tensor
+
+
+class _Sending(NamedTuple):
+    """What is gathered of one weight: the weight itself, in one plane, or what it is packed in."""
+
+    weight: ShardedWeight
+    planes: list[_Plane]
+    packed: Packed | None
 
 
 def _packed(packed: Packed, parts: Callable[[], list[torch.Tensor]], gathered: Gathered) -> Gathered:
@@ -73,3 +84,65 @@ def _packed(packed: Packed, parts: Callable[[], list[torch.Tensor]], gathered: G
     if (assemble := packed.quantized) is not None:
         gathered.quantized = lambda: assemble(parts())
     return gathered
+
+
+def _direction(target: Gatherable) -> Direction:
+    return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE
+
+
+def _prepare(target: Gatherable, comm: CommContext) -> _Sending:
+    weight = target.weight
+    if weight.wire is None:
+        layout, shard = weight.layout, weight.shard
+        buffer = torch.empty(layout.buffer_shape, dtype=weight.compute_dtype, device=shard.device)
+        return _Sending(weight, [_Plane(layout, shard, buffer)], None)
+    packed = weight.wire.pack(weight, _direction(target), comm)
+    planes = []
+    for layout, plane in packed.planes:
+        part = as_integers(plane)  # not every backend knows every float
+        planes.append(_Plane(layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
+    return _Sending(weight, planes, packed)
+
+
+def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gathered]:
+    """Each tensor into a buffer of its own, so that each weight is freed by itself."""
+    names = ", ".join(sending.weight.fqn for sending in sendings)
+    groups = sendings[0].weight.groups
+    planes = [plane for sending in sendings for plane in sending.planes]
+    with profiler_range("GTP::all_gather", names), comm.gathering(groups):
+        comm.before_collective("all_gather", names, groups)
+        slots = _slots(planes)
+        done = comm.all_gather(groups, [plane.buffer for plane in planes], slots)
+    return [_gathered(sending, done) for sending in sendings]
+
+
+def _gathered(sending: _Sending, done: Done) -> Gathered:
+    weight, planes, packed = sending
+    buffers = [plane.buffer for plane in planes]
+    full = buffers[0] if packed is not None else weight.layout.full_view(buffers[0])
+    gathered = Gathered(buffers[0], full, done, weight.shard, weight.version, False)
+    if packed is None:
+        return gathered
+    layouts = [(layout, plane.dtype) for layout, plane in packed.planes]
+
+    def parts() -> list[torch.Tensor]:
+        views = zip(layouts, buffers, strict=True)
+        return [layout.full_view(buffer).view(dtype) for (layout, dtype), buffer in views]
+
+    return _packed(packed, parts, gathered)
+
+
+def _slots(planes: list[_Plane]) -> list[torch.Tensor]:
+    """What this rank sends: each part as it is if it can, else cast and padded into its own slot of the buffer."""
+    slots, sources, copies = [], [], []
+    for layout, part, buffer in planes:
+        rows = layout.rows_of(part)
+        if rows.dtype == buffer.dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous():
+            slots.append(rows)
+            continue
+        slots.append(layout.slot(buffer))
+        sources.append(rows)
+        copies.append(layout.filled(slots[-1]))
+    if copies:
+        compat.copy_all(copies, sources)
+    return slots

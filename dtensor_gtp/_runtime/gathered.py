@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,6 +95,9 @@ class Gatherable:
 
     def __init__(self) -> None:
         self.index = -1
+        self.call = -1  # number of the gtp_shard call
+        # What is always gathered together, itself included, in order of use; empty if it is alone.
+        self.companions: tuple[Gatherable, ...] = ()
         self.num_gathers = 0
         self.live: Gathered | None = None
         self.kept: Gathered | None = None
@@ -104,6 +107,22 @@ class Gatherable:
     def weight(self) -> ShardedWeight:
         """The weight that it belongs to."""
         raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """What is gathered, in bytes."""
+        weight = self.weight
+        return (None if weight.wire is None else weight.wire.num_bytes(weight)) or self.kept_nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        """The full weight in memory, in bytes."""
+        return self.weight.layout.shape.numel() * self.weight.compute_dtype.itemsize
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is nothing of it in memory or on its way."""
+        return self.live is None and self.kept is None and not self.pending
 
 
 class Columnwise(Gatherable):
@@ -116,3 +135,13 @@ class Columnwise(Gatherable):
     @property
     def weight(self) -> ShardedWeight:
         return self._weight
+
+
+def gather_together(weights: Sequence[ShardedWeight]) -> None:
+    """When one of these weights of one ``gtp_shard`` call is gathered, so are the others, in the same launch."""
+    if len(weights) < 2:
+        return
+    for number in range(min(len(weight.gatherables) for weight in weights)):
+        companions = tuple(weight.gatherables[number] for weight in weights)
+        for target in companions:
+            target.companions = companions

@@ -21,7 +21,7 @@ from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
 from .debug import profiler_range
 from .param import ManagedParam, ShardedWeight, WholeParam
-from .scattering import Scattering, make_scattering, sum_dtype
+from .scattering import Scattering, can_travel_together, launch_together, make_scattering, sum_dtype
 
 
 class _Job(NamedTuple):
@@ -32,6 +32,19 @@ class _Job(NamedTuple):
     replicate: dist.ProcessGroup | None
     requires_all_reduce: bool
     share: float
+
+
+class _Submitted(NamedTuple):
+    """A gradient on its way to the scatter stream."""
+
+    job: _Job
+    scattering: Scattering
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is alike in gradients that travel together."""
+        slot, weight = self.scattering.slot, self.job.weight
+        return weight.groups, slot.dtype, self.job.scale
 
 
 class UnequalReplicas(Protocol):
@@ -65,11 +78,15 @@ class Gradients:
     Args:
         comm: Streams and groups.
         kind: How gradients are reduce-scattered.
+        together_nbytes: Up to how many bytes gradients that are computed one after the other travel in one launch.
     """
 
-    def __init__(self, comm: CommContext, kind: ReduceScatterKind) -> None:
+    def __init__(self, comm: CommContext, kind: ReduceScatterKind, together_nbytes: int = 0) -> None:
         self._comm = comm
         self._kind = kind
+        self._together_nbytes = together_nbytes
+        # Gradients that wait for others to travel with.
+        self._waiting: list[_Submitted] = []
         # Set where the mesh is one replica of several that need not be alike.
         self.replicas: UnequalReplicas | None = None
         self._postponed: list[Callable[[], None]] | None = None
@@ -138,11 +155,35 @@ class Gradients:
         scale = collectives.reduce_scale(scattering.slot.dtype, weight.num_ranks, factor)
         job = _Job(weight, scale, groups.replicate, flags.requires_all_reduce, share)
 
-        comm = self._comm
-        with profiler_range("GTP::reduce_scatter", weight.fqn), comm.reducing():
-            comm.before_collective("reduce_scatter", weight.fqn, groups)
-            work = scattering.launch(scale, groups.scatter, comm.has_streams)
-            comm.reduction_launched(work, partial(self._scattered, job, scattering), scattering.keep)
+        submitted = _Submitted(job, scattering)
+        if buffer.nbytes >= self._together_nbytes or not can_travel_together(scattering):
+            self.launch_waiting()
+            self._launch([submitted])
+            return
+        waiting = self._waiting
+        nbytes = buffer.nbytes + sum(other.scattering.keep[0].nbytes for other in waiting)
+        if waiting and (nbytes > self._together_nbytes or waiting[0].key != submitted.key):
+            self.launch_waiting()
+        self._waiting.append(submitted)
+
+    def launch_waiting(self) -> None:
+        """Launch what waits for others to travel with."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._launch(waiting)
+
+    def _launch(self, together: list[_Submitted]) -> None:
+        comm, job, first = self._comm, together[0].job, together[0].scattering
+        groups, names = job.weight.groups, ", ".join(submitted.job.weight.fqn for submitted in together)
+        with profiler_range("GTP::reduce_scatter", names), comm.reducing():
+            comm.before_collective("reduce_scatter", names, groups)
+            if len(together) == 1:
+                work = first.launch(job.scale, groups.scatter, comm.has_streams)
+            else:
+                scatterings = [submitted.scattering for submitted in together]
+                work = launch_together(scatterings, job.scale, groups.scatter, comm.has_streams)
+            keep = tuple(buffer for submitted in together for buffer in submitted.scattering.keep)
+            comm.reduction_launched(work, partial(self._scattered, together), keep)
 
     def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
@@ -163,9 +204,10 @@ class Gradients:
         with self._comm.reducing():
             self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot,))
 
-    def _scattered(self, job: _Job, scattering: Scattering) -> None:
-        scattering.finish(job.scale)
-        self._complete(job, scattering.slot)
+    def _scattered(self, together: list[_Submitted]) -> None:
+        for job, scattering in together:
+            scattering.finish(job.scale)
+            self._complete(job, scattering.slot)
 
     def _complete(self, job: _Job, slot: torch.Tensor) -> None:
         """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""
@@ -198,6 +240,7 @@ class Gradients:
         for weight in synced:
             if weight.unsharded_grad is not None:
                 self.submit(weight, weight.unsharded_grad)
+        self.launch_waiting()
         waiting = [w for w in synced if w.flags.requires_all_reduce and w.unreplicated_grad is not None]
         if not waiting:
             return
@@ -261,6 +304,7 @@ class Gradients:
 
     def publish(self, params: Iterable[ManagedParam]) -> None:
         """Wait for all reductions on the current stream and move their results into ``.grad``."""
+        self.launch_waiting()
         self._comm.retire_all()
         if self.replicas is not None:
             self.replicas.finish()
@@ -269,6 +313,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """After an exception: wait for what was launched, forget its results."""
+        self._waiting.clear()
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()

@@ -27,6 +27,7 @@ from ..ops.compiled import parallel_linear as compiled_parallel_linear
 from ..ops.embedding import embedding
 from ..ops.grouped import sharded_grouped_linear
 from ..ops.linear import linear, parallel_linear
+from .gathered import gather_together
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
 from .split_backward import follow_pipelining
 from .wire import HookWire
@@ -453,8 +454,11 @@ def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes:
         classes: Subclasses made so far in this call; modules of one class share one.
     """
     fused = is_fusible(module, binding.params)
-    if fused is None and any(isinstance(p, ShardedWeight) for p in binding.params.values()):
+    weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
+    if fused is None and weights:
         binding.know_reads()
+    if isinstance(module, GroupedLinear):
+        gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
     bases = (*mixins, *((fused,) if fused else ()), GTPManaged if fused and not mixins else GTPFrame, cls)
     key = (*bases, *binding.params)

@@ -12,6 +12,7 @@ grow with the axis. It costs a buffer as large as the gradient. docs/performance
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -58,6 +59,19 @@ def make_scattering(kind: ReduceScatterKind, full: torch.Tensor, num_ranks: int)
     if num_ranks == 1:
         return _Alone(full, sum_dtype(kind, full.dtype))
     return _Ring(full, num_ranks) if kind == "ring" else _AllToAll(full, num_ranks, sum_dtype(kind, full.dtype))
+
+
+def can_travel_together(scattering: Scattering) -> bool:
+    """Whether :func:`launch_together` takes it."""
+    return isinstance(scattering, _Ring)
+
+
+def launch_together(
+    scatterings: Sequence[Scattering], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
+) -> dist.Work | None:
+    """Launch several scatterings of one dtype as one operation."""
+    fulls, slots = zip(*(scattering.keep for scattering in scatterings), strict=True)
+    return collectives.reduce_scatter_many(list(slots), list(fulls), scale, group, stream)
 
 
 def _empty_slot(full: torch.Tensor, num_ranks: int, dtype: torch.dtype) -> torch.Tensor:

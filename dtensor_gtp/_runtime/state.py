@@ -1,48 +1,36 @@
-"""The runtime of one root module: who uses which weight, when it is gathered, and where its gradient goes.
+"""The runtime of one root module: who uses which weight, in which pass, and where its gradient goes.
 
-[Note: uses, frames and holds]
-A *use* acquires a gathered weight and releases it; the last release frees the buffer. Fused ops hold a weight for one
-GEMM. Any other code reads a parameter as a module attribute, and the attribute is then the full weight, held until the
-*frame* ends in which it was read: the innermost running ``forward`` of a module that contains sharded weights. What
-autograd saves of such a weight is replaced by a handle that gathers again in backward. A reference that escapes all of
-this keeps its memory alive and its values right; it only costs memory.
+[Note: frames]
+Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Any other code reads a parameter as a
+module attribute, and the attribute is then the full weight, held until the *frame* ends in which it was read: the
+innermost running ``forward`` of a module that contains sharded weights. What autograd saves of such a weight is
+replaced by a handle that gathers again in backward. A reference that escapes all of this keeps its memory alive and its
+values right; it only costs memory.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
-from . import gather
 from .comm_context import CommContext
-from .debug import DebugFlags, poison
-from .gathered import Gatherable, Gathered
+from .debug import DebugFlags
+from .gathered import Gathered
+from .gathering import ChainKey, Gathering
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
 from .param import ManagedParam, ShardedWeight, WholeParam
 from .saved import SavedWeights, check_differentiable
-from .schedule import Chain
 from .wire import QuantizedWire, agree_on_amax
 
 logger = logging.getLogger("dtensor_gtp")
-
-
-class ChainKey(NamedTuple):
-    """Which order of uses: that of an outermost module's forward or backward; stages of a pipeline may share a runtime.
-    The module is None in a backward that no module's output announced."""
-
-    module: nn.Module | None
-    is_grad_enabled: bool
-    is_backward: bool = False
 
 
 class Frame:
@@ -65,7 +53,7 @@ class _EndOfBackward:
         self._finish()
 
 
-class Runtime:
+class Runtime(Gathering):
     """Runtime of a root module and everything below it.
 
     Args:
@@ -75,24 +63,15 @@ class Runtime:
     """
 
     def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
+        super().__init__(CommContext(device, schedule.max_inflight_reduce_scatters, debug), schedule, debug)
         self.device = device
-        self.schedule = schedule
-        self.debug = debug
-        self.comm = CommContext(device, schedule.max_inflight_reduce_scatters, debug)
-        self.grads = Gradients(self.comm, schedule.reduce_scatter)
+        self.grads = Gradients(self.comm, schedule.reduce_scatter, schedule.coalesce_grad_nbytes)
         self.weights: list[ShardedWeight] = []
-        self.gatherables: list[Gatherable] = []  # of the weights; a plan names them by index
         self.whole: list[WholeParam] = []
-        self.chains: dict[ChainKey, Chain] = {}
         self.is_last_backward = True
         self.num_steps = 0  # optimizer steps on parameters of this runtime
         self._frames: list[Frame] = []
-        self._forward_chain: Chain | None = None
-        self._forward_module: nn.Module | None = None
-        self._differentiable_chain: Chain | None = None
-        self._is_in_backward = False
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
-        self._backward_chain = Chain(schedule.prefetch_depth)  # until the first backward
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
@@ -110,26 +89,20 @@ class Runtime:
             if id(param.param) in updated:
                 torch.autograd.graph.increment_version(param.leaf)
 
-    def add(self, params: Iterable[ManagedParam]) -> None:
-        """Take over parameters, also those of a nested ``gtp_shard`` call that had a runtime of its own."""
+    def add(self, params: Sequence[ManagedParam]) -> None:
+        """Take over the parameters of one ``gtp_shard`` call, also of a nested one that had a runtime of its own; those
+        of the outermost call come last."""
+        weights = [param for param in params if isinstance(param, ShardedWeight)]
+        self.weights += weights
+        self._add_gatherables(weights)
         for param in params:
-            if isinstance(param, ShardedWeight):
-                self.weights.append(param)
-                for target in param.gatherables:
-                    target.index = len(self.gatherables)
-                    self.gatherables.append(target)
-            elif isinstance(param, WholeParam):
+            if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)
 
     @property
     def params(self) -> list[ManagedParam]:
         return [*self.weights, *self.whole]
-
-    def _chain(self, key: ChainKey) -> Chain:
-        if key not in self.chains:
-            self.chains[key] = Chain(self.schedule.prefetch_depth)
-        return self.chains[key]
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +156,8 @@ class Runtime:
         self._forward_module = module
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
-        self._prefetch(self._forward_chain.begin())
+        self._kept_until_backward = frozenset(self.kept_until_backward(module) if torch.is_grad_enabled() else ())
+        self._begin_chain(self._forward_chain)
 
     def ensure_initialized(self) -> None:
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
@@ -205,162 +179,11 @@ class Runtime:
         registered = param.sites[0].module._parameters[param.sites[0].name]
         return registered is not None and compat.local_tensor(registered).is_meta  # type: ignore[arg-type]
 
-    # --- gathering ----------------------------------------------------------------------------------------------------
-
     def _begin_quantized(self) -> None:
         """Before the first gather: all weights whose shards have changed agree on their statistics at once."""
         quantized = [(weight, weight.wire) for weight in self.weights if isinstance(weight.wire, QuantizedWire)]
         is_captured = self.comm.is_capturing
         agree_on_amax([weight for weight, wire in quantized if wire.begin_forward(weight, is_captured)], self.comm)
-
-    def acquire(self, target: Gatherable) -> Gathered:
-        """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
-        self.ensure_initialized()
-        gathered = target.live
-        if gathered is None or not gathered.is_fresh(target.weight):
-            target.weight.check_readable()
-            gathered = self._take_kept(target) or self._take_prefetched(target) or self._gather(target)
-            target.live = gathered
-            self._advance(target)
-        gathered.holds += 1
-        self.comm.delay()
-        self.comm.wait(gathered.done)
-        return gathered
-
-    @contextmanager
-    def using(self, target: Gatherable) -> Iterator[torch.Tensor]:
-        """A use that ends with the context: the full weight."""
-        gathered = self.acquire(target)
-        try:
-            yield gathered.full
-        finally:
-            self.release(target, gathered)
-
-    def release(self, target: Gatherable, gathered: Gathered) -> None:
-        """End a use."""
-        gathered.holds -= 1
-        if gathered.holds:
-            return
-        if target.live is gathered:
-            target.live = None
-        if self._is_kept_after_use(target) and gathered.is_fresh(target.weight):
-            target.kept = gathered
-        else:
-            self._free(gathered)
-
-    def _is_kept_after_use(self, target: Gatherable) -> bool:
-        weight = target.weight
-        if weight.is_pinned:
-            return True
-        if self._is_in_backward:
-            return not weight.flags.reshard_after_backward
-        if not weight.flags.reshard_after_forward:
-            return weight.for_backward is target
-        # The last weight of the forward is the first of backward: to free it between the two would put a gather that
-        # nothing hides at the turning point.
-        chain = self._forward_chain
-        is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
-        return is_last and self._chain(ChainKey(self._forward_module, True, True)).plan[:1] == (target.index,)
-
-    def _end_keeps(self) -> None:
-        """A weight is kept from a forward to its backward at most, unless the user asks for more: between passes shards
-        are also written to in ways that leave no trace (``.data``, foreach functions, ``dcp.load``)."""
-        for target in self.gatherables:
-            weight = target.weight
-            is_lasting = weight.is_pinned or not weight.flags.reshard_after_backward
-            if target.kept is not None and (weight.is_cut_again or not is_lasting):
-                self._drop_kept(target)
-
-    def _take_kept(self, target: Gatherable) -> Gathered | None:
-        kept, target.kept = target.kept, None
-        if kept is None or kept.is_fresh(target.weight):
-            return kept
-        self._discard(kept)
-        return None
-
-    def _free(self, gathered: Gathered) -> None:
-        """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
-        if self.debug.poison and not gathered.is_alias:
-            gathered.forget()
-            # Two owners are ours: the buffer and the Python object of its storage that we ask with.
-            if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2:
-                with compat.unseen_by_checkpoint_policies():
-                    poison(gathered.buffer)
-
-    def _gather(self, target: Gatherable) -> Gathered:
-        """Launch the gather of the present shard. Which gathers a recomputation launches depends on the plan."""
-        with compat.unseen_by_checkpoint_policies():
-            return gather.launch(target, self.comm)
-
-    def _active_chain(self) -> Chain | None:
-        return self._backward_chain if self._is_in_backward else self._forward_chain
-
-    def _advance(self, target: Gatherable) -> None:
-        chain = self._active_chain()
-        if chain is None:
-            return
-        deviations = chain.num_deviations
-        window = chain.advance(target.index)
-        if chain.num_deviations != deviations:
-            logger.debug(
-                "use of %s was not expected next; %d deviations so far", target.weight.fqn, chain.num_deviations
-            )
-            self._drop_prefetched(keep=window)
-        self._prefetch(window)
-
-    def _prefetch(self, window: Sequence[int]) -> None:
-        """Launch a gather for each use in the window that has none in flight yet, in order."""
-        for position, index in enumerate(window, 1):
-            target = self.gatherables[index]
-            if target.weight.is_cut_again and not target.weight.is_readable:
-                continue
-            if target.kept is None and len(target.pending) < window[:position].count(index):
-                target.pending.append(self._gather(target))
-
-    def _take_prefetched(self, target: Gatherable) -> Gathered | None:
-        while target.pending:
-            gathered = target.pending.popleft()
-            if gathered.is_fresh(target.weight):
-                return gathered
-            self._discard(gathered)
-        return None
-
-    def _drop_prefetched(self, keep: Sequence[int] = ()) -> None:
-        """Drop gathers that nobody came for, except as many as ``keep`` still expects."""
-        expected = Counter(keep)
-        for target in self.gatherables:
-            while len(target.pending) > expected[target.index]:
-                self._discard(target.pending.pop())
-
-    def _discard(self, gathered: Gathered) -> None:
-        # Its memory must not be reused, nor the shard be written, while the gather still runs.
-        self.comm.wait(gathered.done)
-        self._free(gathered)
-
-    def gather_kept(self, weight: ShardedWeight) -> None:
-        """Gather a weight ahead of any use, for ``unshard``."""
-        self.ensure_initialized()
-        if weight.live is None and (weight.kept is None or not weight.kept.is_fresh(weight)):
-            self.drop_kept(weight)
-            weight.follow(weight.sites[0])
-            weight.check_readable()
-            weight.kept = self._take_prefetched(weight) or self._gather(weight)
-
-    def wait_kept(self, weight: ShardedWeight) -> None:
-        if weight.kept is not None:
-            self.comm.wait(weight.kept.done)
-
-    def drop_kept(self, weight: ShardedWeight) -> None:
-        """Keep nothing that was made of a shard."""
-        for target in weight.gatherables:
-            self._drop_kept(target)
-        if isinstance(weight.wire, QuantizedWire):
-            weight.wire.forget()
-
-    def _drop_kept(self, target: Gatherable) -> None:
-        kept, target.kept = target.kept, None
-        if kept is not None:
-            self._discard(kept)
 
     # --- attribute reads ----------------------------------------------------------------------------------------------
 
@@ -417,7 +240,7 @@ class Runtime:
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
         self._backward_chain = self._chain(ChainKey(module, True, True))
-        self._prefetch(self._backward_chain.begin())
+        self._begin_chain(self._backward_chain)
 
     def watch_saved(self, saved: SavedWeights) -> None:
         """``saved`` holds gathered weights in this backward; they are released at its end at the latest."""
@@ -440,7 +263,8 @@ class Runtime:
         self.complete_gradients()
 
     def complete_gradients(self) -> None:
-        """Reduce what is left to reduce; all gradients are in ``.grad`` when this returns."""
+        """Reduce what is left to reduce; all gradients are in ``.grad`` when this returns, after the last backward."""
+        self.grads.launch_waiting()
         if self.is_last_backward:
             self.grads.flush(self.weights)
             self.grads.reduce_whole(self.whole)
@@ -452,13 +276,6 @@ class Runtime:
             self.grads.flush([param for param in params if isinstance(param, ShardedWeight)])
             self.grads.reduce_whole([param for param in params if isinstance(param, WholeParam)])
             self.grads.publish(params)
-
-    def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
-        """Their shards are about to be freed: nothing may read them any more."""
-        for param in params:
-            for target in param.gatherables if isinstance(param, ShardedWeight) else ():
-                while target.pending:
-                    self._discard(target.pending.pop())
 
     def _abandon_backward(self) -> None:
         logger.warning("the last backward did not complete; its gradients are dropped")

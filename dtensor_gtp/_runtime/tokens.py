@@ -90,10 +90,10 @@ class TokenExchange:
         if comm.is_capturing and not self.capacity:
             raise RuntimeError(f"{self._complaint('an unknown number of tokens')} Run one step before the capture.")
         received = values.new_empty((weight.layout.world, values.numel()))
-        with comm.gathering():
+        with comm.gathering(weight.groups):
             comm.before_collective("all_gather", f"{what} for {self.purpose} of {weight.fqn}", weight.groups)
             work = collectives.all_gather(received.view(-1), values, weight.groups.gather, comm.has_streams)
-            done = comm.gather_done(work)
+            done = comm.gather_done(work, weight.groups)
         comm.wait(done)
         return received
 

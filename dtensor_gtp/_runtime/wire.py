@@ -214,13 +214,13 @@ def _all_reduce_max(
     bits: torch.Tensor, groups: Iterable[dist.ProcessGroup], weight: ShardedWeight, comm: CommContext
 ) -> None:
     scale = reduce_scale(torch.float32, 1, None)._replace(op=dist.ReduceOp.MAX)
-    with comm.gathering():
+    with comm.gathering(weight.groups):
         comm.before_collective("all_reduce of amax", weight.fqn, weight.groups)
         done = None
         for group in groups:
             if done is not None and done.work is not None:
                 done.work.wait()
-            done = comm.gather_done(all_reduce(bits, scale, group, comm.has_streams))
+            done = comm.gather_done(all_reduce(bits, scale, group, comm.has_streams), weight.groups)
     if done is not None:
         comm.wait(done)
 

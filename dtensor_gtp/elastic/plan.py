@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..placement import chunk_rows, chunk_size_and_offset
+from ..policy import SchedulePolicy
 from .replicas import ReplicaLayout, count_of, format_ranks
 
 # Segments that are printed of each weight.
@@ -318,7 +319,7 @@ class MemoryModel:
             parameters and AdamW.
         gathered_nbytes: Bytes of an element of a gathered weight.
         reduce_nbytes: Bytes of an element of a gradient that is sent.
-        prefetch_depth, max_inflight_reduce_scatters: As in ``SchedulePolicy``.
+        prefetch_depth, prefetch_nbytes, max_inflight_reduce_scatters: As in ``SchedulePolicy``.
         activation_nbytes: Activations of a rank at tensor-parallel size 1.
     """
 
@@ -329,6 +330,7 @@ class MemoryModel:
     prefetch_depth: int = 2
     max_inflight_reduce_scatters: int = 2
     activation_nbytes: int = 0
+    prefetch_nbytes: int = SchedulePolicy.prefetch_nbytes
 
 
 class RankMemory(NamedTuple):
@@ -355,6 +357,11 @@ def memory_of_replica(
     shards = sum(box_of_rank(weight, layout, rank).numel for weight in weights) * model.shard_nbytes
     slices = sorted((_slice_numel(weight, tp) for weight in weights if weight.dim is not None), reverse=True)
     gathered = sum(slices[: model.prefetch_depth + 1]) * model.gathered_nbytes
+    if slices and model.prefetch_depth and model.prefetch_nbytes:
+        # The one in use, the window, and the launch that crosses its end.
+        largest = slices[0] * model.gathered_nbytes
+        in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, SchedulePolicy.coalesce_nbytes)
+        gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))
     # One that is computed beside those that are sent.
     sent = sum(slices[: model.max_inflight_reduce_scatters + 1]) * model.reduce_nbytes
     return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // tp))

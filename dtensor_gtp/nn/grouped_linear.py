@@ -30,7 +30,7 @@ class GroupedLinear(nn.Module):
         scale_bias: Whether ``forward`` takes a factor of the bias for each row (a token's routing probability).
         single_grouped_weight: One parameter ``weight`` of shape ``(num_groups, out_features, in_features)`` and one
             ``bias`` of shape ``(num_groups, out_features)``; else ``weight0``, ``weight1``, ... and ``bias0``, ...
-            of the shapes that ``nn.Linear`` has, each gathered by itself.
+            of the shapes that ``nn.Linear`` has, gathered together.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 

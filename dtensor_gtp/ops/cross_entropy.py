@@ -167,9 +167,10 @@ class _Job:
     def reduce(self, values: torch.Tensor, scale: ReduceScale) -> torch.Tensor:
         """All-reduce over the gtp axis, in place, ready on the current stream."""
         weight, comm = self.weight, self.runtime.comm
-        with comm.gathering():
+        with comm.gathering(weight.groups):
             comm.before_collective("all_reduce", f"logits' statistics of {weight.fqn}", weight.groups)
-            done = comm.gather_done(collectives.all_reduce(values, scale, weight.groups.gather, comm.has_streams))
+            work = collectives.all_reduce(values, scale, weight.groups.gather, comm.has_streams)
+            done = comm.gather_done(work, weight.groups)
         comm.wait(done)
         return values
 
@@ -177,10 +178,10 @@ class _Job:
         """All-gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``."""
         weight, comm = self.weight, self.runtime.comm
         received = part.new_empty((weight.layout.world * part.shape[0], *part.shape[1:]))
-        with comm.gathering():
+        with comm.gathering(weight.groups):
             comm.before_collective("all_gather", f"{what} for the loss over {weight.fqn}", weight.groups)
             work = collectives.all_gather(received, part, weight.groups.gather, comm.has_streams)
-            return received, comm.gather_done(work)
+            return received, comm.gather_done(work, weight.groups)
 
     def hidden_of_all(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Each chunk with its hidden states of all ranks; the next one is on its way meanwhile."""

@@ -88,12 +88,12 @@ def exchanged_lookup(
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
         rows = _own_rows(ids, weight)
         output = rows.new_empty((ids.shape[1], layout.shape[1]))
-        with comm.gathering():
+        with comm.gathering(weight.groups):
             comm.before_collective("reduce_scatter", f"{ids.shape[1]} tokens of {weight.fqn}", weight.groups)
             work = collectives.reduce_scatter(
                 _as_integers(output), _as_integers(rows), SUM, weight.groups.gather, comm.has_streams
             )
-            done = comm.gather_done(work)
+            done = comm.gather_done(work, weight.groups)
         comm.wait(done)
     return output[: indices.numel()].view(*indices.shape, layout.shape[1]), ids
 
@@ -149,9 +149,10 @@ def exchanged_grad(
     # Tokens that a rank does not have add zeros to row 0.
     sent = F.pad(sent, (0, 0, 0, ids.shape[1] - sent.shape[0])).contiguous()
     received = sent.new_empty((ids.numel(), layout.shape[1]))
-    with profiler_range("GTP::exchange", weight.fqn), comm.gathering():
+    with profiler_range("GTP::exchange", weight.fqn), comm.gathering(weight.groups):
         comm.before_collective("all_gather", f"gradients of {ids.shape[1]} tokens of {weight.fqn}", weight.groups)
-        done = comm.gather_done(collectives.all_gather(received, sent, weight.groups.gather, comm.has_streams))
+        work = collectives.all_gather(received, sent, weight.groups.gather, comm.has_streams)
+        done = comm.gather_done(work, weight.groups)
     comm.wait(done)
     flat = ids.reshape(-1)
     local = flat - layout.local_offset

@@ -110,6 +110,10 @@ class Draw:
     # policies
     prefetch_depth: int = 2
     max_inflight: int = 2
+    prefetch_nbytes: int = 0
+    coalesce_nbytes: int = 0
+    expert_blocks_ahead: int = 1
+    keep_nbytes: int = 0
     min_shard_numel: int = 0
     reshard_after_forward: bool = True
     reshard_after_backward: bool = True
@@ -358,6 +362,10 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         keeps_zeros=rng.random() < 0.2,
         optimizer=rng.choice(stock) if rng.random() < 0.4 else "local",
         clips=rng.random() < 0.15,
+        prefetch_nbytes=rng.choice((0, 600, 256 << 20)),
+        coalesce_nbytes=rng.choice((0, 600, 2000, 64 << 20)),
+        expert_blocks_ahead=rng.choice((0, 1, 1, 2)),
+        keep_nbytes=rng.choice((0, 0, 600, 1 << 20)),
     )
 
 

@@ -119,7 +119,15 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
         "reshard_after_forward": draw.reshard_after_forward,
         "shard_placement_fn": asked.get if asked else None,
         "mp_policy": _mixed_precision(draw),
-        "schedule": SchedulePolicy(draw.prefetch_depth, draw.max_inflight, draw.min_shard_numel),
+        "schedule": SchedulePolicy(
+            prefetch_depth=draw.prefetch_depth,
+            max_inflight_reduce_scatters=draw.max_inflight,
+            min_shard_numel=draw.min_shard_numel,
+            prefetch_nbytes=draw.prefetch_nbytes,
+            coalesce_nbytes=draw.coalesce_nbytes,
+            expert_blocks_ahead=draw.expert_blocks_ahead,
+            keep_nbytes=draw.keep_nbytes,
+        ),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):
         for layer, module in zip(draw.layers, model.layers, strict=True):

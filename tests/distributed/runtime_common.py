@@ -190,11 +190,18 @@ def assert_bit_equal(actual: list[torch.Tensor], expected: list[torch.Tensor], w
 
 
 class Counts(NamedTuple):
-    """Collectives of this rank."""
+    """Collectives of this rank: tensors, whether each travels by itself or several together."""
 
     all_gathers: int
     reduce_scatters: int
     all_reduces: int
+
+
+# What several collectives in one launch are called, and what one of them is.
+_ONE_OF = {
+    "allgather_into_tensor_coalesced_": "_allgather_base_",
+    "reduce_scatter_tensor_coalesced_": "_reduce_scatter_base_",
+}
 
 
 class counted(TorchDispatchMode):
@@ -206,15 +213,18 @@ class counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.num_launches: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor | UngatheredWeight) for cls in types):
             return NotImplemented  # these come back with the collectives that they consist of
         if func.namespace == "c10d":
-            self.counts[func._opname] += 1
+            name = _ONE_OF.get(func._opname, func._opname)
+            self.num_launches[name] += 1
+            self.counts[name] += 1 if name == func._opname else len(args[0])
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.dtypes.setdefault(func._opname, set()).update(tensor.dtype for tensor in tensors)
+            self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
         return func(*args, **(kwargs or {}))
 
     def __call__(self) -> Counts:

@@ -107,9 +107,18 @@ class TestCuda(MultiProcContinuousTest):
         """Same-shape layers share memory of freed buffers: any overtaking would show as NaN or as other bits."""
         mesh = self.mesh()
         expected = self._steps(mesh, SchedulePolicy(prefetch_depth=0))
-        for seed in range(6):
+        one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0}
+        for seed in range(8):
+            # With one at a time, with several in one launch, with all of them ahead, and with some kept.
+            options = (
+                one_by_one,
+                {"prefetch_nbytes": 5 << 20, "coalesce_nbytes": 4 << 20},
+                {},
+                {"keep_nbytes": 5 << 20},
+            )
+            schedule = SchedulePolicy(prefetch_depth=1 + seed % 3, **options[seed % 4])
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                actual = self._steps(mesh, SchedulePolicy(prefetch_depth=seed % 4))
+                actual = self._steps(mesh, schedule)
             for got, want in zip(actual, expected, strict=True):
                 self.assertTrue(torch.equal(got, want), f"seed {seed}")
 
@@ -152,7 +161,8 @@ class TestCuda(MultiProcContinuousTest):
         """Above shards and gradients: the weights of the window, and two send buffers; nothing grows."""
         mesh = self.mesh()
         width, depth, prefetch = 2048, 16, 2
-        model = gtp_shard(Stack(width, depth).cuda(), mesh, schedule=SchedulePolicy(prefetch_depth=prefetch))
+        schedule = SchedulePolicy(prefetch_depth=prefetch, prefetch_nbytes=0, coalesce_nbytes=0)
+        model = gtp_shard(Stack(width, depth).cuda(), mesh, schedule=schedule)
         x = torch.randn(8, width, device="cuda")
 
         def step() -> None:

@@ -418,9 +418,9 @@ class TestOrder(unittest.TestCase):
             in_flight: list[str] = []
             launch, free, targets = Runtime._gather, FSDPParamGroup._to_sharded, runtime_of(model).gatherables
 
-            def recorded(runtime: Any, target: Any, launch: Any = launch, reads: Any = reads) -> Any:
-                reads.append(target.weight.shard.untyped_storage().nbytes())
-                return launch(runtime, target)
+            def recorded(runtime: Any, launched: Any, launch: Any = launch, reads: Any = reads) -> Any:
+                reads.extend(target.weight.shard.untyped_storage().nbytes() for target in launched)
+                return launch(runtime, launched)
 
             def freed(group: Any, free: Any = free, targets: Any = targets, in_flight: Any = in_flight) -> None:
                 free(group)

@@ -41,11 +41,14 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp._runtime.state import ChainKey
 
-EAGER = SchedulePolicy(prefetch_depth=0, max_inflight_reduce_scatters=1, min_shard_numel=0)
+
+def policy(depth: int, max_inflight: int = 2, **options: int) -> SchedulePolicy:
+    """Gathers ``depth`` weights ahead, one by one, unless told otherwise."""
+    one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0, "min_shard_numel": 0}
+    return SchedulePolicy(depth, max_inflight_reduce_scatters=max_inflight, **{**one_by_one, **options})
 
 
-def policy(depth: int, max_inflight: int = 2) -> SchedulePolicy:
-    return SchedulePolicy(prefetch_depth=depth, max_inflight_reduce_scatters=max_inflight, min_shard_numel=0)
+EAGER = policy(0, max_inflight=1)
 
 
 class Checkpointed(Net):
@@ -85,20 +88,29 @@ class TestOverlap(GlooTest):
 
     def test_prefetch_depth_changes_no_bit(self) -> None:
         expected = self.record(EAGER)
-        for depth in range(6):
+        for depth in (0, 1, 2, 5):
             assert_bit_equal(self.record(policy(depth, depth + 1)), expected, f"depth {depth}")
+
+    def test_windows_in_bytes_and_gathers_in_one_launch_change_no_bit(self) -> None:
+        """Some weights have short last shards, which are copied into their slots; the others are sent as they are."""
+        expected = self.record(EAGER)
+        for options in ({}, {"prefetch_nbytes": 1500}, {"prefetch_nbytes": 3000, "coalesce_nbytes": 1200}):
+            schedule = SchedulePolicy(1, min_shard_numel=0, **options)
+            assert_bit_equal(self.record(schedule, debug="poison,delay=1"), expected, f"{schedule}")
 
     def test_r2_poison_and_delays_with_same_shape_layers_equal_prefetch_off(self) -> None:
         for model_cls in (Net, Checkpointed):
             expected = self.record(EAGER, model_cls)
             for depth in (1, 3):
-                actual = self.record(policy(depth), model_cls, debug=f"poison,delay={depth}")
+                schedule = policy(depth, coalesce_nbytes=1200 if depth == 3 else 0)
+                actual = self.record(schedule, model_cls, debug=f"poison,delay={depth}")
                 assert_bit_equal(actual, expected, f"{model_cls.__name__}, depth {depth}")
 
     def check_repeats(self, num_repeats: int) -> None:
         expected = self.record(EAGER)
         for seed in range(num_repeats):
-            assert_bit_equal(self.record(policy(1 + seed % 4), debug=f"delay={seed}"), expected, f"delay={seed}")
+            schedule = policy(1 + seed % 4, coalesce_nbytes=seed % 3 * 600)
+            assert_bit_equal(self.record(schedule, debug=f"delay={seed}"), expected, f"delay={seed}")
 
     def test_r25_repeats_under_random_delays_are_bit_equal(self) -> None:
         self.check_repeats(10)
@@ -297,7 +309,7 @@ class TestOverlap(GlooTest):
 
     def test_observed_schedule_is_printed(self) -> None:
         mesh = self.gtp_mesh()
-        model = gtp_shard(Net(num_pairs=1), mesh, schedule=policy(2))
+        model = gtp_shard(Net(num_pairs=1), mesh, schedule=policy(1, coalesce_nbytes=1200))
         self.assertEqual(sharding_report(model).schedule, "")
         token_step(model, make_tokens(0))
         with torch.no_grad():
@@ -307,33 +319,51 @@ class TestOverlap(GlooTest):
         self.assertExpectedInline(
             sharding_report(model).schedule,
             """\
-forward of GTPNet: 5 uses, prefetch depth 2
-  begin                      gather embedding.weight, layers.0.weight
-  use embedding.weight                         gather layers.1.first
-  use layers.0.weight                          gather layers.1.second
-  use layers.1.first                           gather embedding.weight
-  use layers.1.second
-  use embedding.weight
-backward of GTPNet: 4 uses, prefetch depth 2
-  begin                      gather embedding.weight, layers.1.second
-  use embedding.weight                         gather layers.1.first
-  use layers.1.second                          gather layers.0.weight
-  use layers.1.first
+forward of GTPNet: 5 uses, 1 use ahead, together up to 1.2 KiB
+  begin                                        gather embedding.weight (1.5 KiB)
+  use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
   use layers.0.weight
-forward of GTPNet without gradient: 5 uses, prefetch depth 2
-  begin                      gather embedding.weight, layers.0.weight
-  use embedding.weight                         gather layers.1.first
-  use layers.0.weight                          gather layers.1.second
-  use layers.1.first                           gather embedding.weight
+  use layers.1.first                           gather layers.1.second (576 B)
+  use layers.1.second                          gather embedding.weight (1.5 KiB)
+  use embedding.weight
+backward of GTPNet: 4 uses, 1 use ahead, together up to 1.2 KiB
+  begin                                        gather embedding.weight (1.5 KiB)
+  use embedding.weight                         gather layers.1.second + layers.1.first (1.1 KiB)
   use layers.1.second
+  use layers.1.first                           gather layers.0.weight (576 B)
+  use layers.0.weight
+forward of GTPNet without gradient: 5 uses, 1 use ahead, together up to 1.2 KiB
+  begin                                        gather embedding.weight (1.5 KiB)
+  use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
+  use layers.0.weight
+  use layers.1.first                           gather layers.1.second (576 B)
+  use layers.1.second                          gather embedding.weight (1.5 KiB)
   use embedding.weight""",
         )
+
+    def test_small_weights_are_gathered_in_one_launch(self) -> None:
+        """Each use is still one gather; a weight that is used alone, against the plan, is gathered alone."""
+        mesh = self.gtp_mesh()
+        model = gtp_shard(Branches(), mesh, schedule=policy(1, coalesce_nbytes=3 * 576))
+        x = make_rows(0).requires_grad_()
+        launches, gathers = [], []
+        for order in ([0, 1, 2], [0, 1, 2], [1], [1]):
+            model.order = order
+            with counted() as counts:
+                square_step(model, x)
+                gathers.append(counts().all_gathers)
+                launches.append(counts.num_launches["_allgather_base_"])
+        # Layer 1 has two weights. The last weight of the forward is kept once the plan is known. What comes for layers
+        # 0 and 2 in the third step is dropped.
+        self.assertEqual(gathers, [8, 7, 8, 3])
+        self.assertEqual(launches, [8, 4, 4, 2])
+        assert_idle(model)
 
     def check_orders(self, orders: list[list[int]], depth: int) -> None:
         mesh = self.gtp_mesh()
         torch.manual_seed(6)
         reference = Branches()
-        model = shard_copy(reference, mesh, schedule=policy(depth))
+        model = shard_copy(reference, mesh, schedule=policy(depth, coalesce_nbytes=1200 if depth == 3 else 0))
         for step, order in enumerate(orders):
             reference.order = model.order = order
             check_step(reference, model, mesh, make_rows(step), square_step)
@@ -368,7 +398,7 @@ forward of GTPNet without gradient: 5 uses, prefetch depth 2
             turning = f"layers.{order[-1]}." + ("second" if order[-1] % 2 else "weight")
             assert used == dict.fromkeys(used, 4) | {turning: 2}, used
             forward = runtime_of(model).chains[ChainKey(model, True)]
-            assert len(forward.plan) == len(used)
+            assert len(forward.plan.uses) == len(used)
             assert_idle(model)
 
 

@@ -12,7 +12,15 @@ from dtensor_gtp._runtime.debug import DebugFlags
 
 def test_schedule_policy_defaults() -> None:
     assert SchedulePolicy() == SchedulePolicy(
-        prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter="ring"
+        prefetch_depth=2,
+        max_inflight_reduce_scatters=2,
+        min_shard_numel=1024,
+        prefetch_nbytes=256 * 1024**2,
+        coalesce_nbytes=64 * 1024**2,
+        coalesce_grad_nbytes=4 * 1024**2,
+        expert_blocks_ahead=1,
+        keep_nbytes=0,
+        reduce_scatter="ring",
     )
 
 
@@ -23,14 +31,23 @@ def test_schedule_policy_accepts_its_bounds() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "least"),
-    [("prefetch_depth", -1, 0), ("max_inflight_reduce_scatters", 0, 1), ("min_shard_numel", -5, 0)],
+    [
+        ("prefetch_depth", -1, 0),
+        ("max_inflight_reduce_scatters", 0, 1),
+        ("min_shard_numel", -5, 0),
+        ("prefetch_nbytes", -1, 0),
+        ("coalesce_nbytes", -1, 0),
+        ("coalesce_grad_nbytes", -1, 0),
+        ("expert_blocks_ahead", -1, 0),
+        ("keep_nbytes", -1, 0),
+    ],
 )
 def test_schedule_policy_refuses_values_out_of_range(name: str, value: int, least: int) -> None:
     with pytest.raises(ValueError, match=f"SchedulePolicy expects {name} >= {least}, but got {value}"):
         SchedulePolicy(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["prefetch_depth", "max_inflight_reduce_scatters", "min_shard_numel"])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SchedulePolicy) if field.type == "int"])
 @pytest.mark.parametrize("value", [1.0, True, "2", None])
 def test_schedule_policy_refuses_what_is_not_an_int(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"SchedulePolicy expects an int for {name}, but got {value!r}"):

@@ -1,0 +1,335 @@
+"""When each weight is gathered, how long it is kept, and what follows from the plan.
+
+[Note: uses and holds]
+A *use* acquires a gathered weight and releases it; the last release frees the buffer. Between the two it is *live*.
+Gathers that were launched for uses to come are *pending*; a gathered weight without a use may be *kept*.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from .. import _torch_compat as compat
+from ..policy import SchedulePolicy
+from . import gather
+from .comm_context import CommContext, Groups
+from .debug import DebugFlags, poison
+from .gathered import Gatherable, Gathered
+from .param import ManagedParam, ShardedWeight
+from .schedule import Chain, Plan, Traits, Window, choose_kept
+from .wire import QuantizedWire
+
+logger = logging.getLogger("dtensor_gtp")
+
+
+class ChainKey(NamedTuple):
+    """Which order of uses: that of an outermost module's forward or backward; stages of a pipeline may share a runtime.
+    The module is None in a backward that no module's output announced."""
+
+    module: nn.Module | None
+    is_grad_enabled: bool
+    is_backward: bool = False
+
+
+class Gathering:
+    """The gathers of one runtime, which tells it what kind of pass runs.
+
+    Args:
+        comm: Streams and groups.
+        schedule: Policy of the root.
+        debug: Debugging aids.
+    """
+
+    def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
+        self.comm = comm
+        self.schedule = schedule
+        self.debug = debug
+        self.gatherables: list[Gatherable] = []  # of the weights; a plan names them by index
+        self.chains: dict[ChainKey, Chain] = {}
+        self._window = Window(
+            schedule.prefetch_depth,
+            schedule.prefetch_nbytes,
+            schedule.coalesce_nbytes,
+            schedule.expert_blocks_ahead,
+        )
+        self._num_calls = 0
+        self._has_gaps = False
+        self._kept_until_backward: frozenset[int] = frozenset()
+        self._forward_chain: Chain | None = None
+        self._forward_module: nn.Module | None = None
+        self._differentiable_chain: Chain | None = None
+        self._is_in_backward = False
+        self._backward_chain = Chain(self._window, self._traits)  # until the first backward
+
+    def _add_gatherables(self, weights: Sequence[ShardedWeight]) -> None:
+        """Take over the weights of one ``gtp_shard`` call."""
+        self._num_calls += 1
+        for weight in weights:
+            for target in weight.gatherables:
+                target.index = len(self.gatherables)
+                target.call = self._num_calls
+                self.gatherables.append(target)
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def _chain(self, key: ChainKey) -> Chain:
+        if key not in self.chains:
+            self.chains[key] = Chain(self._window, self._traits)
+        return self.chains[key]
+
+    def _traits(self) -> list[Traits]:
+        """What plans must know of each gatherable. The same on all ranks of its mesh."""
+        lanes: dict[Groups, int] = {}
+        for target in reversed(self.gatherables):  # those of the outermost call come last
+            lanes.setdefault(target.weight.groups, len(lanes))
+        return [
+            Traits(
+                nbytes=target.nbytes,
+                lane=lanes[target.weight.groups],
+                call=target.call,
+                bundle=target.companions[0].index if target.companions else -1,
+            )
+            for target in self.gatherables
+        ]
+
+    def _active_chain(self) -> Chain | None:
+        return self._backward_chain if self._is_in_backward else self._forward_chain
+
+    def _begin_chain(self, chain: Chain) -> None:
+        chain.begin()
+        self._fill(chain)
+
+    def _advance(self, target: Gatherable) -> None:
+        chain = self._active_chain()
+        if chain is None:
+            return
+        if not chain.advance(target.index):
+            logger.debug(
+                "use of %s was not expected next; %d deviations so far", target.weight.fqn, chain.num_deviations
+            )
+            self._drop_prefetched(chain, target)
+            self._fill(chain)
+        elif self._has_gaps:
+            self._fill(chain)
+        else:
+            for launch in chain.due():
+                self._prefetch(chain, launch.positions)
+
+    def _fill(self, chain: Chain) -> None:
+        """Launch all that the plan expects to be in flight by now."""
+        self._has_gaps = False
+        for positions in chain.expected():
+            self._prefetch(chain, positions)
+
+    def _prefetch(self, chain: Chain, positions: Sequence[int]) -> None:
+        """Launch together what is neither in memory nor in flight for these uses of the plan."""
+        missing = []
+        for position in positions:
+            target = self.gatherables[chain.plan.uses[position]]
+            if not self._can_read(target):
+                self._has_gaps = True  # until an outer fully_shard has gathered it
+            elif self._is_missing(chain, target, position):
+                missing.append(target)
+        if missing:
+            for target, gathered in zip(missing, self._gather(missing), strict=True):
+                target.pending.append(gathered)
+
+    @staticmethod
+    def _can_read(target: Gatherable) -> bool:
+        return not target.weight.is_cut_again or target.weight.is_readable
+
+    def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
+        if target.kept is None and not target.pending:
+            return target.live is None or not self._stays(target)
+        if self._stays(target):
+            return False
+        available = len(target.pending) + (target.kept is not None)
+        return available < chain.num_expected(target.index, position)
+
+    # --- uses ---------------------------------------------------------------------------------------------------------
+
+    def ensure_initialized(self) -> None:
+        """Check that there is something to run on, and make the communicators, in the first forward."""
+        raise NotImplementedError
+
+    def acquire(self, target: Gatherable) -> Gathered:
+        """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
+        self.ensure_initialized()
+        gathered = target.live
+        if gathered is None or not gathered.is_fresh(target.weight):
+            target.weight.check_readable()
+            gathered = self._take_kept(target) or self._take_prefetched(target) or self._gather_now(target)
+            target.live = gathered
+            self._advance(target)
+        gathered.holds += 1
+        self.comm.delay()
+        self.comm.wait(gathered.done)
+        return gathered
+
+    @contextmanager
+    def using(self, target: Gatherable) -> Iterator[torch.Tensor]:
+        """A use that ends with the context: the full weight."""
+        gathered = self.acquire(target)
+        try:
+            yield gathered.full
+        finally:
+            self.release(target, gathered)
+
+    def release(self, target: Gatherable, gathered: Gathered) -> None:
+        """End a use."""
+        gathered.holds -= 1
+        if gathered.holds:
+            return
+        if target.live is gathered:
+            target.live = None
+        if self._is_kept_after_use(target) and gathered.is_fresh(target.weight):
+            target.kept = gathered
+        else:
+            self._free(gathered)
+
+    def _free(self, gathered: Gathered) -> None:
+        """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
+        if self.debug.poison and not gathered.is_alias:
+            gathered.forget()
+            # Two owners are ours: the buffer and the Python object of its storage that we ask with.
+            if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2:
+                with compat.unseen_by_checkpoint_policies():
+                    poison(gathered.buffer)
+
+    def _gather_now(self, target: Gatherable) -> Gathered:
+        """For a use that nothing was launched for; with what always travels along."""
+        others = [
+            other for other in target.companions if other is not target and other.is_absent and self._can_read(other)
+        ]
+        first, *rest = self._gather([target, *others])
+        for other, gathered in zip(others, rest, strict=True):
+            other.pending.append(gathered)
+        return first
+
+    def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
+        """Launch one gather of present shards. Which gathers a recomputation launches depends on the plan."""
+        with compat.unseen_by_checkpoint_policies():
+            return gather.launch(targets, self.comm)
+
+    def _take_prefetched(self, target: Gatherable) -> Gathered | None:
+        while target.pending:
+            gathered = target.pending.popleft()
+            if gathered.is_fresh(target.weight):
+                return gathered
+            self._discard(gathered)
+        return None
+
+    def _drop_prefetched(self, chain: Chain | None = None, used: Gatherable | None = None) -> None:
+        """Drop gathers that nobody came for, except those that ``chain`` still expects, and those that came with what
+        is ``used`` now."""
+        expected: Counter[int] = Counter()
+        if chain is not None:
+            expected.update(chain.plan.uses[position] for positions in chain.expected() for position in positions)
+        if used is not None:
+            expected.update(other.index for other in used.companions)
+        for target in self.gatherables:
+            while len(target.pending) > expected[target.index]:
+                self._has_gaps = True  # for the pass, if any, that this one interrupts
+                self._discard(target.pending.pop())
+
+    def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
+        """Their shards are about to be freed: nothing may read them any more."""
+        for param in params:
+            for target in param.gatherables if isinstance(param, ShardedWeight) else ():
+                while target.pending:
+                    self._has_gaps = True
+                    self._discard(target.pending.pop())
+
+    def _discard(self, gathered: Gathered) -> None:
+        # Its memory must not be reused, nor the shard be written, while the gather still runs.
+        self.comm.wait(gathered.done)
+        self._free(gathered)
+
+    # --- keeping ------------------------------------------------------------------------------------------------------
+
+    def kept_until_backward(self, module: nn.Module | None) -> tuple[int, ...]:
+        """What the policy keeps from a forward of ``module`` to its backward, beside what the user has said of single
+        weights and the weight at the turning point."""
+        if not self.schedule.keep_nbytes:
+            return ()
+        forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
+        turning = backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
+        sizes = [
+            target.kept_nbytes if target.weight.flags.reshard_after_forward and target.index not in turning else 0
+            for target in self.gatherables
+        ]
+        return choose_kept(forward, backward, sizes, self.schedule.keep_nbytes)
+
+    def _stays(self, target: Gatherable) -> bool:
+        """Whether a policy keeps the weight after each of its uses in this pass."""
+        weight = target.weight
+        if weight.is_pinned:
+            return True
+        if self._is_in_backward:
+            return not weight.flags.reshard_after_backward
+        if target.index in self._kept_until_backward:
+            return True
+        return not weight.flags.reshard_after_forward and weight.for_backward is target
+
+    def _is_kept_after_use(self, target: Gatherable) -> bool:
+        if self._stays(target):
+            return True
+        if self._is_in_backward:
+            return False
+        # The last weight of the forward is the first of backward: to free it between the two would put a gather that
+        # nothing hides at the turning point.
+        chain = self._forward_chain
+        is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
+        return is_last and self._backward_plan().uses[:1] == (target.index,)
+
+    def _backward_plan(self) -> Plan:
+        """That of the backward which follows the present forward."""
+        return self._chain(ChainKey(self._forward_module, True, True)).plan
+
+    def _end_keeps(self) -> None:
+        """A weight is kept from a forward to its backward at most, unless the user asks for more: between passes shards
+        are also written to in ways that leave no trace (``.data``, foreach functions, ``dcp.load``)."""
+        for target in self.gatherables:
+            weight = target.weight
+            is_lasting = weight.is_pinned or not weight.flags.reshard_after_backward
+            if target.kept is not None and (weight.is_cut_again or not is_lasting):
+                self._drop_kept(target)
+
+    def _take_kept(self, target: Gatherable) -> Gathered | None:
+        kept, target.kept = target.kept, None
+        if kept is None or kept.is_fresh(target.weight):
+            return kept
+        self._discard(kept)
+        return None
+
+    def gather_kept(self, weight: ShardedWeight) -> None:
+        """Gather a weight ahead of any use, for ``unshard``."""
+        self.ensure_initialized()
+        if weight.live is None and (weight.kept is None or not weight.kept.is_fresh(weight)):
+            self.drop_kept(weight)
+            weight.follow(weight.sites[0])
+            weight.check_readable()
+            weight.kept = self._take_prefetched(weight) or self._gather([weight])[0]
+
+    def wait_kept(self, weight: ShardedWeight) -> None:
+        if weight.kept is not None:
+            self.comm.wait(weight.kept.done)
+
+    def drop_kept(self, weight: ShardedWeight) -> None:
+        """Keep nothing that was made of a shard."""
+        for target in weight.gatherables:
+            self._drop_kept(target)
+        if isinstance(weight.wire, QuantizedWire):
+            weight.wire.forget()
+
+    def _drop_kept(self, target: Gatherable) -> None:
+        kept, target.kept = target.kept, None
+        if kept is not None:
+            self._discard(kept)

@@ -1,0 +1,325 @@
+"""What is launched when: experts a block ahead on chains of their own, groups of one layer in one gather, keeps.
+
+One process of a group that communicates nothing records the order of launches and uses.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import fake_world
+from expecttest import TestCase
+from runtime_common import assert_idle, counted, num_gathers, runtime_of, weight_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp._runtime.gathered import Gatherable, Gathered
+from dtensor_gtp._runtime.param import ShardedWeight
+from dtensor_gtp.nn import GroupedLinear
+
+WIDTH = 8
+
+
+class Experts(nn.Module):
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        options = {"bias": False, "single_grouped_weight": single}
+        self.up = GroupedLinear(2, WIDTH, 2 * WIDTH, **options)
+        self.down = GroupedLinear(2, 2 * WIDTH, WIDTH, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = torch.tensor([1, x.shape[0] - 1])
+        output: torch.Tensor = self.down(torch.tanh(self.up(x, sizes)), sizes)
+        return output
+
+
+class Block(nn.Module):
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        self.q, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.experts = Experts(single)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x + self.experts(self.o(torch.tanh(self.q(x))))
+        return output
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[str]]:
+    """Lines of launches and uses, in order."""
+    runtime, lines = runtime_of(model), []
+    gather, acquire = runtime._gather, runtime.acquire
+
+    def launch(targets: Sequence[ShardedWeight]) -> list[Gathered]:
+        lines.append("  gather " + " + ".join(target.weight.fqn.removesuffix(".weight") for target in targets))
+        return gather(targets)
+
+    def use(target: Gatherable) -> Gathered:
+        lines.append("use " + target.weight.fqn.removesuffix(".weight"))
+        return acquire(target)
+
+    runtime._gather, runtime.acquire = launch, use  # type: ignore[method-assign]
+    try:
+        yield lines
+    finally:
+        del runtime._gather, runtime.acquire  # type: ignore[method-assign]
+
+
+class TestLaunches(TestCase):
+    def setUp(self) -> None:
+        world = fake_world(world_size=4)
+        world.__enter__()
+        self.addCleanup(world.__exit__, None, None, None)
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "expert_gtp"))
+
+    def make(self, single: bool = True, num_blocks: int = 3, **options: Any) -> nn.Module:
+        schedule = SchedulePolicy(1, **{"min_shard_numel": 0, "coalesce_nbytes": 0, "prefetch_nbytes": 0, **options})
+        model = nn.Sequential(*(Block(single) for _ in range(num_blocks)))
+        for block in model:
+            gtp_shard(block.experts, self.mesh["expert_gtp"], schedule=schedule)
+        return gtp_shard(model, self.mesh["gtp"], schedule=schedule)
+
+    def step(self, model: nn.Module) -> None:
+        model(torch.ones(3, WIDTH, requires_grad=True)).sum().backward()
+
+    def test_experts_are_gathered_a_block_ahead(self) -> None:
+        """``up`` and ``down`` in order, each while its counterpart of the block before is used, in both directions; the
+        window of the dense weights goes on beside them."""
+        model = self.make()
+        self.step(model)
+        with recorded(model) as lines:
+            self.step(model)
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+  gather 0.q
+  gather 0.experts.up
+  gather 0.experts.down
+use 0.q
+  gather 0.o
+use 0.o
+  gather 1.q
+use 0.experts.up
+  gather 1.experts.up
+use 0.experts.down
+  gather 1.experts.down
+use 1.q
+  gather 1.o
+use 1.o
+  gather 2.q
+use 1.experts.up
+  gather 2.experts.up
+use 1.experts.down
+  gather 2.experts.down
+use 2.q
+  gather 2.o
+use 2.o
+use 2.experts.up
+use 2.experts.down
+  gather 2.experts.up
+  gather 2.o
+use 2.experts.down
+  gather 1.experts.down
+use 2.experts.up
+  gather 1.experts.up
+use 2.o
+  gather 2.q
+use 2.q
+  gather 1.o
+use 1.experts.down
+  gather 0.experts.down
+use 1.experts.up
+  gather 0.experts.up
+use 1.o
+  gather 1.q
+use 1.q
+  gather 0.o
+use 0.experts.down
+use 0.experts.up
+use 0.o
+  gather 0.q
+use 0.q""",
+        )
+        assert_idle(model)
+        used = num_gathers(model)
+        self.assertEqual(set(used.values()) - {4}, {3}, "one each way; the last of the forward is kept")
+
+    def test_experts_of_the_dense_window(self) -> None:
+        model = self.make(num_blocks=2, expert_blocks_ahead=0)
+        self.step(model)
+        with recorded(model) as lines, torch.no_grad():
+            model(torch.ones(3, WIDTH))
+            lines.clear()
+            model(torch.ones(3, WIDTH))
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+  gather 0.q
+  gather 0.experts.up
+use 0.q
+  gather 0.o
+use 0.o
+  gather 1.q
+use 0.experts.up
+  gather 0.experts.down
+use 0.experts.down
+  gather 1.experts.up
+use 1.q
+  gather 1.o
+use 1.o
+use 1.experts.up
+  gather 1.experts.down
+use 1.experts.down""",
+        )
+
+    def test_weights_of_each_group_are_gathered_in_one_operation(self) -> None:
+        """From the first use on, before there is a plan, and whatever else travels together."""
+        model = self.make(single=False, num_blocks=1)
+        x = torch.ones(3, WIDTH)
+        for _ in range(2):
+            with recorded(model) as lines, torch.no_grad():
+                model(x)
+            of_experts = [line for line in lines if "gather" in line and "experts" in line]
+            names = [f"  gather 0.experts.{name}.weight0 + 0.experts.{name}.weight1" for name in ("up", "down")]
+            self.assertEqual(of_experts, names)
+        # Alone, outside of any plan: the other one is dropped.
+        before = num_gathers(model)
+        with recorded(model) as lines:
+            runtime, weight = runtime_of(model), weight_of(model, "0.experts.up.weight1")
+            runtime.release(weight, runtime.acquire(weight))
+        self.assertEqual(len(lines), 2)
+        with torch.no_grad():
+            model(x)
+        self.assertEqual(num_gathers(model)["0.experts.up.weight0"], before["0.experts.up.weight0"] + 1)
+        assert_idle(model)
+
+    def dense(self, **options: Any) -> nn.Module:
+        schedule = SchedulePolicy(2, min_shard_numel=0, **options)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+        return gtp_shard(model, self.mesh["gtp"], schedule=schedule)
+
+    def gathers_of_a_step(self, model: nn.Module, num_warm: int = 2) -> str:
+        for _ in range(num_warm):
+            self.step(model)
+        before = num_gathers(model)
+        self.step(model)
+        assert_idle(model)
+        return " ".join(str(count - before[name]) for name, count in num_gathers(model).items())
+
+    def test_budget_keeps_the_last_weights_of_the_forward(self) -> None:
+        """Exactly as many as fit; the one at the turning point is kept in any case. Together with the user's choice."""
+        nbytes = 4 * WIDTH * WIDTH
+        for budget, expected in (
+            (0, "2 2 2 2 2 1"),
+            (nbytes - 1, "2 2 2 2 2 1"),
+            (nbytes, "2 2 2 2 1 1"),
+            (3 * nbytes, "2 2 1 1 1 1"),
+            (99 * nbytes, "1 1 1 1 1 1"),
+        ):
+            for options in ({}, {"coalesce_nbytes": 0}, {"coalesce_nbytes": 2 * nbytes, "prefetch_nbytes": 0}):
+                model = self.dense(keep_nbytes=budget, **options)
+                self.assertEqual(self.gathers_of_a_step(model), expected, (budget, options))
+        model = self.dense(keep_nbytes=2 * nbytes)
+        weight_of(model, "4.weight").flags.reshard_after_forward = False
+        self.assertEqual(self.gathers_of_a_step(model), "2 2 1 1 1 1")
+        model.set_reshard_after_forward(False)
+        self.assertEqual(self.gathers_of_a_step(model), "1 1 1 1 1 1")
+        model.set_reshard_after_forward(True)
+        self.assertEqual(self.gathers_of_a_step(model), "2 2 2 1 1 1")
+        kept = "\n  kept until backward (512 B of 512 B): 4.weight, 3.weight\n"
+        self.assertIn(kept, sharding_report(model).schedule)
+
+    def test_budget_bounds_what_is_kept(self) -> None:
+        """Between forward and backward, also where weights are used several times, and without gradients."""
+        nbytes = 4 * WIDTH * WIDTH
+        model = self.dense(keep_nbytes=2 * nbytes)
+
+        def kept() -> list[str]:
+            return [weight.fqn for weight in runtime_of(model).weights if weight.kept is not None]
+
+        x = torch.ones(3, WIDTH, requires_grad=True)
+        for step in range(3):
+            loss = model(model(x)).sum()  # nobody comes for what the first one keeps
+            self.assertEqual(kept(), ["3.weight", "4.weight", "5.weight"] if step else [])
+            loss.backward()
+            self.assertEqual(kept(), [])
+            with torch.no_grad():
+                model(x)
+            self.assertEqual(kept(), [])
+
+    def test_no_gathers_for_nothing(self) -> None:
+        """In backward: none of a table, of a first layer, below frozen layers, of what is kept, of other branches."""
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Embedding(8, WIDTH)
+                self.dense = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+                self.side = nn.Linear(WIDTH, WIDTH, bias=False)
+
+            def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    aside = self.side(x)
+                output: torch.Tensor = self.dense(self.table(tokens) + aside)
+                return output
+
+        tokens, x = torch.zeros(3, dtype=torch.int64), torch.ones(3, WIDTH)
+        for is_frozen in (False, True):
+            for options in ({}, {"prefetch_depth": 0}, {"coalesce_nbytes": 0, "prefetch_nbytes": 0}):
+                model = Model()
+                model.table.requires_grad_(not is_frozen)
+                gtp_shard(model, self.mesh["gtp"], schedule=SchedulePolicy(min_shard_numel=0, **options))
+                for step in range(3):
+                    before = num_gathers(model)
+                    model(tokens, x).sum().backward()
+                    used = {name: count - before[name] for name, count in num_gathers(model).items()}
+                    # With a frozen table the first layer's input needs no gradient.
+                    first, last = 1 if is_frozen else 2, 1 if step else 2
+                    expected = {"table": 1, "dense.0": first, "dense.1": 2, "dense.2": last, "side": 1}
+                    self.assertEqual(used, {f"{name}.weight": count for name, count in expected.items()}, step)
+                    assert_idle(model)
+
+    def test_small_gradients_are_reduced_in_one_launch(self) -> None:
+        """Each once, in the backward that has computed it: those of one mesh and dtype, up to the limit."""
+        nbytes = 4 * WIDTH * WIDTH
+        for limit, launches in ((0, 6), (nbytes, 6), (2 * nbytes + 1, 3), (99 * nbytes, 1)):
+            model = self.dense(coalesce_grad_nbytes=limit)
+            for _ in range(2):
+                with counted() as counts:
+                    self.step(model)
+                    self.assertEqual(counts().reduce_scatters, 6)
+                    self.assertEqual(counts.num_launches["_reduce_scatter_base_"], launches, limit)
+                assert_idle(model)
+            model.set_is_last_backward(False)
+            with counted() as counts:
+                self.step(model)
+                self.assertEqual(counts.num_launches["_reduce_scatter_base_"], launches, "not left for later")
+            model.set_is_last_backward(True)
+            self.step(model)
+            assert_idle(model)
+        model = self.make(num_blocks=2)
+        with counted() as counts:
+            self.step(model)
+            self.assertEqual(counts().reduce_scatters, 8)
+            self.assertEqual(counts.num_launches["_reduce_scatter_base_"], 4, "experts, dense, experts, dense")
+
+    def test_backward_that_breaks_off_forgets_gradients_that_wait(self) -> None:
+        model = self.dense()
+        x = torch.ones(3, WIDTH, requires_grad=True)
+        self.step(model)
+        model.zero_grad()
+        middle = model[3](x)
+        middle.register_hook(lambda grad: 1 / 0)
+        with self.assertRaises(ZeroDivisionError):
+            model[5](middle).sum().backward()
+        self.step(model)
+        assert_idle(model)
+
+
+if __name__ == "__main__":
+    unittest.main()
