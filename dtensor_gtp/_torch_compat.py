@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import Variable
 from torch.distributed import _composable_state as composable_state
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -399,6 +400,30 @@ def complete_collectives(tree: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: _Completed.apply(t) if _is_pending(t) else t, tree)  # type: ignore[no-untyped-call]
 
 
+def all_to_all_rows(
+    rows: torch.Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Differentiable exchange of rows (dim 0).
+
+    Args:
+        received, sent: Rows from and to each rank of the group; None for equal parts.
+    """
+    result: torch.Tensor = complete_collectives(funcol.all_to_all_single_autograd(rows, received, sent, group))
+    return result
+
+
+def all_gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Differentiable gather of as many rows (dim 0) of each rank; its gradient is the sum over the ranks."""
+    result: torch.Tensor = complete_collectives(funcol.all_gather_tensor_autograd(rows, 0, group))
+    return result
+
+
+def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Differentiable sum over the ranks, of which each keeps its equal part of the rows (dim 0)."""
+    result: torch.Tensor = complete_collectives(funcol.reduce_scatter_tensor_autograd(rows, "sum", 0, group))
+    return result
+
+
 def completed_local(tensor: DTensor) -> torch.Tensor:
     """The local tensor of ``tensor``, without a wrapper around it that would wait when it is used first."""
     local = local_tensor(tensor)
@@ -674,8 +699,10 @@ __all__ = [
     "agreed_name",
     "all_gather_base",
     "all_gather_coalesced",
+    "all_gather_rows",
     "all_reduce",
     "all_to_all_base",
+    "all_to_all_rows",
     "asks_checkpoint_policy",
     "assert_on_device",
     "backend_name",
@@ -721,6 +748,7 @@ __all__ = [
     "redistribute_module",
     "reduce_scatter_base",
     "reduce_scatter_coalesced",
+    "reduce_scatter_rows",
     "resolve_group",
     "root_mesh",
     "saved_tensors_hooks_enabled",

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-_INIT_STD = 0.02
+INIT_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: ``w2(silu(w1(x)) * w3(x))``."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x_BTC)) * self.w3(x_BTC))
@@ -139,12 +139,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on the normalized residual stream."""
 
-    def __init__(self, config: LlamaConfig, rope: RotaryEmbedding) -> None:
+    def __init__(self, config: LlamaConfig, rope: RotaryEmbedding, ffn: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config, rope)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = ffn
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC))
@@ -166,9 +166,20 @@ class Llama(nn.Module):
         self.config = config
         self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, self.rope) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, self.rope, self.make_ffn(layer)) for layer in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def make_ffn(self, layer: int) -> nn.Module:
+        """The feed-forward of a layer, which the constructor builds."""
+        return FeedForward(self.config.dim, self.config.hidden_dim)
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the projections that write to the residual stream."""
+        return INIT_STD / math.sqrt(2 * self.config.num_layers)
 
     def init_weights(self) -> None:
         """Initializes parameters and buffers in place, drawing from torch's default generator.
@@ -176,10 +187,9 @@ class Llama(nn.Module):
         Matrices are normal with standard deviation 0.02; the two projections that write to the residual stream are
         scaled by ``1 / sqrt(2 * num_layers)``, so that its variance does not grow with depth. Norm weights are one.
         """
-        residual_std = _INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=residual_std if name.endswith((".wo", ".w2")) else _INIT_STD)
+                nn.init.normal_(module.weight, std=self.residual_std if name.endswith((".wo", ".w2")) else INIT_STD)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, RotaryEmbedding):

@@ -5,6 +5,7 @@
 reduce-scatter, so that a missing wait shows.
 ``order``: before each collective, the ranks of the mesh compare what they are about to launch, and raise if it differs.
 It waits for the device each time.
+``splits``: layers that are built while it is set check the sizes of their groups on the device (``GroupedLinear``).
 Several can be given: ``poison,delay=7``. None changes a correct result.
 """
 
@@ -35,24 +36,29 @@ class DebugFlags:
     poison: bool = False
     delay_seed: int | None = None
     order: bool = False
+    splits: bool = False
 
     @classmethod
     def from_env(cls) -> DebugFlags:
         """Raises:
         ValueError: The variable names an unknown aid.
         """
-        poison, seed, order = False, None, False
+        poison, seed, order, splits = False, None, False, False
         for word in filter(None, (part.strip() for part in os.environ.get(_ENV, "").split(","))):
             name, _, value = word.partition("=")
             if name == "poison" and not value:
                 poison = True
             elif name == "order" and not value:
                 order = True
+            elif name == "splits" and not value:
+                splits = True
             elif name == "delay" and (not value or value.isdecimal()):
                 seed = int(value or 0)
             else:
-                raise ValueError(f"{_ENV} expects 'poison', 'delay', 'delay=SEED' or 'order', but got {word!r}.")
-        return cls(poison, seed, order)
+                raise ValueError(
+                    f"{_ENV} expects 'poison', 'delay', 'delay=SEED', 'order' or 'splits', but got {word!r}."
+                )
+        return cls(poison, seed, order, splits)
 
 
 class Delays:

@@ -398,7 +398,7 @@ class GTPGroupedLinear:
         if isinstance(bias, WholeParam):
             bias.follow(Site(module, "bias"))
             value = local_part(bias.value())
-        module.check_input(x, split_sizes, scales, weight.layout.shape[0])
+        module.check_input(x, split_sizes, scales, weight.layout.shape)
         return sharded_grouped_linear(x, value, split_sizes, scales, binding.group.runtime, weight)
 
 
@@ -433,9 +433,9 @@ def is_fusible(module: nn.Module, params: dict[str, ManagedParam]) -> type | Non
     if not isinstance(weight, ShardedWeight) or "forward" in module.__dict__:
         return None
     if isinstance(module, GroupedLinear) and type(module).forward is GroupedLinear.forward:
-        # Expert parallelism deals out whole groups: each rank computes with those that it has.
+        # Each rank computes with the groups, and the slices of them, that expert and tensor parallelism have left it.
         placements = () if weight.tp_spec is None else weight.tp_spec.placements
-        return GTPGroupedLinear if all(p == Shard(0) for p in placements) else None
+        return GTPGroupedLinear if all(isinstance(p, Shard) for p in placements) else None
     if isinstance(weight.wire, HookWire):
         return None  # what its hooks make of it is for code that knows it
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:

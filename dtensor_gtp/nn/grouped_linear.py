@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from .. import _torch_compat as compat
+from .._runtime.debug import DebugFlags
 from ..ops.grouped import grouped_linear
 from ..placement import GTPShard
 
@@ -75,6 +77,7 @@ class GroupedLinear(nn.Module):
                 if bias:
                     value = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
                     self.register_parameter(f"bias{group}", value)
+        self._asserts_splits = DebugFlags.from_env().splits
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,7 +108,7 @@ class GroupedLinear(nn.Module):
         """
         weight, bias = self._grouped("weight"), self._grouped("bias") if self.has_bias else None
         assert weight is not None
-        self.check_input(x, split_sizes, scales, weight.shape[0])
+        self.check_input(x, split_sizes, scales, weight.shape)
         return grouped_linear(x, weight, bias, split_sizes, scales)
 
     def _grouped(self, name: str) -> torch.Tensor | None:
@@ -116,14 +119,25 @@ class GroupedLinear(nn.Module):
         return None if value is None else local_part(value)
 
     def check_input(
-        self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None, num_groups: int
+        self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None, weight_shape: torch.Size
     ) -> None:
-        """Raises:
-        ValueError, TypeError: As :meth:`forward`.
+        """Before the first collective of a forward.
+
+        Args:
+            weight_shape: Of what this rank computes with: expert or tensor parallelism may have cut the weight.
+
+        Raises:
+            ValueError, TypeError: As :meth:`forward`.
+            NotImplementedError: Tensor parallelism has cut ``in_features`` of a layer with a bias.
         """
-        if x.ndim != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"GroupedLinear expects x of shape (num_rows, {self.in_features}), but got {tuple(x.shape)}."
+        num_groups, _, in_features = weight_shape
+        if x.ndim != 2 or x.shape[1] != in_features:
+            raise ValueError(f"GroupedLinear expects x of shape (num_rows, {in_features}), but got {tuple(x.shape)}.")
+        if self.has_bias and in_features != self.in_features:
+            raise NotImplementedError(
+                f"GroupedLinear does not support a bias where tensor parallelism has cut its {self.in_features} "
+                f"in_features into {in_features}, because each rank would add the bias to its part of the sum. Build "
+                "it with bias=False."
             )
         if not isinstance(split_sizes, torch.Tensor) or split_sizes.dtype not in (torch.int32, torch.int64):
             got = split_sizes.dtype if isinstance(split_sizes, torch.Tensor) else type(split_sizes).__name__
@@ -148,6 +162,8 @@ class GroupedLinear(nn.Module):
 
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_counts(split_sizes, x.shape[0])
+        elif self._asserts_splits:
+            assert_counts(split_sizes, x.shape[0])
 
     def extra_repr(self) -> str:
         return (
@@ -164,6 +180,19 @@ def _check_counts(split_sizes: torch.Tensor, num_rows: int) -> None:
             f"GroupedLinear expects split_sizes that sum up to at most the {num_rows} rows of x, none below 0, but got "
             f"{counts}."
         )
+
+
+def assert_counts(split_sizes: torch.Tensor, num_rows: int) -> None:
+    """On the device, where the host never looks: a kernel that fails there ends the process with this message.
+
+    Raises:
+        RuntimeError: On a CPU at once; on a GPU at the next synchronization.
+    """
+    compat.assert_on_device(
+        (split_sizes >= 0).all() & (split_sizes.sum() <= num_rows),
+        "GroupedLinear expects split_sizes that sum up to at most the rows of x, none below 0 (found by "
+        "DTENSOR_GTP_DEBUG=splits).",
+    )
 
 
 def convert_grouped_state_dict(

@@ -125,22 +125,6 @@ class TestGrouped(GlooTest):
                 grad = model._parameters[name].grad
                 torch.testing.assert_close(full(grad), param.grad)
 
-    def test_r1_experts_on_a_mesh_of_their_own(self) -> None:
-        """All-ones gradients have the norm sqrt(numel), whatever the sizes of the two meshes."""
-        meshes = {1: self.hsdp_mesh(4), 2: self.hsdp_mesh(2), 4: self.gtp_mesh()}
-        for dense in meshes.values():
-            for own in meshes.values():
-                model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), GroupedLinear(1, WIDTH, 8, bias=False))
-                gtp_shard(model[1], own, schedule=ALL)
-                gtp_shard(model, dense, schedule=ALL)
-                for param in model.parameters():
-                    nn.init.ones_(param)
-                for _ in range(4):  # microbatches
-                    x = torch.full((1, WIDTH), 1 / WIDTH)
-                    (model[1](model[0](x), torch.tensor([1])).sum() / 4 * WIDTH / 6).backward()
-                expert = full(model[1]._parameters["weight"].grad)
-                torch.testing.assert_close(expert, torch.ones_like(expert))
-
     def test_recomputation_mixed_precision_and_evaluation(self) -> None:
         mesh = self.gtp_mesh()
         reference = make()

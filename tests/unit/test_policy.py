@@ -114,6 +114,6 @@ def test_debug_flags_are_off_without_the_variable(monkeypatch: pytest.MonkeyPatc
 def test_debug_flags_refuse_unknown_words(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("DTENSOR_GTP_DEBUG", f"poison,{word}")
     with pytest.raises(
-        ValueError, match=f"DTENSOR_GTP_DEBUG expects 'poison', 'delay', 'delay=SEED' or 'order', but got '{word}'"
+        ValueError, match=f"expects 'poison', 'delay', 'delay=SEED', 'order' or 'splits', but got '{word}'"
     ):
         DebugFlags.from_env()

@@ -1,0 +1,234 @@
+"""Tokens to their experts and back: sorted by expert on one rank, exchanged where experts are distributed over ``ep``.
+
+[Note: what the host must know]
+``all_to_all`` sends each row to the one rank that has its expert. NCCL and gloo take the sizes of the parts as numbers
+on the host, so the counts are copied there once for each dispatch, which waits for the device. ``all_gather`` sends
+every token to every rank of ``ep``, where the rows of the rank's own experts are sorted to the front of a buffer of
+fixed size; grouped layers ignore the rest. All sizes are known beforehand: nothing waits, and a CUDA graph can be
+replayed with other routing. All ranks must have as many tokens. For ``k`` experts per token it moves about ``ep / k``
+times as many bytes, and the buffer holds the worst case.
+
+All exchanges are differentiable functional collectives, on CPU and GPU alike. Permutations are undone by their inverse
+in backward, so gradients are deterministic.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch_compat as compat
+
+
+class DispatchMethod(enum.Enum):
+    """How rows come to the ranks of their experts."""
+
+    ALL_TO_ALL = "all_to_all"  # each row to one rank; the counts go through the host
+    ALL_GATHER = "all_gather"  # each token to all ranks of ep, each with as many; nothing goes through the host
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """Rows for the experts of this rank, and the way back.
+
+    Args:
+        rows: Sorted by expert, shape ``(num_rows, dim)``. Rows beyond the sum of ``split_sizes`` belong to no expert.
+        split_sizes: Rows of each expert of this rank, int64 on the device of ``rows``.
+        tokens_per_expert: How many of this rank's own tokens chose each expert, all experts counted, int64.
+    """
+
+    rows: torch.Tensor
+    split_sizes: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    _order: torch.Tensor
+    _exchange: _Exchange | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Sizes and order of an all-to-all: the order is that of rows sorted by source, then expert."""
+
+    sent: list[int]
+    received: list[int]
+    order: torch.Tensor
+
+
+class TokenDispatcher:
+    """Brings tokens to their experts and the experts' results back.
+
+    Args:
+        num_experts: Experts, over all ranks of ``mesh``. Rank ``r`` has the ``r``-th of ``mesh.size()`` equal parts.
+        mesh: 1-D, the axis over which experts are distributed; None if every rank has all of them.
+        method: ``"all_to_all"`` or ``"all_gather"``, see :class:`DispatchMethod`. Only with a mesh does it matter.
+
+    Raises:
+        ValueError: The mesh is not 1-D, does not divide the experts, or there is no such method.
+    """
+
+    def __init__(
+        self, num_experts: int, mesh: DeviceMesh | None = None, *, method: str | DispatchMethod = "all_to_all"
+    ) -> None:
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(
+                f"TokenDispatcher expects a 1-D mesh, but got mesh axes {mesh.mesh_dim_names} of shape "
+                f"{tuple(mesh.shape)}. Pass the axis of the experts, e.g. mesh['ep']."
+            )
+        if method not in {m.value for m in DispatchMethod} | set(DispatchMethod):
+            known = ", ".join(repr(m.value) for m in DispatchMethod)
+            raise ValueError(f"TokenDispatcher expects one of {known} as method, but got {method!r}.")
+        self.mesh = mesh
+        self.method = DispatchMethod(method)
+        self.num_experts = num_experts
+        self.num_local = experts_per_rank(num_experts, mesh)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.mesh is None or self.mesh.size() == 1
+
+    def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor) -> Dispatched:
+        """Rows for the experts of this rank, from all ranks of the mesh. All of them must call it.
+
+        Args:
+            tokens: Shape ``(num_tokens, dim)``.
+            experts: The experts of each token, shape ``(num_tokens, k)``, int64; no expert twice for a token.
+
+        Raises:
+            ValueError, TypeError: The shapes do not fit or ``experts`` is not int64.
+        """
+        if tokens.ndim != 2 or experts.ndim != 2 or experts.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                "TokenDispatcher expects tokens of shape (num_tokens, dim) and experts of shape (num_tokens, k), but "
+                f"got {tuple(tokens.shape)} and {tuple(experts.shape)}."
+            )
+        if experts.dtype != torch.int64:
+            raise TypeError(f"TokenDispatcher expects experts as int64, but got {experts.dtype}.")
+        if not self._is_alone and self.method is DispatchMethod.ALL_GATHER:
+            return self._gather(tokens, experts)
+        order, counts = sort_by_group(experts.flatten(), self.num_experts)
+        rows = _Spread.apply(tokens, order, experts.shape[1])  # type: ignore[no-untyped-call]
+        if self._is_alone:
+            return Dispatched(rows, counts, counts, order, None)
+        return self._exchange(rows, counts, order)
+
+    def combine(self, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each token's experts, on the rank of the token.
+
+        Args:
+            rows: What the experts made of ``dispatched.rows``, in the same order.
+            dispatched: What :meth:`dispatch` has returned.
+            weights: Of the experts of each token, shape ``(num_tokens, k)``, floating point.
+
+        Returns:
+            Shape ``(num_tokens, dim)``, dtype of ``rows``.
+        """
+        assert dispatched.rows.shape[0] == rows.shape[0], "combine expects the rows that dispatch has returned"
+        if not self._is_alone and self.method is DispatchMethod.ALL_GATHER:
+            return self._scatter(rows, dispatched, weights)
+        exchange = dispatched._exchange
+        if exchange is not None:
+            assert self.mesh is not None
+            rows = _unpermute(rows, exchange.order)
+            rows = compat.all_to_all_rows(rows, exchange.sent, exchange.received, self.mesh.get_group())
+        return _weighted_sum(_unpermute(rows, dispatched._order), weights)
+
+    # --- all_to_all ---------------------------------------------------------------------------------------------------
+
+    def _exchange(self, rows: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> Dispatched:
+        assert self.mesh is not None
+        group, num_ranks = self.mesh.get_group(), self.mesh.size()
+        # Of each rank, the rows for each expert that is here.
+        given_RE = compat.all_to_all_rows(counts, None, None, group).view(num_ranks, self.num_local)
+        taken_RE = counts.view(num_ranks, self.num_local)
+        # The one thing that the host must know, see [Note: what the host must know].
+        sent, received = torch.stack([taken_RE.sum(1), given_RE.sum(1)]).tolist()
+        rows = compat.all_to_all_rows(rows, received, sent, group)
+        experts = torch.arange(self.num_local, device=rows.device).repeat(num_ranks)
+        by_source = torch.repeat_interleave(experts, given_RE.flatten(), output_size=sum(received))
+        regroup = by_source.argsort(stable=True)
+        rows = _Spread.apply(rows, regroup, 1)  # type: ignore[no-untyped-call]
+        return Dispatched(rows, given_RE.sum(0), counts, order, _Exchange(sent, received, regroup))
+
+    # --- all_gather ---------------------------------------------------------------------------------------------------
+
+    def _gather(self, tokens: torch.Tensor, experts: torch.Tensor) -> Dispatched:
+        assert self.mesh is not None
+        group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
+        k = experts.shape[1]
+        all_experts = compat.all_gather_rows(experts, group)
+        all_tokens = compat.all_gather_rows(tokens, group)
+        local = all_experts - rank * self.num_local
+        is_mine = (local >= 0) & (local < self.num_local)
+        # Rows of others go to the end, into a group that no layer has.
+        order, counts = sort_by_group(torch.where(is_mine, local, self.num_local).flatten(), self.num_local)
+        # A token chooses an expert once, so no more rows than this can be mine.
+        order = order[: all_tokens.shape[0] * min(k, self.num_local)]
+        rows = _Spread.apply(all_tokens, order, k)  # type: ignore[no-untyped-call]
+        _, own_counts = sort_by_group(experts.flatten(), self.num_experts)
+        return Dispatched(rows, counts, own_counts, order, None)
+
+    def _scatter(self, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -> torch.Tensor:
+        assert self.mesh is not None
+        group = self.mesh.get_group()
+        all_weights = compat.all_gather_rows(weights, group)
+        spread = rows.new_zeros(all_weights.numel(), rows.shape[1]).index_copy(0, dispatched._order, rows)
+        return compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), group)
+
+
+def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
+    """Raises:
+    ValueError: The mesh does not divide the experts.
+    """
+    num_ranks = 1 if mesh is None else mesh.size()
+    if num_experts < 1 or num_experts % num_ranks:
+        name = mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else "ep"
+        raise ValueError(
+            f"Expert parallelism expects a number of experts that the {num_ranks} ranks of mesh axis '{name}' divide, "
+            f"but got {num_experts}. Choose an axis whose size divides it."
+        )
+    return num_experts // num_ranks
+
+
+def sort_by_group(groups: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A stable order of rows by group, and how many rows each of ``num_groups`` has; on the device alone.
+
+    Args:
+        groups: Group of each row, int64; numbers from ``num_groups`` on are sorted to the end and not counted.
+    """
+    ordered, order = groups.sort(stable=True)
+    numbers = torch.arange(num_groups, device=groups.device)
+    ends = torch.searchsorted(ordered, numbers, right=True)
+    return order, ends.diff(prepend=ends.new_zeros(1))
+
+
+def _unpermute(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Undo ``x[order]``; its gradient is ``grad[order]``."""
+    return torch.empty_like(rows).index_copy(0, order, rows)
+
+
+def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum of each token's ``k`` rows, in the wider of the dtypes, rounded once."""
+    each = rows.view(*weights.shape, rows.shape[1])
+    return (each * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """``k`` copies of each row, of which ``order`` says which come out and where. Its gradient adds the copies up in a
+    fixed order, where that of indexing would not."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.k, ctx.num_rows = k, rows.shape[0]
+        return rows.index_select(0, order if k == 1 else order // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        shape = (ctx.num_rows * ctx.k, grad.shape[1])
+        is_whole = order.shape[0] == shape[0]
+        copies = (grad.new_empty if is_whole else grad.new_zeros)(shape).index_copy_(0, order, grad)
+        return copies if ctx.k == 1 else copies.view(ctx.num_rows, ctx.k, shape[1]).sum(1), None, None

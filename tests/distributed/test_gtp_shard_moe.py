@@ -1,0 +1,223 @@
+"""A mixture of experts under ``gtp_shard``: dispatch over ``ep``, parallel folding, both loss normalizations.
+
+The reference is one process with the same model on all ranks' tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp.nn import GroupedExperts, GroupedMLP, TokenDispatcher, parallelize_experts
+
+EXPERTS, WIDTH, HIDDEN, TOP_K, TOKENS = 4, 6, 8, 2, 5  # tokens of each rank
+
+
+class Block(nn.Module):
+    """A dense layer, a router and its experts, a residual connection around them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = GroupedExperts(GroupedMLP(EXPERTS, WIDTH, HIDDEN, **options))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.dense(x))
+        weights, chosen = self.router(x).softmax(-1).topk(TOP_K)
+        return x + self.experts(x, chosen, weights)
+
+
+def make_block(**options: Any) -> Block:
+    block = Block(**options)
+    init(block)
+    return block
+
+
+def init(block: nn.Module) -> None:
+    """The same values whether it is sharded or not."""
+    torch.manual_seed(0)
+    for param in block.parameters():
+        nn.init.normal_(param, std=0.5)
+
+
+def tokens_of(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class TestMixtureOfExperts(GlooTest):
+    def test_tokens_go_to_their_experts_and_back(self) -> None:
+        """Any routing, also when a rank gets nothing; values, gradients of tokens, weights and of every expert."""
+        for ep in (2, 4):
+            mesh = weight_mesh(ep=ep, expert_gtp=4 // ep)["ep"]
+            members = mesh.mesh.tolist()
+            for method in ("all_to_all", "all_gather"):
+                for routing in ("mixed", "one_expert"):
+                    self.check_exchange(mesh, members, method, routing)
+
+    def check_exchange(self, mesh: Any, members: list[int], method: str, routing: str) -> None:
+        what = f"{method} over {len(members)} ranks, {routing}"
+        matrices = torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(7))
+        routed = {rank: route(rank, routing) for rank in members}
+        reference = matrices.clone().requires_grad_()
+        inputs = {rank: tokens_of(rank).requires_grad_() for rank in members}
+        weights = {rank: routed[rank][1].clone().requires_grad_() for rank in members}
+        outputs = {}
+        for rank in members:
+            each = torch.einsum("tc,tkcd->tkd", inputs[rank], reference[routed[rank][0]])
+            outputs[rank] = (each * weights[rank][..., None]).sum(1)
+        sum(y.square().sum() for y in outputs.values()).backward()
+
+        per_rank = EXPERTS // len(members)
+        first = mesh.get_local_rank() * per_rank
+        mine = matrices[first : first + per_rank].clone().requires_grad_()
+        x, w = tokens_of(self.rank).requires_grad_(), routed[self.rank][1].clone().requires_grad_()
+        dispatcher = TokenDispatcher(EXPERTS, mesh, method=method)
+        dispatched = dispatcher.dispatch(x, routed[self.rank][0])
+        self.assertEqual(dispatched.tokens_per_expert, routed[self.rank][0].flatten().bincount(minlength=EXPERTS), what)
+        ends = dispatched.split_sizes.cumsum(0).tolist()
+        parts = [
+            dispatched.rows[begin:end] @ mine[i] for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+        ]
+        tail = dispatched.rows.new_zeros(dispatched.rows.shape[0] - ends[-1], WIDTH)
+        y = dispatcher.combine(torch.cat([*parts, tail]), dispatched, w)
+        y.square().sum().backward()
+        self.assertEqual(y, outputs[self.rank], what)
+        self.assertEqual(x.grad, inputs[self.rank].grad, what)
+        self.assertEqual(w.grad, weights[self.rank].grad, what)
+        self.assertEqual(mine.grad, reference.grad[first : first + per_rank], what)
+
+    def pairs(self) -> Iterator[tuple[str, Meshes]]:
+        """Dense layers over 1, 2 and 4 ranks, experts over 1, 2 and 4."""
+        by_size = {1: self.hsdp_mesh(4), 2: self.hsdp_mesh(2), 4: self.gtp_mesh()}
+        for (gtp, dense), (expert_gtp, experts) in itertools.product(by_size.items(), repeat=2):
+            yield f"gtp={gtp}, expert_gtp={expert_gtp}", Meshes(dense, experts, self.rank, 4)
+
+    def test_r1_gradients_are_right_for_every_pair_of_meshes(self) -> None:
+        for what, meshes in self.pairs():
+            self.check_folding(what, meshes)
+
+    def test_r1_gradients_are_right_with_expert_parallelism(self) -> None:
+        for sizes in ({"ep": 2, "expert_gtp": 2}, {"ep": 4, "expert_gtp": 1}):
+            self.check_folding(f"{sizes}", meshes_of(**sizes))
+        self.check_folding("all_gather", meshes_of(ep=2, expert_gtp=2), "all_gather")
+
+    def test_r1_gradients_are_right_with_tensor_parallel_experts(self) -> None:
+        sizes = {"gtp": 2, "tp": 2, "ep": 2, "expert_tp": 2}
+        self.check_folding(f"{sizes}", meshes_of(**sizes), is_fused=False)
+
+    @pytest.mark.soak
+    def test_more_meshes(self) -> None:
+        for sizes in ({"ep": 2, "dp": 2, "gtp": 2}, {"ep": 2, "gtp": 2, "replicate": 2}, {"expert_gtp": 2, "dp": 4}):
+            self.check_folding(f"{sizes}", meshes_of(**{"gtp": 1, **sizes}))
+        sizes = {"gtp": 2, "tp": 2, "expert_gtp": 2, "expert_tp": 2}
+        self.check_folding(f"{sizes}", meshes_of(**sizes), is_fused=False)
+        for ep in (2, 4):
+            self.check_folding("all_gather", meshes_of(ep=ep, expert_gtp=1), "all_gather")
+
+    def check_folding(self, what: str, meshes: Meshes, method: str = "all_to_all", **options: Any) -> None:
+        """One model, because new communicators take longer than training: all-ones gradients, then steps beside one
+        process with a mean over ranks and with a sum over all tokens of ranks that have unequal numbers of them."""
+        reference = make_block(**options)
+        model = shard(copy.deepcopy(reference), meshes, method)
+        self.check_all_ones(what, model)
+        for module in (reference, model):
+            init(module)
+        for is_mean in (True, False):
+            model.set_gradient_divide_factor(meshes.num_streams if is_mean else 1)
+            # A gather needs as many tokens on each rank.
+            missing = 0 if is_mean or method == "all_gather" else 1
+            batches = [tokens_of(s)[: TOKENS - s * missing] for s in range(meshes.num_streams)]
+            total = sum(len(batch) for batch in batches)
+            (sum(reference(batch).square().sum() for batch in batches) / total).backward()
+            own = model(batches[meshes.stream]).square().sum() / (TOKENS if is_mean else total)
+            own.backward()
+            self.same(what, model, reference, "grad")
+            for module in (reference, model):
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            self.same(what, model, reference, "param")
+
+    def check_all_ones(self, what: str, model: Any) -> None:
+        """Gradients of ones have the norm sqrt(numel), over four microbatches."""
+        experts = model.experts
+        for param in model.parameters():
+            nn.init.ones_(param)
+        activation, experts.mlp.activation = experts.mlp.activation, torch.ones_like
+        for _ in range(4):
+            # Each rank sends a token to each expert; its rows sum up to one, so hidden rows are ones.
+            x = torch.full((EXPERTS, WIDTH), 1 / WIDTH)
+            chosen, weights = torch.arange(EXPERTS)[:, None], torch.ones(EXPERTS, 1)
+            (experts(x, chosen, weights).sum() / 4).backward()
+            (model.dense(torch.ones(1, WIDTH)).sum() / 4).backward()
+        for param in (model.dense.weight, experts.mlp.down.weight):
+            norm = torch.nn.utils.get_total_norm([param.grad]).full_tensor()
+            self.assertEqual(norm, torch.tensor(param.numel() ** 0.5), what)
+        model.zero_grad()
+        experts.mlp.activation = activation
+
+    @staticmethod
+    def same(what: str, model: nn.Module, reference: nn.Module, kind: str) -> None:
+        try:
+            assert_same_params(model, reference, kind)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from None
+
+
+class Meshes(NamedTuple):
+    """Where dense layers and experts are sharded, which of the streams of tokens is this rank's, and the axes along
+    which experts are cut before."""
+
+    dense: DeviceMesh
+    experts: DeviceMesh
+    stream: int
+    num_streams: int
+    ep: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
+
+
+@functools.cache
+def weight_mesh(**sizes: int) -> WeightMesh:
+    return init_weight_mesh("cpu", **{"gtp": 4, **sizes})
+
+
+def meshes_of(**sizes: int) -> Meshes:
+    mesh = weight_mesh(**sizes)
+    ep, tp = (mesh[name] if mesh[name].size() > 1 else None for name in ("ep", "expert_tp"))
+    return Meshes(mesh.weights, mesh.expert_weights, mesh.data.get_local_rank(), mesh.data.size(), ep, tp)
+
+
+def shard(model: Block, meshes: Meshes, method: str = "all_to_all") -> Any:
+    """Experts on their own mesh first, then the rest; gradients of both are the mean over ranks with different data."""
+    experts: Any = model.experts
+    parallelize_experts(experts, meshes.ep, meshes.tp, method=method)
+    gtp_shard(experts, meshes.experts, schedule=ALL)
+    experts.set_gradient_divide_factor(meshes.num_streams)
+    return gtp_shard(model, meshes.dense, schedule=ALL)
+
+
+def route(rank: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights of a rank's tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    if routing == "one_expert":  # of the last rank: all others get nothing
+        return torch.full((TOKENS, 1), EXPERTS - 1), torch.rand(TOKENS, 1, generator=generator)
+    return (
+        torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]),
+        torch.rand(TOKENS, TOP_K, generator=generator),
+    )
+
+
+if __name__ == "__main__":
+    run_tests()
