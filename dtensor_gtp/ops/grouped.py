@@ -86,9 +86,11 @@ def grouped_mm(x_TK: torch.Tensor, w_GKN: torch.Tensor, ends_G: torch.Tensor) ->
     pad_K, pad_N = _padding(x_TK), _padding(w_GKN)
     if pad_K or pad_N:
         x_TK, w_GKN = F.pad(x_TK, (0, pad_K)), F.pad(w_GKN, (0, pad_N, 0, pad_K))
-    output = F.grouped_mm(x_TK, w_GKN, offs=ends_G)[:, :num_columns]
+    output = F.grouped_mm(x_TK, w_GKN, offs=ends_G)
     rows = torch.arange(x_TK.shape[0], device=x_TK.device, dtype=ends_G.dtype)
-    return output.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)
+    output.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)
+    # torch 2.11 compiles a Function that returns the very tensor it has written to in place without its gradient.
+    return output[:, :num_columns]
 
 
 def grouped_wgrad(grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:

@@ -93,6 +93,15 @@ ZERO_BUBBLE = Layout(4, lambda rank: (rank, rank + 2), ScheduleInterleavedZeroBu
 ZERO_BUBBLE_V = Layout(4, lambda rank: (rank, 3 - rank), ScheduleZBVZeroBubble)
 
 
+class Stage(PipelineStage):
+    """Before the first step torch 2.11 connects each stage to its neighbours, also to those on the same rank: gloo, which
+    has no connection to itself, raises there, and the other ranks wait for that one. Later releases do not ask this.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
 def shard_each(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
     for part in parts:
         gtp_shard(part, gtp, schedule=ALL)
@@ -111,7 +120,7 @@ class Pipeline:
         layout: Layout,
         parts: nn.Sequential | None = None,
         *,
-        stage_class: Any = PipelineStage,
+        stage_class: Any = Stage,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = token_loss,
         shard: Callable[[list[nn.Module], DeviceMesh, DeviceMesh], None] = shard_each,
         **options: Any,
@@ -223,7 +232,7 @@ def check(layout: Layout) -> None:
     check_reload(pipeline, reference)
 
 
-class Recording(PipelineStage):
+class Recording(Stage):
     """Notes the order of forwards and backwards."""
 
     order = ""
@@ -237,7 +246,7 @@ class Recording(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
 
-class OncePerStep(PipelineStage):
+class OncePerStep(Stage):
     """Reduces gradients in the last microbatch alone, and frees weights that were kept when the step ends."""
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
@@ -294,7 +303,7 @@ class TestPipeline(GlooTest):
         """And reduces what the first part has left: the fused weights of all stages but the first."""
         counts = {}
 
-        class Counting(PipelineStage):
+        class Counting(Stage):
             def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
                 with counted() as calls:
                     result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
@@ -314,7 +323,7 @@ class TestPipeline(GlooTest):
 
     def test_kept_across_microbatches(self) -> None:
         """Each step gathers each weight once. It is freed by ``reshard``, or when the optimizer has made it stale."""
-        for layout, stage_class in ((ONE_F_ONE_B, PipelineStage), (INTERLEAVED, OncePerStep)):
+        for layout, stage_class in ((ONE_F_ONE_B, Stage), (INTERLEAVED, OncePerStep)):
             reference, pipeline = make_parts(layout.num_parts), Pipeline(layout, stage_class=stage_class)
             for part in pipeline.parts.values():
                 part.set_reshard_after_forward(False)
@@ -329,7 +338,7 @@ class TestPipeline(GlooTest):
             train(pipeline, reference, after_step=is_gathered_once)
             optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
             pipeline.run(7)
-            if stage_class is PipelineStage:
+            if stage_class is Stage:
                 weights = [weight for part in pipeline.parts.values() for weight in runtime_of(part).weights]
                 assert all(weight.state is WeightState.GATHERED for weight in weights)
                 optimizer.step()
@@ -356,6 +365,7 @@ class TestPipeline(GlooTest):
     def test_compiled_blocks(self) -> None:
         """torch runs each stage once to learn shapes, and asks for gradients of inputs alone: that adds no others."""
         for layout in (ONE_F_ONE_B, ZERO_BUBBLE):
+            torch._dynamo.reset()  # torch 2.11 counts what it compiles of nn.Linear over all modules of the process
             parts = make_parts(layout.num_parts)
             for part in parts:
                 for block in (part.linear, part.raw):

@@ -142,7 +142,12 @@ def test_compiles_into_one_graph() -> None:
     for splits in SPLITS[:3]:
         outputs = [m(x, torch.tensor(splits), scales) for m in (layer, compiled)]
         assert torch.equal(*outputs)
-        assert torch.equal(*(torch.autograd.grad(o.square().sum(), [x])[0] for o in outputs))
+        grads = [
+            torch.autograd.grad(output.square().sum(), [x, *module.parameters()])
+            for output, module in zip(outputs, (layer, compiled), strict=True)
+        ]
+        for eager, traced in zip(*grads, strict=True):
+            assert torch.equal(eager, traced)
 
 
 def test_initial_values_are_those_of_linear_layers() -> None:
