@@ -564,14 +564,16 @@ def pipeline_stage_class() -> Any | None:
 # --- communication ----------------------------------------------------------------------------------------------------
 
 
-def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
+def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str, options: Any = None) -> dist.ProcessGroup:
     """A second communicator of the ranks of ``group``. Collective over them, and over nobody else.
+
+    ``options`` are those of an NCCL process group.
 
     ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the process
     knows. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet; and a name
     could come twice after a group has been destroyed. So the ranks agree on a name first.
     """
-    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc)
+    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, options)
 
 
 def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
@@ -581,18 +583,22 @@ def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> 
     return f"{prefix}_{int(name):x}"
 
 
-def named_group(ranks: list[int], name: str, desc: str) -> dist.ProcessGroup:
+def named_group(ranks: list[int], name: str, desc: str, options: Any = None) -> dist.ProcessGroup:
     """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and over nobody
     else.
 
     Where the default group is bound to a device, torch would split its communicator, which waits for all of its ranks:
     so it is told that there is nothing to split.
     """
+    backend = None if options is None else "nccl"
     with (
         mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
         mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
     ):
-        return cast("dist.ProcessGroup", dist.new_group(ranks, use_local_synchronization=True, group_desc=desc))
+        group = dist.new_group(
+            ranks, backend=backend, pg_options=options, use_local_synchronization=True, group_desc=desc
+        )
+        return cast("dist.ProcessGroup", group)
 
 
 def clone_store(store: Store) -> Store:
@@ -622,6 +628,50 @@ def leave_process_groups() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute_module._gen_transform_infos.cache_clear()
     redistribute_module.clear_redistribute_planner_cache()
+
+
+def nccl_options(min_ctas: int, max_ctas: int) -> Any:
+    """Options of an NCCL process group whose kernels take between ``min_ctas`` and ``max_ctas`` blocks of a GPU."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = min_ctas
+    options.config.max_ctas = max_ctas
+    options._timeout = distributed_c10d._get_default_timeout(dist.Backend("nccl"))
+    return options
+
+
+def symmetric_memory_backend(device: torch.device) -> str | None:
+    """What allocates symmetric memory on ``device`` ("CUDA", "NVSHMEM", "NCCL"), None if there is none."""
+    try:
+        return import_module("torch.distributed._symmetric_memory").get_backend(device)  # type: ignore[no-any-return]
+    except (ImportError, RuntimeError):
+        return None
+
+
+class SymmetricBuffer:
+    """Bytes on each rank of a group that all of them can read. Made collectively.
+
+    Args:
+        nbytes: The same on all ranks.
+        device: This rank's GPU.
+        group_name: Of the process group.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
+        memory = torch._C._distributed_c10d._SymmetricMemory
+        self.nbytes = nbytes
+        self._own = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group_name)
+        self._handle = memory.rendezvous(self._own, group_name)
+        if self._handle is None:
+            raise RuntimeError(f"no symmetric memory for the ranks of process group '{group_name}'")
+
+    def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the buffer of ``rank``, ``offset`` bytes from its begin, a multiple of the dtype's size."""
+        buffer: torch.Tensor = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
+        return buffer
+
+    def barrier(self, timeout_ms: int) -> None:
+        """Wait on the current stream until the streams of all ranks have come here. Nobody but them waits."""
+        self._handle.barrier(0, timeout_ms)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -693,6 +743,7 @@ __all__ = [
     "Propagate",
     "Store",
     "StridedShard",
+    "SymmetricBuffer",
     "TensorMeta",
     "abort_device_groups",
     "accumulate_node",
@@ -738,6 +789,7 @@ __all__ = [
     "muon_adjust_lr",
     "muon_orthogonalize",
     "named_group",
+    "nccl_options",
     "op_dispatcher",
     "own_part",
     "pipeline_stage_class",
@@ -759,6 +811,7 @@ __all__ = [
     "sleep_stream",
     "stock_dtensor_dispatch",
     "storage_use_count",
+    "symmetric_memory_backend",
     "tensor_hooks",
     "top_saved_tensors_hooks",
     "tree_flatten",

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from . import _data_parallel, _dtensor_norms, _dtensor_random, _grad_scaler
+from . import _torch_compat as compat
 from ._build import Decision, check_compute, decide, make_param
 from ._runtime import outer
+from ._runtime.backends import refuse_unavailable
 from ._runtime.debug import DebugFlags
 from ._runtime.group import ShardGroup
 from ._runtime.modules import Binding, bind, binding_of, unmanaged_params
@@ -80,10 +82,13 @@ def gtp_shard(
     validate_mesh(mesh)
     mesh = in_rank_order(mesh)
 
+    device = device_of(mesh)
+
     def check() -> tuple[list[Decision], DebugFlags]:
         validate_call(module, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)
         ignored = ignored_params or set()
         validate_module(module, mesh, ignored)
+        refuse_unavailable(schedule, mesh.device_type, compat.backend_name(mesh.get_group(mesh.ndim - 1), device))
         decisions = decide(module, mesh, shard_placement_fn, schedule, ignored)
         check_compute(decisions, mesh, mp_policy)
         return decisions, DebugFlags.from_env()

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
-ReduceScatterKind = Literal["ring", "all_to_all"]
+ReduceScatterKind = Literal["ring", "all_to_all", "copy_engine"]
+GatherBackendName = Literal["process_group", "copy_engine", "auto"]
+
+
+class GatherBackend(Protocol):
+    """What a class that is passed as ``SchedulePolicy.gather_backend`` has to be.
+
+    It is made once for each communicator, at the first forward, on all of its ranks alike; what it raises there is
+    raised on all ranks of the mesh. Then its gathers are called in the same order on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None: ...
+
+    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Waitable | None:
+        """Gather each shard of all ranks into the output at the same index, on the current stream.
+
+        Args:
+            outputs: Shape ``(world * rows, ...)``, contiguous, in ranks' order.
+            shards: Shape ``(rows, ...)``, contiguous, same dtype; may be this rank's own slice of the output.
+
+        Returns:
+            On devices without streams: what waits for the gather. None if it is complete, or ordered by the stream.
+        """
+
+
+class Waitable(Protocol):
+    """A work in the background."""
+
+    def wait(self) -> object:
+        """Wait for it. Waiting twice is harmless."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +60,8 @@ class SchedulePolicy:
             which sends and adds in ``reduce_dtype``. ``"all_to_all"`` sends in ``reduce_dtype``, adds on the receiving
             rank in float32 and accumulates in float32: with a 16-bit ``reduce_dtype`` the error does not grow with the
             axis. It costs one more full gradient of memory for each reduction in flight. Parameters that stay whole
-            are then all-reduced in float32.
+            are then all-reduced in float32. ``"copy_engine"`` is the same sum, but peers' addends are fetched by the
+            copy engines of GPUs of one host.
         embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table, as
             any weight. ``"exchange"`` leaves it where it is: each rank looks up its own rows for the tokens of all
             ranks, and the activations are exchanged, as are their gradients in backward. The activations are the same
@@ -60,9 +92,16 @@ class SchedulePolicy:
             less. Chosen are those that backward uses first, where the least compute hides a gather; the report names
             them. Beside them are kept the last weight of the forward, if it is the first of backward, and what
             ``reshard_after_forward=False`` says.
+        gather_backend: Who gathers. ``"process_group"``: the process group of the mesh. ``"copy_engine"``: the copy
+            engines of GPUs of one host, through symmetric memory, which leaves all SMs to the GEMMs but costs the host
+            a launch for each peer. ``"auto"``: the faster of these in a short measurement at the first forward, which
+            is logged. A class: one of these is made for each communicator, see :class:`GatherBackend`.
+        gather_ctas: Least and most blocks (CTAs) of a GPU that NCCL may take for a gather, by a communicator of its
+            own. None: the process group of the mesh as it is.
+        scatter_ctas: The same for reduce-scatters.
 
     Raises:
-        TypeError: A number is not an ``int``.
+        TypeError: A number is not an ``int``, or a pair of numbers not a pair.
         ValueError: A field is out of its range, or names nothing that there is.
     """
 
@@ -78,6 +117,9 @@ class SchedulePolicy:
     coalesce_grad_nbytes: int = 4 << 20
     expert_blocks_ahead: int = 1
     keep_nbytes: int = 0
+    gather_backend: GatherBackendName | type[GatherBackend] = "process_group"
+    gather_ctas: tuple[int, int] | None = None
+    scatter_ctas: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -94,6 +136,10 @@ class SchedulePolicy:
             raise TypeError(f"SchedulePolicy expects an int or None for exchange_tokens, but got {tokens!r}.")
         if tokens is not None and tokens < 1:
             raise ValueError(f"SchedulePolicy expects exchange_tokens >= 1, but got {tokens}.")
+        if not isinstance(self.gather_backend, type):
+            _check_choice("gather_backend", self.gather_backend, get_args(GatherBackendName))
+        for name in ("gather_ctas", "scatter_ctas"):
+            _check_ctas(name, getattr(self, name))
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -113,4 +159,22 @@ _LEAST = {
     "keep_nbytes": 0,
 }
 
-__all__ = ["ExchangeKind", "MixedPrecisionPolicy", "ReduceScatterKind", "SchedulePolicy"]
+
+def _check_ctas(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, tuple) or [type(limit) for limit in value] != [int, int]:
+        raise TypeError(f"SchedulePolicy expects a tuple of two ints as {name}, but got {value!r}.")
+    if not 1 <= value[0] <= value[1]:
+        raise ValueError(f"SchedulePolicy expects 1 <= least <= most in {name}, but got {value}.")
+
+
+__all__ = [
+    "ExchangeKind",
+    "GatherBackend",
+    "GatherBackendName",
+    "MixedPrecisionPolicy",
+    "ReduceScatterKind",
+    "SchedulePolicy",
+    "Waitable",
+]

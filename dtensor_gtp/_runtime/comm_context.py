@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from ..policy import GatherBackend, SchedulePolicy, Waitable
 from . import collectives
-from .collectives import Works
+from .backends import choose_gather_backend, make_copy_engine
+from .copy_engine import CopyEngine
 from .debug import DebugFlags, Delays, check_order
 
 _HOST = nullcontext()
@@ -36,7 +38,7 @@ class Done(NamedTuple):
     """When a collective is complete: an event where there are streams, a background work where there are none."""
 
     event: torch.Event | None = None
-    work: dist.Work | Works | None = None
+    work: Waitable | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,19 @@ class CommContext:
 
     Args:
         device: Device of the weights.
-        max_inflight: Reductions that may be in flight before compute waits for the oldest.
+        schedule: How many reductions may be in flight before compute waits for the oldest, and who communicates.
         debug: Poison and delay switches.
     """
 
-    def __init__(self, device: torch.device, max_inflight: int, debug: DebugFlags) -> None:
+    def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         self.device = device
         self.debug = debug
-        self._max_inflight = max_inflight
+        self._schedule = schedule
         self._reductions: deque[Reduction] = deque()
         self._groups: dict[tuple[str, ...], Groups] = {}
+        # By name of the communicator.
+        self._gather_backends: dict[str, GatherBackend] = {}
+        self._scatter_engines: dict[str, CopyEngine] = {}
         self.has_streams = device.type != "cpu"
         self._fork_event = torch.Event(device) if self.has_streams else None
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
@@ -113,16 +118,26 @@ class CommContext:
         """Communicators for a 1-D (gtp) or 2-D (replicate, gtp) mesh; the first call for a mesh is collective."""
         names = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
         if names not in self._groups:
-            gather = mesh.get_group(mesh.ndim - 1)
-            scatter = gather
-            if gather.size() > 1:
-                scatter = compat.twin_group(gather, self.device, "gtp_scatter")
-            has_replicas = mesh.ndim == 2 and mesh.size(0) > 1
-            self._groups[names] = Groups(names[-1], scatter.group_name, names[0] if has_replicas else None)
-            stream = self._new_stream()
-            if stream is not None:
-                self._gather_streams.setdefault(names[-1], stream)
+            self._groups[names] = self._make_groups(mesh, names)
         return self._groups[names]
+
+    def _make_groups(self, mesh: DeviceMesh, names: tuple[str, ...]) -> Groups:
+        has_replicas = mesh.ndim == 2 and mesh.size(0) > 1
+        replicate = [mesh.get_group(0)] if has_replicas else []
+        gather = scatter = mesh.get_group(mesh.ndim - 1)
+        if gather.size() > 1:
+            schedule, device = self._schedule, self.device
+            scatter = compat.twin_group(gather, device, "gtp_scatter", _options(schedule.scatter_ctas))
+            if schedule.gather_ctas is not None:
+                gather = compat.twin_group(gather, device, "gtp_gather", _options(schedule.gather_ctas))
+            choice = choose_gather_backend(schedule, [gather, *replicate], device)
+            self._gather_backends[gather.group_name] = choice.backend
+            if schedule.reduce_scatter == "copy_engine":
+                self._scatter_engines[scatter.group_name] = make_copy_engine([scatter, *replicate], device)
+        stream = self._new_stream()
+        if stream is not None:
+            self._gather_streams.setdefault(gather.group_name, stream)
+        return Groups(gather.group_name, scatter.group_name, names[0] if has_replicas else None)
 
     # --- ordering -----------------------------------------------------------------------------------------------------
 
@@ -165,10 +180,10 @@ class CommContext:
         Returns:
             When the outputs may be read.
         """
-        work = collectives.all_gather_many(outputs, shards, groups.gather, self.has_streams)
+        work = self._gather_backends[groups.gather_name].all_gather(outputs, shards)
         return self.gather_done(work, groups)
 
-    def gather_done(self, work: dist.Work | Works | None, groups: Groups) -> Done:
+    def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
         """When the gather that was just launched may be read."""
         stream = self._gather_streams.get(groups.gather_name)
         return Done(work=work) if stream is None else Done(stream.record_event())
@@ -180,9 +195,17 @@ class CommContext:
         elif done.work is not None:
             done.work.wait()
 
+    def all_to_all(self, groups: Groups, output: torch.Tensor, input: torch.Tensor) -> dist.Work | None:
+        """Within ``reducing``: send the i-th of equal slices to rank i, see ``collectives.all_to_all``."""
+        engine = self._scatter_engines.get(groups.scatter_name)
+        if engine is None:
+            return collectives.all_to_all(output, input, groups.scatter, self.has_streams)
+        engine.all_to_all(output, input)
+        return None
+
     def reducing(self) -> AbstractContextManager[Any]:
         """Context in which a reduction is launched, on the scatter stream. Bounds how many are in flight."""
-        while len(self._reductions) >= self._max_inflight:
+        while len(self._reductions) >= self._schedule.max_inflight_reduce_scatters:
             self._retire_oldest()
         return self._fork(self._scatter_stream)
 
@@ -216,3 +239,7 @@ class CommContext:
         """After an exception: wait for what was launched, forget its results."""
         while self._reductions:
             self.wait(self._reductions.popleft().done)
+
+
+def _options(ctas: tuple[int, int] | None) -> Any:
+    return None if ctas is None else compat.nccl_options(*ctas)

@@ -178,7 +178,7 @@ class Gradients:
         with profiler_range("GTP::reduce_scatter", names), comm.reducing():
             comm.before_collective("reduce_scatter", names, groups)
             if len(together) == 1:
-                work = first.launch(job.scale, groups.scatter, comm.has_streams)
+                work = first.launch(job.scale, groups, comm)
             else:
                 scatterings = [submitted.scattering for submitted in together]
                 work = launch_together(scatterings, job.scale, groups.scatter, comm.has_streams)

@@ -6,8 +6,9 @@ the scatter stream, and finished there after the collective (without streams: af
 [Note: error of a reduction]
 A ring adds up in the dtype of the wire, one rank after the other: with bf16, whose rounding is 2^-9, the error of the
 sum grows with the number of ranks. ``all_to_all`` sends the same bytes, but every rank receives the addends of its rows
-from all ranks and adds them in float32. What is left is the rounding of each addend to the wire's dtype, which does not
-grow with the axis. It costs a buffer as large as the gradient. docs/performance.md has the figures.
+from all ranks and adds them in float32; ``copy_engine`` is the same with another carrier. What is left is the rounding
+of each addend to the wire's dtype, which does not grow with the axis. It costs a buffer as large as the gradient.
+docs/performance.md has the figures.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ..policy import ReduceScatterKind
 from . import collectives
 from .collectives import ReduceScale
+from .comm_context import CommContext, Groups
 
 
 def sum_dtype(kind: ReduceScatterKind, wire_dtype: torch.dtype) -> torch.dtype:
@@ -41,8 +43,8 @@ class Scattering(Protocol):
     @property
     def keep(self) -> tuple[torch.Tensor, ...]: ...
 
-    def launch(self, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
-        """Launch the collective: on the current stream, or in the background if ``stream`` is False."""
+    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
+        """Launch the collective: on the current stream, or in the background where there are no streams."""
 
     def finish(self, scale: ReduceScale) -> None:
         """After the collective: what is left until ``slot`` is the sum (the mean, if that is the operation)."""
@@ -85,7 +87,7 @@ class _Alone:
         self.slot = full if full.dtype == dtype else full.to(dtype)
         self.keep = (full,)
 
-    def launch(self, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> None:
+    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> None:
         if scale.predivide is not None:
             self.slot.div_(scale.predivide)
 
@@ -100,9 +102,9 @@ class _Ring:
         self.slot = _empty_slot(full, num_ranks, full.dtype)
         self.keep = (full, self.slot)
 
-    def launch(self, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         (full, slot) = self.keep
-        return collectives.reduce_scatter(slot, full, scale, group, stream)
+        return collectives.reduce_scatter(slot, full, scale, groups.scatter, comm.has_streams)
 
     def finish(self, scale: ReduceScale) -> None:
         pass
@@ -117,9 +119,9 @@ class _AllToAll:
         self._num_ranks = num_ranks
         self.keep = (full, self._received, self.slot)
 
-    def launch(self, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         assert scale.predivide is None, "a sum in float32 does not overflow"
-        return collectives.all_to_all(self._received, self.keep[0], group, stream)
+        return comm.all_to_all(groups, self._received, self.keep[0])
 
     def finish(self, scale: ReduceScale) -> None:
         addends = self._received.view(self._num_ranks, *self.slot.shape)

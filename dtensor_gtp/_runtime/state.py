@@ -63,7 +63,7 @@ class Runtime(Gathering):
     """
 
     def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
-        super().__init__(CommContext(device, schedule.max_inflight_reduce_scatters, debug), schedule, debug)
+        super().__init__(CommContext(device, schedule, debug), schedule, debug)
         self.device = device
         self.grads = Gradients(self.comm, schedule.reduce_scatter, schedule.coalesce_grad_nbytes)
         self.weights: list[ShardedWeight] = []

@@ -56,7 +56,7 @@ def test_schedule_policy_refuses_what_is_not_an_int(name: str, value: object) ->
 
 @pytest.mark.parametrize("value", ["rign", None, 1])
 def test_schedule_policy_refuses_unknown_kinds_of_reduce_scatter(value: object) -> None:
-    expected = f"SchedulePolicy expects 'ring' or 'all_to_all' as reduce_scatter, but got {value!r}"
+    expected = f"SchedulePolicy expects 'ring' or 'all_to_all' or 'copy_engine' as reduce_scatter, but got {value!r}"
     with pytest.raises(ValueError, match=expected):
         SchedulePolicy(reduce_scatter=value)  # type: ignore[arg-type]
 
@@ -71,6 +71,24 @@ def test_schedule_policy_refuses_numbers_of_tokens_that_are_none(tokens: object,
     assert SchedulePolicy(exchange_tokens=1).exchange_tokens == 1
     with pytest.raises(error, match=f"SchedulePolicy expects .*exchange_tokens.*got {tokens!r}"):
         SchedulePolicy(exchange_tokens=tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["nccl", None, object()])
+def test_schedule_policy_refuses_unknown_gather_backends(value: object) -> None:
+    expected = "SchedulePolicy expects 'process_group' or 'copy_engine' or 'auto' as gather_backend, but got "
+    with pytest.raises(ValueError, match=expected):
+        SchedulePolicy(gather_backend=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gather_ctas", "scatter_ctas"])
+def test_schedule_policy_checks_limits_of_ctas(name: str) -> None:
+    assert getattr(SchedulePolicy(**{name: (1, 8)}), name) == (1, 8)
+    for value in (8, [1, 8], (1,), (1, 8.0), (True, 8)):
+        with pytest.raises(TypeError, match=f"SchedulePolicy expects a tuple of two ints as {name}, but got "):
+            SchedulePolicy(**{name: value})
+    for value in ((0, 4), (5, 4)):
+        with pytest.raises(ValueError, match=f"SchedulePolicy expects 1 <= least <= most in {name}, but got "):
+            SchedulePolicy(**{name: value})
 
 
 def test_schedule_policy_is_checked_by_replace_too() -> None:

@@ -1,0 +1,171 @@
+"""Gathers and exchanges by the GPUs' copy engines, through symmetric memory: no SM of a GEMM is taken.
+
+[Note: rules of the copy engine]
+Each rank has one *stage*, memory that its peers on the same host can read. A gather, in the order of the stream, is
+
+1. a barrier: all ranks have read what earlier gathers left in the stages;
+2. a copy of the rank's own rows into its stage;
+3. a barrier: all stages are filled;
+4. a copy of every peer's stage into the output.
+
+What follows from it:
+
+- *A slow peer* is waited for in both barriers, by the streams. Nobody reads a stage that is not filled, nor fills one
+  that is still read.
+- *An optimizer that is stepping* writes to shards. Peers never read a shard, only its copy in the stage, which the
+  owner's gather stream made after all that its compute stream was given before, the step of the optimizer included.
+- *A shard may be freed, replaced or loaded* while peers read, for the same reason. The memory of the shard itself obeys
+  [Note: streams and memory], as with any backend.
+- *Both barriers are within the gather*, none relies on what the last gather was: so it can be recorded into a CUDA
+  graph, replayed any number of times and mixed with eager gathers. All ranks must replay alike, as with NCCL.
+- *The stage grows* when a larger gather comes, outside of CUDA graphs only: all ranks wait for their streams, then
+  meet, before the old stage is freed. One that a graph uses is kept for as long as the backend is.
+- *A process that ends or hangs in between* leaves its peers in a barrier. Those give up after ``_TIMEOUT_MS``, with an
+  error of the device that ends the process, as NCCL's watchdog does. What they have mapped of a process that is gone
+  stays valid memory until they unmap it.
+
+NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+
+_ALIGNMENT = 16
+_TIMEOUT_MS = 600_000
+
+
+class CopyEngine:
+    """One communicator's stage and its copies. Collective over ``group``.
+
+    Args:
+        group: Ranks of one host, one GPU each. Its name is kept, see ``Groups``.
+        device: This rank's GPU.
+
+    Raises:
+        RuntimeError: There is no symmetric memory for these ranks. Raised on each rank that has a reason.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group_name = group.group_name
+        self._device = device
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._stage: compat.SymmetricBuffer | None = None
+        self._captured: list[compat.SymmetricBuffer] = []
+        refuse_without_symmetric_memory(group, device)
+        # Ranks that cannot map each other's memory find out now, not in the first forward.
+        self._stage = self._allocate(_ALIGNMENT)
+
+    def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
+        return compat.SymmetricBuffer(nbytes, self._device, self._group_name)
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _wait_on_host(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        """Copy each rank's shards into the outputs, on the current stream.
+
+        Args:
+            outputs: Shape ``(world * rows, ...)``, contiguous.
+            shards: Shape ``(rows, ...)``, contiguous; may be this rank's own slice of the output.
+        """
+        parts = [output.chunk(self._num_ranks) for output in outputs]
+        places = offsets([shard.nbytes for shard in shards])
+        stage = self._fill(shards, places)
+        for rank in self._peers():
+            for part, shard, place in zip(parts, shards, places, strict=False):
+                part[rank].copy_(stage.view(rank, place, shard.shape, shard.dtype))
+        for part, shard in zip(parts, shards, strict=True):
+            if part[self._rank].data_ptr() != shard.data_ptr():
+                part[self._rank].copy_(shard)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Copy the slice for this rank out of every rank's ``input``, on the current stream.
+
+        Args:
+            output, input: Shape ``(world * rows, ...)``, contiguous.
+        """
+        received, sent = output.chunk(self._num_ranks), input.chunk(self._num_ranks)
+        stage = self._fill([input], [0, input.nbytes])
+        place = self._rank * sent[self._rank].nbytes
+        for rank in self._peers():
+            received[rank].copy_(stage.view(rank, place, received[rank].shape, input.dtype))
+        received[self._rank].copy_(sent[self._rank])
+
+    def _peers(self) -> list[int]:
+        """The others, each rank beginning with its neighbour, so that no link is asked by all at once."""
+        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+
+    def _fill(self, sources: list[torch.Tensor], places: list[int]) -> compat.SymmetricBuffer:
+        """Steps 1 to 3 of [Note: rules of the copy engine]."""
+        stage = self._reserve(places[-1])
+        if self._is_capturing() and stage not in self._captured:
+            self._captured.append(stage)
+        stage.barrier(_TIMEOUT_MS)
+        for source, place in zip(sources, places, strict=False):
+            stage.view(self._rank, place, source.shape, source.dtype).copy_(source)
+        stage.barrier(_TIMEOUT_MS)
+        return stage
+
+    def _reserve(self, nbytes: int) -> compat.SymmetricBuffer:
+        stage = self._stage
+        if stage is not None and stage.nbytes >= nbytes:
+            return stage
+        if self._is_capturing():
+            raise RuntimeError(
+                f"The copy engine needs a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
+                "captured. Run the step eagerly before it is captured; capture_step does."
+            )
+        self._wait_on_host()
+        dist.barrier(group=compat.resolve_group(self._group_name))
+        self._stage = None
+        self._stage = self._allocate(nbytes)
+        return self._stage
+
+
+def offsets(sizes: list[int]) -> list[int]:
+    """Where parts of these sizes in bytes lie one behind the other, aligned; the last number is the end."""
+    places = [0]
+    for nbytes in sizes:
+        places.append(places[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
+def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises:
+    RuntimeError: The ranks of ``group`` cannot have memory that all of them map, as far as can be told beforehand.
+        Raised on all ranks of the group if on one.
+    """
+    reason = _missing(device)
+    told: list[tuple[str | None, str]] = [(None, "")] * group.size()
+    dist.all_gather_object(told, (reason, host_name()), group=group)
+    reasons = sorted({other for other, _ in told if other is not None})
+    if reasons:
+        raise RuntimeError("; ".join(reasons))
+    hosts = sorted({host for _, host in told})
+    if len(hosts) > 1:
+        raise RuntimeError(f"the ranks span hosts {hosts}, and copy engines reach GPUs of one host only")
+
+
+def _missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"a {device.type} device has no copy engines"
+    backend = compat.symmetric_memory_backend(device)
+    if backend != "CUDA":
+        return f"symmetric memory is of the kind {backend!r} here, but copies need 'CUDA'"
+    return None
+
+
+def host_name() -> str:
+    """A name of this host that is another one on any other, also in containers that are all called alike."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()

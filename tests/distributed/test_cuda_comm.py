@@ -1,0 +1,248 @@
+"""Gather backends and kinds of reduce-scatter on GPUs: bits, races, and what the copy engine promises.
+
+Needs 2 to 8 GPUs of one host. See [Note: rules of the copy engine] in ``copy_engine.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import unittest
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from common import environment, full
+from test_cuda import BF16, NUM_GPUS, Stack, square_loss
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp._runtime import copy_engine
+from dtensor_gtp._runtime.copy_engine import CopyEngine
+
+# Cycles of the SM clock: about 50 ms.
+LATE = 80_000_000
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestCudaComm(MultiProcContinuousTest):
+    world_size = NUM_GPUS
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "nccl"
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
+
+    def rows(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
+        return torch.randn(256, 1024, device="cuda", generator=generator)
+
+    def train(self, between: Callable[[nn.Module, int], None] | None = None, **options: Any) -> list[torch.Tensor]:
+        """Parameters after four steps."""
+        torch.manual_seed(0)
+        model = gtp_shard(Stack().cuda(), self.mesh(), schedule=SchedulePolicy(**options), mp_policy=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(4):
+            square_loss(model, self.rows(step)).backward()
+            if between is not None:
+                between(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]
+
+    def assert_same(self, actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+        for got, want in zip(actual, expected, strict=True):
+            self.assertTrue(torch.equal(got, want), what)
+
+    def test_every_gather_backend_has_the_same_bits(self) -> None:
+        expected = self.train()
+        for options in ({"gather_backend": "copy_engine"}, {"gather_backend": "auto"}, {"gather_ctas": (1, 4)}):
+            self.assert_same(self.train(**options), expected, f"{options}")
+            for seed in range(2):
+                with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                    self.assert_same(self.train(**options), expected, f"{options}, seed {seed}")
+
+    def test_both_carriers_of_an_all_to_all_have_the_same_bits(self) -> None:
+        expected = self.train(reduce_scatter="all_to_all")
+        self.assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine")
+        with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
+            self.assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine with delays")
+        self.assert_same(self.train(reduce_scatter="all_to_all", scatter_ctas=(1, 4)), expected, "limited CTAs")
+
+    def test_slow_peer(self) -> None:
+        """A rank whose streams are late, another one each step: nobody reads or fills a stage too early."""
+        expected = self.train()
+
+        def late(model: nn.Module, step: int) -> None:
+            if step % self.world_size == self.rank:
+                torch.cuda._sleep(LATE)
+
+        options = {"gather_backend": "copy_engine", "reduce_scatter": "ring"}
+        self.assert_same(self.train(between=late, **options), expected, "slow peer")
+
+    def test_slow_peer_in_bare_gathers(self) -> None:
+        """Gathers of changing values in a row; each rank in turn is late before, between and after."""
+        group = self.mesh().get_group()
+        engine = CopyEngine(group, torch.device("cuda", self.rank))
+        shard = torch.empty(1 << 20, device="cuda")
+        outputs = []
+        for turn in range(12):
+            if turn % self.world_size == self.rank:
+                torch.cuda._sleep(LATE // 4)
+            shard.fill_(100 * turn + self.rank)  # peers may still read what the last gather has sent
+            outputs.append(torch.empty(self.world_size << 20, device="cuda"))
+            engine.all_gather([outputs[-1]], [shard])
+        for turn, output in enumerate(outputs):
+            want = torch.arange(self.world_size, device="cuda").float().repeat_interleave(1 << 20) + 100 * turn
+            self.assertTrue(torch.equal(output, want), f"turn {turn}")
+
+    def test_optimizer_step_in_flight(self) -> None:
+        """One rank's optimizer is late: its peers gather its new weights, nobody a mixture."""
+        torch.manual_seed(0)
+        schedule = SchedulePolicy(gather_backend="copy_engine")
+        model = gtp_shard(Stack().cuda(), self.mesh(), schedule=schedule)
+        x = torch.randn(64, 1024, device="cuda")
+        for _ in range(2):
+            square_loss(model, x).backward()
+            if self.rank == 0:
+                torch.cuda._sleep(LATE)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            torch.testing.assert_close(model(x), x, rtol=0, atol=0)
+            model.zero_grad()
+
+    def test_shard_freed_and_loaded_while_peers_read(self) -> None:
+        """The owner replaces its shards right after a forward that a peer is still busy with."""
+        torch.manual_seed(0)
+        schedule = SchedulePolicy(gather_backend="copy_engine")
+        model = gtp_shard(Stack().cuda(), self.mesh(), schedule=schedule)
+        expected = gtp_shard(Stack().cuda(), self.mesh())
+        expected.load_state_dict(model.state_dict())
+        x = self.rows(0)
+        with torch.no_grad():
+            want = expected(x)
+            for turn in range(4):
+                if turn % self.world_size == self.rank:
+                    torch.cuda._sleep(LATE)
+                got = model(x)
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+                for param in model.parameters():
+                    param.to_local().fill_(float("nan"))
+                model.load_state_dict(state, assign=turn % 2 == 0)
+                del state
+                torch.empty(1 << 24, device="cuda").fill_(float("nan"))  # over what was freed
+                self.assertTrue(torch.equal(got, want), f"turn {turn}")
+
+    def test_stage_grows_and_is_gone_with_the_model(self) -> None:
+        group = self.mesh().get_group()
+        engine = CopyEngine(group, torch.device("cuda", self.rank))
+        for numel in (16, 1 << 16, 1 << 10, 1 << 18):
+            shards = [torch.full((numel, 3), self.rank, dtype=d, device="cuda") for d in (torch.uint8, torch.float32)]
+            outputs = [torch.empty(self.world_size * numel, 3, dtype=s.dtype, device="cuda") for s in shards]
+            engine.all_gather(outputs, shards)
+            for output in outputs:
+                want = torch.arange(self.world_size, device="cuda").repeat_interleave(numel)[:, None].expand(-1, 3)
+                self.assertTrue(torch.equal(output, want.to(output.dtype)))
+
+    def test_copy_engine_in_a_cuda_graph(self) -> None:
+        """Replays, eager gathers and a stage that grows in between do not disturb each other."""
+        group = self.mesh().get_group()
+        engine = CopyEngine(group, torch.device("cuda", self.rank))
+        shard = torch.zeros(1 << 16, device="cuda")
+        output = torch.empty(self.world_size << 16, device="cuda")
+        engine.all_gather([output], [shard])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(3):
+                engine.all_gather([output], [shard])
+                shard += 1
+        for replay in range(6):
+            if replay % self.world_size == self.rank:
+                torch.cuda._sleep(LATE // 4)
+            shard.fill_(10 * replay + 100 * self.rank)
+            graph.replay()
+            want = torch.arange(self.world_size, device="cuda").repeat_interleave(1 << 16) * 100 + 10 * replay + 2
+            self.assertTrue(torch.equal(output, want.float()), f"replay {replay}")
+            large = torch.full((1 << (17 + replay),), float(self.rank), device="cuda")
+            gathered = torch.empty(self.world_size * large.numel(), device="cuda")
+            engine.all_gather([gathered], [large])
+            self.assertEqual(gathered.sum().item(), large.numel() * sum(range(self.world_size)))
+
+    def test_error_of_a_sum_on_the_receiving_rank(self) -> None:
+        """What the other ranks add is below the bf16 resolution of what the first adds."""
+        for kind in ("all_to_all", "copy_engine"):
+            torch.manual_seed(0)
+            schedule = SchedulePolicy(min_shard_numel=0, reduce_scatter=kind)
+            model = gtp_shard(nn.Linear(64, 64, bias=False).cuda().bfloat16(), self.mesh(), schedule=schedule)
+            x = torch.ones(1, 64, device="cuda", dtype=torch.bfloat16)
+            (model(x).sum() * (1.0 if self.rank == 0 else 2.0**-9)).backward()
+            exact = torch.tensor((1 + (self.world_size - 1) * 2.0**-9) / self.world_size).bfloat16()
+            self.assertTrue(full(model.weight.grad).eq(exact.cuda()).all(), kind)
+
+
+class ReadsLate(CopyEngine):
+    def _peers(self) -> list[int]:
+        if self._rank == 0:
+            torch.cuda._sleep(10 * LATE)
+        return super()._peers()
+
+
+def _leave_in_the_middle(rank: int, store: str, results: Any) -> None:
+    """Rank 1 ends as soon as its own streams are done, while rank 0 still reads; then rank 0 gathers again, alone."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    engine = ReadsLate(dist.group.WORLD, torch.device("cuda", rank))
+    shard = torch.full((1 << 22,), float(rank + 1), device="cuda")
+    output = torch.empty(2 << 22, device="cuda")
+    engine.all_gather([output], [shard])
+    if rank == 1:
+        torch.cuda.synchronize()
+        os._exit(0)
+    results.put(("read", output.unique().tolist()))
+    try:
+        with mock.patch.object(copy_engine, "_TIMEOUT_MS", 3000):
+            engine.all_gather([output], [shard])
+        torch.cuda.synchronize()
+        results.put(("no error", None))
+    except RuntimeError as error:
+        results.put(("error", str(error)))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestExit(unittest.TestCase):
+    """Processes of their own: the harness of the other tests does not survive a rank that leaves."""
+
+    def test_process_that_exits_in_the_middle_of_a_gather(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        results = context.Queue()
+        with tempfile.TemporaryDirectory() as directory:
+            arguments = [(rank, f"{directory}/store", results) for rank in range(2)]
+            processes = [context.Process(target=_leave_in_the_middle, args=args, daemon=True) for args in arguments]
+            for process in processes:
+                process.start()
+            self.assertEqual(results.get(timeout=120), ("read", [1.0, 2.0]))
+            self.assertEqual(results.get(timeout=60)[0], "error")
+            for process in processes:
+                process.join(timeout=60)
+                process.kill()
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,233 @@
+"""Who moves the bytes: the interface, agreement of the ranks, errors, fallbacks, and the copy engine's own order.
+
+Without GPUs the copy engine runs on a file that all ranks map: its copies and barriers are the real ones, its streams
+are the host.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from common import ALL, GlooTest, environment, full
+from quant_common import Net as QuantNet
+from quant_common import check, gtp
+from runtime_common import (
+    Net,
+    assert_bit_equal,
+    assert_idle,
+    check_step,
+    make_tokens,
+    num_gathers,
+    shard_copy,
+    small_model,
+    token_step,
+    train_record,
+)
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp._runtime import backends, copy_engine
+from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp.quant import NVFP4
+
+
+class ByBroadcast:
+    """Gathers by one broadcast of each rank, as a class that a user passes."""
+
+    num_gathers = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group_name = group.group_name
+
+    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        type(self).num_gathers += 1
+        group = dist.distributed_c10d._resolve_process_group(self.group_name)
+        for output, shard in zip(outputs, shards, strict=True):
+            parts = output.chunk(group.size())
+            parts[group.rank()].copy_(shard)
+            for rank, part in enumerate(parts):
+                dist.broadcast(part, group=group, group_src=rank)
+
+
+class Slow(ByBroadcast):
+    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        time.sleep(0.02)
+        super().all_gather(outputs, shards)
+
+
+class FailsOnLastRank(ByBroadcast):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError("no such link")
+
+
+class MappedFile:
+    """Stands for ``SymmetricBuffer``: a file with the buffers of all ranks."""
+
+    def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
+        self.nbytes = nbytes
+        self.group = dist.distributed_c10d._resolve_process_group(group_name)
+        path = [str(Path(tempfile.mkdtemp()) / "stages") if self.group.rank() == 0 else ""]
+        dist.broadcast_object_list(path, group=self.group, group_src=0)
+        size = nbytes * self.group.size()
+        if self.group.rank() == 0:
+            torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
+        dist.barrier(group=self.group)
+        self.memory = torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
+        dist.barrier(group=self.group)
+        if self.group.rank() == 0:
+            Path(path[0]).unlink()
+
+    def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        begin = rank * self.nbytes + offset
+        return self.memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def barrier(self, timeout_ms: int) -> None:
+        dist.barrier(group=self.group)
+
+
+class OnFile(CopyEngine):
+    """The copy engine with a late rank."""
+
+    num_stages = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
+            super().__init__(group, device)
+
+    def _allocate(self, nbytes: int) -> Any:
+        type(self).num_stages += 1
+        return MappedFile(nbytes, self._device, self._group_name)
+
+    def _wait_on_host(self) -> None:
+        pass
+
+    def _peers(self) -> list[int]:
+        if self._rank == 1:
+            time.sleep(0.003)  # reads late: a stage that is filled too early shows
+        return super()._peers()
+
+
+class TestGatherBackends(GlooTest):
+    def test_a_class_of_the_users(self) -> None:
+        """Plain, uneven, replicated and quantized weights; the very bits of the process group."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            torch.manual_seed(0)
+            reference = Net(num_pairs=1)
+            before = ByBroadcast.num_gathers
+            schedule = SchedulePolicy(min_shard_numel=0, coalesce_nbytes=0, gather_backend=ByBroadcast)
+            model = shard_copy(reference, mesh, schedule=schedule)
+            for seed in range(2):
+                check_step(reference, model, mesh, make_tokens(seed), token_step)
+            self.assertEqual(ByBroadcast.num_gathers - before, sum(num_gathers(model).values()))
+        torch.manual_seed(0)
+        assert_idle(check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1))
+
+    def test_copy_engine_changes_no_bit(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Net(num_pairs=2)
+        expected = train_record(shard_copy(reference, mesh), mesh)
+        OnFile.num_stages = 0
+        with environment(DTENSOR_GTP_DEBUG="poison,delay=5"):
+            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnFile)
+            actual = train_record(shard_copy(reference, mesh, schedule=schedule), mesh)
+        assert_bit_equal(actual, expected, "copy engine")
+        self.assertIn(OnFile.num_stages, (2, 3))  # the first, and what grew
+        torch.manual_seed(0)
+        model = check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1)
+        assert_idle(model)
+
+    def test_copy_engine_exchanges_slices(self) -> None:
+        group = self.gtp_mesh().get_group()
+        engine = OnFile(group, torch.device("cpu"))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
+            for rows in (1, 3):
+                for turn in range(3):
+                    value = torch.arange(4).repeat_interleave(rows)[:, None].expand(-1, 5) * 10 + self.rank + turn
+                    sent = value.to(dtype).contiguous()
+                    received = torch.empty_like(sent)
+                    engine.all_to_all(received, sent)
+                    want = (torch.arange(4).repeat_interleave(rows)[:, None] + 10 * self.rank + turn).expand(-1, 5)
+                    self.assertTrue(torch.equal(received, want.to(dtype)), f"{dtype} {rows} {turn}")
+
+    def test_r26_a_rank_that_cannot_have_it_fails_all(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=FailsOnLastRank)
+            model = gtp_shard(small_model(), mesh, schedule=schedule)
+            for _ in range(2):
+                with self.assertRaisesRegex(
+                    RuntimeError, r"FailsOnLastRank cannot be had .*rank 3: OSError: no such link"
+                ):
+                    model(torch.ones(2, 12))
+
+    def test_what_gloo_cannot_have_is_refused_by_name(self) -> None:
+        mesh = self.gtp_mesh()
+        for options, message in (
+            (
+                {"gather_backend": "copy_engine"},
+                r"\(gather_backend='copy_engine'\), but got one of 'cpu'",
+            ),
+            (
+                {"reduce_scatter": "copy_engine"},
+                r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'",
+            ),
+            ({"gather_ctas": (1, 4)}, r"\(gather_ctas=...\), but got 'gloo'"),
+            ({"scatter_ctas": (1, 4)}, r"\(scatter_ctas=...\), but got 'gloo'"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                gtp_shard(small_model(), mesh, schedule=SchedulePolicy(**options))
+
+    def test_automatic_choice_falls_back_and_says_so(self) -> None:
+        mesh = self.gtp_mesh()
+        schedule = SchedulePolicy(min_shard_numel=0, gather_backend="auto")
+        reference = small_model()
+        model = shard_copy(reference, mesh, schedule=schedule)
+        x = torch.ones(2, 12)
+        with self.assertLogs("dtensor_gtp", "WARNING") as logs:
+            output = model(x)
+        self.assertRegex(logs.output[0], "gather backend: process_group, because .*a cpu device has no copy engines")
+        torch.testing.assert_close(output, reference(x))
+
+    def test_automatic_choice_takes_the_faster_on_all_ranks(self) -> None:
+        """One that is slow on one rank alone is slow."""
+        groups = [self.gtp_mesh().get_group()]
+        cpu = torch.device("cpu")
+        slow = (Slow if self.rank == 2 else ByBroadcast)(groups[0], cpu)
+        candidates = {"slow": slow, "fast": backends.ProcessGroupBackend(groups[0], cpu)}
+        with mock.patch.object(backends, "_PROBE_NBYTES", 1024), self.assertLogs("dtensor_gtp", "WARNING") as logs:
+            choice = backends._faster(candidates, groups, cpu)
+        self.assertIs(choice.backend, candidates["fast"])
+        self.assertRegex(logs.output[0], r"gather backend: fast .*slow \d+\.\d+ ms, fast \d+\.\d+ ms")
+
+    def test_ranks_on_several_hosts_are_refused(self) -> None:
+        group = self.gtp_mesh().get_group()
+        cpu = torch.device("cpu")
+        with self.assertRaisesRegex(RuntimeError, "a cpu device has no copy engines"):
+            copy_engine.refuse_without_symmetric_memory(group, cpu)
+        host = "b" if self.rank == 3 else "a"
+        with (
+            mock.patch.object(copy_engine, "_missing", return_value=None),
+            mock.patch.object(copy_engine, "host_name", return_value=host),
+            self.assertRaisesRegex(RuntimeError, r"the ranks span hosts \['a', 'b'\]"),
+        ):
+            copy_engine.refuse_without_symmetric_memory(group, cpu)
+
+    def test_inner_backend_of_a_nested_call_does_not_count(self) -> None:
+        """As all of the schedule: that of the outermost call."""
+        mesh = self.gtp_mesh()
+        model = small_model()
+        gtp_shard(model[0], mesh, schedule=SchedulePolicy(min_shard_numel=0, gather_backend=FailsOnLastRank))
+        gtp_shard(model, mesh, schedule=ALL)
+        self.assertTrue(full(model(torch.ones(2, 12))).isfinite().all())
+
+
+if __name__ == "__main__":
+    run_tests()
