@@ -119,6 +119,7 @@ def assert_idle(module: nn.Module) -> None:
         "weights read in backward": runtime._backward_frame.held,
         "values read in backward": runtime._backward_frame.values,
         "reductions": runtime.comm._reductions,
+        "gradients that wait": runtime.grads._waiting,
     }
     for param in runtime.params:
         left[f"reduced {param.fqn}"] = param.reduced

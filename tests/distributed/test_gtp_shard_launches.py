@@ -317,8 +317,38 @@ use 1.experts.down""",
         middle.register_hook(lambda grad: 1 / 0)
         with self.assertRaises(ZeroDivisionError):
             model[5](middle).sum().backward()
-        self.step(model)
+        with counted() as counts:
+            self.step(model)
+            self.assertEqual(counts().reduce_scatters, 6)
         assert_idle(model)
+
+    def test_what_a_deviation_makes_useless_is_dropped_at_once(self) -> None:
+        class Choice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+                self.order = list(range(6))
+                self.in_flight: list[str] = []
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for index in self.order:
+                    x = self.layers[index](x)
+                    pending = [weight.fqn[7] for weight in runtime_of(self).weights if weight.pending]
+                    self.in_flight.append("".join(pending))
+                return x
+
+        for options, expected in (
+            ({"prefetch_nbytes": 0, "coalesce_nbytes": 0}, ["12", "5", "5", ""]),
+            ({}, ["12345", "5", "5", ""]),
+        ):
+            model = gtp_shard(Choice(), self.mesh["gtp"], schedule=SchedulePolicy(2, min_shard_numel=0, **options))
+            x = torch.ones(3, WIDTH)
+            with torch.no_grad():
+                model(x)
+                model.order, model.in_flight = [0, 4, 1, 5], []
+                model(x)
+            self.assertEqual(model.in_flight, expected)
+            assert_idle(model)
 
 
 if __name__ == "__main__":

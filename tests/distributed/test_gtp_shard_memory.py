@@ -163,7 +163,9 @@ class TestMemory(GlooTest):
     def test_reductions_in_flight_are_bounded(self) -> None:
         for max_inflight in (1, 3):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
-            policy = SchedulePolicy(max_inflight_reduce_scatters=max_inflight, min_shard_numel=0)
+            policy = SchedulePolicy(
+                max_inflight_reduce_scatters=max_inflight, min_shard_numel=0, coalesce_grad_nbytes=0
+            )
             gtp_shard(model, self.gtp_mesh(), schedule=policy)
             comm, seen = runtime_of(model).comm, []
             launched = comm.reduction_launched
