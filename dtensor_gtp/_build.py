@@ -23,6 +23,7 @@ from ._runtime.wire import make_wire
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
 from .quant.compute import check_forced
+from .quant.native import NativeWeight, recipe_groups
 from .quant.placement import place_quantized
 from .quant.tensor import master_of, recipe_of
 
@@ -283,6 +284,9 @@ def make_param(
     if not shard.is_meta:
         shard = shard.to(device)
     spec = compat.make_spec(spec_mesh, (*placements, decision.placement), old.shape, old.dtype)
+    if isinstance(shard, NativeWeight):
+        assert recipe is not None
+        shard = shard.with_info(groups=recipe_groups(spec, recipe))
     new = nn.Parameter(compat.wrap_local(shard, spec), requires_grad=old.requires_grad)
     structural = old.detach().__dict__  # what a tensor subclass needs for itself, its data among it
     for key, value in old.__dict__.items():

@@ -11,10 +11,13 @@ import torch.nn as nn
 from ._runtime.modules import Binding, GTPEmbedding, GTPLinear, binding_of
 from ._runtime.param import ManagedParam, ShardedWeight, WholeParam
 from ._runtime.schedule import format_nbytes, format_plan
+from ._runtime.wire import QuantizedWire
+from .quant.native import native_of
 
 
 class ReportRow(NamedTuple):
-    """One parameter of the report. Sizes are in bytes; ``gathered_nbytes`` is 0 for a parameter that stays whole."""
+    """One parameter of the report. Sizes are in bytes; ``gathered_nbytes`` is 0 for a parameter that stays whole.
+    ``storage`` tells how a weight with a recipe is stored, "native mxfp8" or "mxfp8 from master"; empty without one."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,6 +26,7 @@ class ReportRow(NamedTuple):
     local_nbytes: int
     gathered_nbytes: int
     use: str
+    storage: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class ShardingReport:
                 format_nbytes(row.local_nbytes),
                 format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-",
             )
+            dtype += f" ({row.storage})" if row.storage else ""
             cells.append((row.name, shape, dtype, row.placements, *nbytes, row.use))
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
@@ -93,14 +98,18 @@ def sharding_report(module: nn.Module) -> ShardingReport:
 def _row(name: str, managed: ManagedParam, use: str, in_linear: bool) -> ReportRow:
     param, shard = managed.param, managed.shard
     placements = "(" + ", ".join(map(str, managed.placements)) + ")"
-    local_nbytes = shard.numel() * shard.element_size()
+    native = native_of(shard)
+    local_nbytes = shard.numel() * shard.element_size() if native is None else native.stored_nbytes
+    storage = "" if native is None else f"native {native.recipe.name}"
     gathered = 0
     if isinstance(managed, ShardedWeight):
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
+        if native is None and isinstance(managed.wire, QuantizedWire):
+            storage = f"{managed.wire.recipe.name} from master"
         if managed.wire is not None:
             gathered = managed.wire.num_bytes(managed) or gathered
             use = f"{use}, {managed.wire.describe(managed, '' if in_linear else 'no fused nn.Linear')}"
-    return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use)
+    return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use, storage)
 
 
 def _use(module: nn.Module, managed: ManagedParam) -> str:

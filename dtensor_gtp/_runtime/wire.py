@@ -20,6 +20,8 @@ from .. import _torch_compat as compat
 from ..quant.base import Direction, PlaneSpec, Quantized, Recipe
 from ..quant.compute import ComputePath, choose_path, warn_dequantized
 from ..quant.float8_gemms import Float8GEMMs
+from ..quant.fsdp import GatheredWeight
+from ..quant.native import NativeWeight, recipe_groups
 from .collectives import all_reduce, reduce_scale
 from .comm_context import CommContext
 from .gathered import Version
@@ -128,13 +130,8 @@ class QuantizedWire(Wire):
         return self._made_of is not None and self._made_of[0] is weight.shard and self._made_of[1] == weight.version
 
     def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
-        recipe, direction = self.recipe, self.recipe.direction(direction)
-        if not self._is_current(weight):
-            agree_on_amax([weight], comm)
-        quantized = self._quantized.get(direction)
-        if quantized is None:
-            self.num_casts += 1
-            quantized = self._quantized[direction] = recipe.quantize(weight.shard, direction, self._amax)
+        recipe = self.recipe
+        direction, quantized = self._quantize(weight, direction, comm)
         layout, dtype, amax = weight.layout, weight.compute_dtype, quantized.amax
         specs, tensors = recipe.planes(direction), quantized.planes
         if amax is not None:  # one for each matrix: where the axis cuts between them, every rank has its own
@@ -163,6 +160,17 @@ class QuantizedWire(Wire):
     def gemms(self, weight: ShardedWeight) -> Float8GEMMs | None:
         return self.path(weight).gemms
 
+    def _quantize(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> tuple[Direction, Quantized]:
+        """The data of the shard that serve ``direction``, and of which direction they are."""
+        direction = self.recipe.direction(direction)
+        if not self._is_current(weight):
+            agree_on_amax([weight], comm)
+        quantized = self._quantized.get(direction)
+        if quantized is None:
+            self.num_casts += 1
+            quantized = self._quantized[direction] = self.recipe.quantize(weight.shard, direction, self._amax)
+        return direction, quantized
+
     def set_amax(self, weight: ShardedWeight, amax: torch.Tensor | None) -> None:
         """Take the statistic of the present shard, over all ranks."""
         self.forget()
@@ -179,6 +187,23 @@ class QuantizedWire(Wire):
         if path.gemms is not None and not_fused:
             path = ComputePath(None, not_fused)
         return f"{self.recipe.name}, {path.describe()}"
+
+
+class NativeWire(QuantizedWire):
+    """A shard that is quantized data: its rowwise planes are gathered as they are, in forward and in backward."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe, ())
+        self.has_columnwise = False
+
+    def begin_forward(self, weight: ShardedWeight, is_captured: bool) -> bool:
+        return False
+
+    def _quantize(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> tuple[Direction, Quantized]:
+        shard = weight.shard
+        # An outer fully_shard registers what it has gathered.
+        assert isinstance(shard, NativeWeight | GatheredWeight)
+        return Direction.ROWWISE, shard.quantized_for(direction)
 
 
 def _plane_layout(layout: WeightLayout, spec: PlaneSpec) -> WeightLayout:
@@ -293,10 +318,9 @@ def make_wire(
     """
     if recipe is None:
         return HookWire(mp_policy) if has_hooks(shard) else None
-    mesh, placements = spec.mesh, spec.placements
-    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    cut = [axis for axis in axes if getattr(placements[axis], "dim", shard.ndim) - shard.ndim in recipe.amax_dims]
-    return QuantizedWire(recipe, tuple(mesh.get_group(axis).group_name for axis in cut))
+    if isinstance(shard, NativeWeight):
+        return NativeWire(recipe)
+    return QuantizedWire(recipe, recipe_groups(spec, recipe))
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

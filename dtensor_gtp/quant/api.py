@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from . import cast
 from .base import Recipe
+from .native import to_native
+from .native_state import hook_native, unhook_native
+from .placement import check_slices
 from .recipes import resolve_recipe
 from .state_dict import hook
 from .tensor import with_recipe
@@ -19,13 +24,17 @@ def quantize_(
     recipe: str | Recipe | Mapping[str, str | Recipe],
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    storage: str | Mapping[str, str] = "master",
 ) -> nn.Module:
     """Let linear layers compute with, and ``gtp_shard`` and ``fully_shard`` gather, quantized weights. In place.
 
-    The parameters keep their values, dtype and names: they stay what optimizers update and checkpoints hold (*master*
-    storage). The quantized weight is made of them when they are used; under sharding, of each rank's shard before it is
-    gathered. Output and gradient of the input are those of the dequantized weight; the gradient of the weight is that
-    of a weight that is not quantized (straight-through). docs/low_precision.md has the formats.
+    With *master* storage the parameters keep their values, dtype and names: they stay what optimizers update and
+    checkpoints hold. The quantized weight is made of them when they are used; under sharding, of each rank's shard
+    before it is gathered. With *native* storage the parameters become the quantized (rowwise) data, and nothing is left
+    in high precision: for frozen weights, inference, and training with :class:`dtensor_gtp.optim.MasterOptimizer`.
+
+    Output and gradient of the input are those of the dequantized weight; the gradient of the weight is that of a weight
+    that is not quantized (straight-through), in high precision. docs/low_precision.md has the formats.
 
     Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
     after ``parallelize_module``. A second call replaces the recipe of what it matches. Tied weights stay tied, and all
@@ -39,14 +48,17 @@ def quantize_(
         filter_fn: Called with each candidate and its name; quantizes the candidate's ``weight`` if it returns True.
             Without it, all instances of ``nn.Linear`` and ``GroupedLinear`` are quantized; with it, every module with a
             ``weight`` of two dims or more is a candidate.
+        storage: ``"master"``, ``"native"``, or a mapping from names of modules to either; modules that a mapping does
+            not name get ``"master"``. Native storage of weights that tensor parallelism has cut is collective over
+            their meshes.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: An argument is of the wrong kind, or a matching weight has a dtype that cannot be quantized.
-        ValueError: There is no such recipe, nothing matches, a mapping names a module that does not match, or a
-            matching weight has been sharded already.
+        ValueError: There is no such recipe or storage, nothing matches, a mapping names a module that does not match,
+            a matching weight has been sharded already, or tensor parallelism cuts blocks of native storage.
         NotImplementedError: A matching weight has more than two dims and is not that of a ``GroupedLinear``, or a
             ``GroupedLinear`` has a weight for each group.
 
@@ -61,7 +73,8 @@ def quantize_(
         if isinstance(recipe, Mapping)
         else resolve_recipe(recipe)
     )
-    chosen: dict[nn.Parameter, Recipe] = {}
+    storages = _storages(storage)
+    chosen: dict[nn.Parameter, _Choice] = {}
     matched: set[str] = set()
     sharded = [f"{name}." if name else "" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     for name, submodule in module.named_modules():
@@ -72,13 +85,15 @@ def quantize_(
         is_sharded = any(f"{name}.".startswith(prefix) for prefix in sharded)
         _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)
         matched.add(name)
-        if chosen.setdefault(weight, found) != found:
+        choice = chosen.setdefault(weight, _Choice(f"{name}.weight" if name else "weight", found, storages(name)))
+        if (choice.recipe, choice.storage) != (found, storages(name)):
             raise ValueError(f"quantize_ expects one recipe for the tied weight of '{name}', but got several.")
-    if isinstance(recipes, dict) and (missing := recipes.keys() - matched):
-        raise ValueError(
-            f"quantize_ expects names of modules with a weight to quantize, but {sorted(missing)} are none of "
-            f"{type(module).__name__}."
-        )
+    for names in (recipes, storage):
+        if isinstance(names, Mapping) and (missing := names.keys() - matched):
+            raise ValueError(
+                f"quantize_ expects names of modules with a weight to quantize, but {sorted(missing)} are none of "
+                f"{type(module).__name__}."
+            )
     if not chosen:
         raise ValueError(f"quantize_ found no weight to quantize in {type(module).__name__}. Check filter_fn.")
     _replace(module, chosen)
@@ -120,13 +135,47 @@ def _check(name: str, weight: nn.Parameter, is_sharded: bool) -> None:
         )
 
 
-def _replace(module: nn.Module, chosen: dict[nn.Parameter, Recipe]) -> None:
-    new = {param: with_recipe(param, recipe) for param, recipe in chosen.items()}
-    for submodule in module.modules():
-        for name, param in submodule._parameters.items():
-            if param is not None and param in new:
-                submodule._parameters[name] = new[param]
-                hook(submodule, name, chosen[param])
+class _Choice(NamedTuple):
+    """What becomes of a parameter; ``name`` is its first."""
+
+    name: str
+    recipe: Recipe
+    storage: str
+
+
+def _storages(storage: Any) -> Callable[[str], str]:
+    """The storage for each name of a module.
+
+    Raises:
+        ValueError: There is no such storage.
+    """
+    for value in storage.values() if isinstance(storage, Mapping) else (storage,):
+        if value not in ("master", "native"):
+            raise ValueError(f"quantize_ expects storage 'master' or 'native', but got {value!r}.")
+    return (lambda name: storage.get(name, "master")) if isinstance(storage, Mapping) else (lambda name: storage)
+
+
+def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
+    native = {choice.name: param for param, choice in chosen.items() if choice.storage == "native"}
+    for name, param in native.items():
+        if isinstance(param, DTensor):
+            check_slices("quantize_", name, param, chosen[param].recipe, is_native=True)
+    made = to_native(native, {name: chosen[param].recipe for name, param in native.items()})
+    new = {
+        param: made[choice.name] if choice.storage == "native" else with_recipe(param, choice.recipe)
+        for param, choice in chosen.items()
+    }
+    for submodule in list(module.modules()):
+        for name, registered in submodule._parameters.items():
+            if registered is None or registered not in new:
+                continue
+            submodule._parameters[name] = new[registered]
+            choice = chosen[registered]
+            if choice.storage == "native":
+                hook_native(submodule, name, choice.recipe)
+            else:
+                unhook_native(submodule, name)
+                hook(submodule, name, choice.recipe)
 
 
 __all__ = ["quantize_"]

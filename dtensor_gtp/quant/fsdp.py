@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .base import Direction, Quantized, Recipe
+from .native import NativeWeight, native_block_of
 from .tensor import MasterWeight, WeightWithRecipe
 
 aten = torch.ops.aten
@@ -35,15 +36,26 @@ class GatherInfo:
         amax: The recipe's statistic over the whole weight.
     """
 
-    shard: MasterWeight
+    shard: MasterWeight | NativeWeight
     group_name: str
     world: int
     direction: Direction
     amax: torch.Tensor | None
 
+    def direction_of(self, direction: Direction) -> Direction:
+        """The data that serve ``direction``: native weights have rowwise data only."""
+        is_native = isinstance(self.shard, NativeWeight)
+        return Direction.ROWWISE if is_native else self.shard.recipe.direction(direction)
+
+    def planes(self, direction: Direction) -> tuple[torch.Tensor, ...]:
+        """What this rank has to send."""
+        if isinstance(self.shard, NativeWeight):
+            return self.shard.quantized.planes
+        return self.shard.recipe.quantize(self.shard.master, direction, self.amax).planes
+
 
 def pre_all_gather(
-    shard: MasterWeight, mesh: DeviceMesh, outer_size: torch.Size
+    shard: MasterWeight | NativeWeight, mesh: DeviceMesh, outer_size: torch.Size
 ) -> tuple[tuple[torch.Tensor], GatherInfo]:
     """``fsdp_pre_all_gather`` of a weight with a recipe.
 
@@ -52,6 +64,9 @@ def pre_all_gather(
     """
     recipe, world = shard.recipe, mesh.size()
     _check_shards(shard, outer_size, world)
+    if isinstance(shard, NativeWeight):
+        native = GatherInfo(shard, mesh.get_group().group_name, world, Direction.ROWWISE, shard.quantized.amax)
+        return (_packed(native, Direction.ROWWISE),), native
     in_backward = compat.current_graph_task_id() != -1
     direction = recipe.direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
     group = mesh.get_group()
@@ -63,13 +78,14 @@ def pre_all_gather(
     return (_packed(info, direction),), info
 
 
-def _check_shards(shard: MasterWeight, outer_size: torch.Size, world: int) -> None:
+def _check_shards(shard: MasterWeight | NativeWeight, outer_size: torch.Size, world: int) -> None:
     if shard.ndim != 2:
         raise NotImplementedError(
             f"fully_shard gathers quantized weights with 2 dims, but got one of shape {tuple(outer_size)}. Use "
             "gtp_shard, or leave the weight out of quantize_."
         )
-    rows, block = outer_size[0], shard.recipe.block[0]
+    is_native = isinstance(shard, NativeWeight)
+    rows, block = outer_size[0], native_block_of(shard.recipe, -2) if is_native else shard.recipe.block[0]
     if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
         return
     raise NotImplementedError(
@@ -82,10 +98,9 @@ def _check_shards(shard: MasterWeight, outer_size: torch.Size, world: int) -> No
 
 def _packed(info: GatherInfo, direction: Direction) -> torch.Tensor:
     """The planes of the shard, one after the other, as bytes; the end may be filled up."""
-    recipe, shard = info.shard.recipe, info.shard.master
-    planes = recipe.quantize(shard, direction, info.amax).planes
-    parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in planes]
-    length = max(recipe.num_bytes(shard.shape, d) for d in Direction)
+    recipe, shape = info.shard.recipe, info.shard.shape
+    parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in info.planes(direction)]
+    length = max(recipe.num_bytes(shape, info.direction_of(d)) for d in Direction)
     missing = length - sum(part.numel() for part in parts)
     return torch.cat([*parts, parts[0].new_zeros(missing)] if missing or len(parts) > 1 else parts)
 
@@ -145,13 +160,13 @@ class GatheredWeight(WeightWithRecipe):
         return self._info.shard.recipe
 
     def quantized_for(self, direction: Direction) -> Quantized:
-        info, direction = self._info, self.recipe.direction(direction)
+        info, direction = self._info, self._info.direction_of(direction)
         slots = self._slots if direction is info.direction else _gather_now(info, direction)
         return _unpacked(info, slots, direction)
 
     def dequantize_for(self, direction: Direction) -> torch.Tensor:
-        quantized, recipe = self.quantized_for(direction), self.recipe
-        return recipe.dequantize(quantized, self.shape, recipe.direction(direction), self.dtype)
+        quantized, info = self.quantized_for(direction), self._info
+        return self.recipe.dequantize(quantized, self.shape, info.direction_of(direction), self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

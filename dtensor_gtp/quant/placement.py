@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ..placement import GTPShard
 from .base import Recipe
+from .native import native_block_of, native_of
 
 
 def place_quantized(fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None) -> GTPShard:
@@ -25,23 +28,28 @@ def place_quantized(fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placem
             "None or a GTPShard for it."
         )
     if isinstance(param, DTensor):
-        _check_slices(fqn, param, recipe)
+        check_slices("gtp_shard", fqn, param, recipe, is_native=native_of(param) is not None)
     dim = getattr(asked, "dim", 0)
-    return GTPShard(dim, block_size=recipe.block_of(dim - param.ndim, getattr(asked, "block_size", 1)))
+    block_of = recipe.block_of if native_of(param) is None else partial(native_block_of, recipe)
+    return GTPShard(dim, block_size=block_of(dim - param.ndim, getattr(asked, "block_size", 1)))
 
 
-def _check_slices(fqn: str, param: DTensor, recipe: Recipe) -> None:
+def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_native: bool) -> None:
+    """Raises:
+    ValueError: Tensor parallelism cuts the blocks of a weight.
+    """
+    block_of = partial(native_block_of, recipe) if is_native else recipe.block_of
     shape = list(param.shape)
     for axis, placement in enumerate(param.placements):
         dim = getattr(placement, "dim", None)
         if dim is None:
             continue
-        mesh, block = param.device_mesh, recipe.block_of(dim - param.ndim)
+        mesh, block = param.device_mesh, block_of(dim - param.ndim)
         size, rows = mesh.size(axis), -(-shape[dim] // mesh.size(axis))
         if rows < shape[dim] and rows % block:
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             raise ValueError(
-                f"gtp_shard expects slices of whole {recipe.name} blocks of {block} along dim {dim}, but mesh axis "
+                f"{caller} expects slices of whole {recipe.name} blocks of {block} along dim {dim}, but mesh axis "
                 f"'{name}' of size {size} cuts parameter '{fqn}' of shape {tuple(param.shape)} into slices of {rows}. "
                 f"Choose a size that is a multiple of {block * size}, another recipe, or leave it out of quantize_."
             )

@@ -129,7 +129,15 @@ class _QuantizedLinear(torch.autograd.Function):
         return grad_input, grad_weight, grad_2d.sum(0) if needs_bias else None
 
 
-class MasterWeight(WeightWithRecipe):
+class StoredWeight(WeightWithRecipe):
+    """What ``quantize_`` makes of a parameter: masters with a recipe, or the quantized data itself (``native``)."""
+
+    def dense(self) -> torch.Tensor:
+        """The most precise values there are, an ordinary tensor."""
+        raise NotImplementedError
+
+
+class MasterWeight(StoredWeight):
     """High-precision values and a recipe.
 
     Args:
@@ -159,6 +167,9 @@ class MasterWeight(WeightWithRecipe):
 
     def quantized_for(self, direction: Direction) -> Quantized:
         return self._recipe.quantize(self._master, self._recipe.direction(direction))
+
+    def dense(self) -> torch.Tensor:
+        return self._master
 
     def dequantize_for(self, direction: Direction) -> torch.Tensor:
         quantized, direction = self.quantized_for(direction), self._recipe.direction(direction)
@@ -234,7 +245,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def recipe_of(param: torch.Tensor) -> Recipe | None:
     """The recipe of a weight or of the local part of a DTensor; None if it has none."""
     local = _local(param)
-    return local.recipe if isinstance(local, MasterWeight) else None
+    return local.recipe if isinstance(local, StoredWeight) else None
+
+
+def dense_of(param: torch.Tensor) -> torch.Tensor:
+    """The most precise local values of a parameter, an ordinary tensor: masters, or what native data stand for."""
+    local = _local(param)
+    return local.dense() if isinstance(local, StoredWeight) else local
 
 
 def master_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +266,11 @@ def for_product(weight: torch.Tensor, direction: Direction) -> torch.Tensor:
 
 def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
     """A parameter with the values of ``param`` and ``recipe``; a DTensor stays one with the same placements."""
-    local: torch.Tensor = MasterWeight(master_of(_local(param)).detach(), recipe)
+    return in_place_of(param, MasterWeight(dense_of(param).detach(), recipe))
+
+
+def in_place_of(param: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+    """A parameter of ``local`` (the local part, if ``param`` is a DTensor) that is like ``param`` in all else."""
     if isinstance(param, DTensor):
         local = compat.wrap_local(local, compat.dtensor_spec(param))
     new = nn.Parameter(local, requires_grad=param.requires_grad)
@@ -259,4 +280,14 @@ def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
     return new
 
 
-__all__ = ["MasterWeight", "WeightWithRecipe", "for_product", "master_of", "recipe_of", "with_recipe"]
+__all__ = [
+    "MasterWeight",
+    "StoredWeight",
+    "WeightWithRecipe",
+    "dense_of",
+    "for_product",
+    "in_place_of",
+    "master_of",
+    "recipe_of",
+    "with_recipe",
+]

@@ -1,0 +1,515 @@
+"""A weight that *is* its quantized data: rowwise planes, and no copy in high precision.
+
+``NativeWeight`` has the shape and dtype of the weight that it stands for. What reads it computes with the dequantized
+values, in both directions of a layer: dgrad is the exact gradient of the forward that was run, and columnwise data are
+neither stored nor sent. Gradients are ordinary high-precision tensors. Writing takes a cast, so only ``copy_`` writes:
+from another native weight bit for bit, from anything else by quantizing it.
+
+[Note: native blocks]
+Rowwise data alone ask less of a shard than a recipe with two directions: its rows may be cut anywhere where a block is
+one row high, as those of mxfp8 and nvfp4 are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import lcm
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .base import Direction, PlaneSpec, Quantized, Recipe
+from .tensor import StoredWeight, dense_of, in_place_of
+
+aten = torch.ops.aten
+
+PLANE_NAMES = ("elements", "scales")
+_AMAX = PlaneSpec(torch.float32, None, None)  # one for each matrix
+
+
+class NativeInfo(NamedTuple):
+    """What a native weight knows beside its data.
+
+    Args:
+        recipe: The format.
+        name: Of the parameter, for messages.
+        whole: Shape of the weight of which this may be a part.
+        groups: Names of the process groups over which a statistic of the whole weight runs; None if not known.
+    """
+
+    recipe: Recipe
+    name: str
+    whole: torch.Size
+    groups: tuple[str, ...] | None = ()
+
+
+def stores_amax(recipe: Recipe) -> bool:
+    """Whether the data mean nothing without the largest magnitude of the whole weight."""
+    return -2 in recipe.amax_dims
+
+
+def native_planes(recipe: Recipe) -> dict[str, PlaneSpec]:
+    """What is stored of a weight, by name."""
+    planes = dict(zip(PLANE_NAMES, recipe.planes(Direction.ROWWISE), strict=False))
+    return planes | {"amax": _AMAX} if stores_amax(recipe) else planes
+
+
+def native_block_of(recipe: Recipe, dim: int, block_size: int = 1) -> int:
+    """As ``Recipe.block_of``, for rowwise data alone. See [Note: native blocks]."""
+    steps = [spec.step(dim) or 1 for spec in recipe.planes(Direction.ROWWISE)]
+    return lcm(block_size, *steps)
+
+
+class NativeWeight(StoredWeight):
+    """A quantized weight.
+
+    Args:
+        quantized: Rowwise planes, and the statistic if the recipe needs it to dequantize.
+        shape: Of the weight or the part of it.
+        dtype: Of what it stands for: that of its dequantized values and of its gradient.
+    """
+
+    __slots__ = ("_info", "_matrix", "_quantized")
+    _quantized: Quantized
+    _info: NativeInfo
+    _matrix: torch.Size  # what the planes describe; the tensor itself may be a view of another shape
+
+    @staticmethod
+    def __new__(cls, quantized: Quantized, shape: torch.Size, dtype: torch.dtype, info: NativeInfo) -> NativeWeight:
+        like = quantized.planes[0]
+        result = compat.make_wrapper_subclass(
+            cls, shape, strides=_contiguous_strides(shape), dtype=dtype, device=like.device
+        )
+        result._quantized, result._info, result._matrix = quantized, info, torch.Size(shape)
+        return result  # type: ignore[no-any-return]
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._info.recipe
+
+    @property
+    def info(self) -> NativeInfo:
+        return self._info
+
+    @property
+    def quantized(self) -> Quantized:
+        """The planes, sharing memory."""
+        return self._quantized
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """All tensors that it consists of, by name, sharing memory."""
+        found = dict(zip(PLANE_NAMES, self._quantized.planes, strict=False))
+        return found if self._quantized.amax is None else found | {"amax": self._quantized.amax}
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.stored.values())
+
+    def dense(self) -> torch.Tensor:
+        return self.dequantized_to(self.dtype)
+
+    def dequantized_to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values, computed in float32 and rounded once to ``dtype``."""
+        values = self.recipe.dequantize(self._quantized, self._matrix, Direction.ROWWISE, dtype)
+        return values.view(self.shape)
+
+    def quantized_for(self, direction: Direction) -> Quantized:
+        return self._quantized
+
+    def dequantize_for(self, direction: Direction) -> torch.Tensor:
+        return self.dense()
+
+    def with_stored(self, stored: dict[str, torch.Tensor], shape: torch.Size | None = None) -> NativeWeight:
+        """The same kind of weight with other tensors.
+
+        Args:
+            stored: By name, as :attr:`stored`.
+            shape: Of the matrix they describe, this one's by default.
+        """
+        planes = tuple(stored[name] for name in PLANE_NAMES if name in stored)
+        shape = self._matrix if shape is None else shape
+        return NativeWeight(Quantized(planes, stored.get("amax")), shape, self.dtype, self._info)
+
+    def with_info(self, **changes: Any) -> NativeWeight:
+        """The same data under another name, dtype excepted."""
+        result = self.with_stored(self.stored)
+        result._info = self._info._replace(**changes)
+        return result
+
+    def write(self, source: Quantized) -> None:
+        """Overwrite the data with those of a weight of the same shape, bit for bit."""
+        for mine, other in zip(self._quantized.planes, source.planes, strict=True):
+            mine.copy_(other)
+        if self._quantized.amax is not None:
+            assert source.amax is not None
+            self._quantized.amax.copy_(source.amax)
+
+    def narrowed(self, dim: int, start: int, length: int) -> NativeWeight | None:
+        """A part that shares memory; None if it does not consist of whole blocks."""
+        dim %= self.ndim
+        if self.shape != self._matrix:
+            return None
+        start = start if length else 0
+        specs, stored = native_planes(self.recipe), {}
+        for name, tensor in self.stored.items():
+            step = specs[name].step(dim - self.ndim)
+            if step is None:
+                stored[name] = tensor
+                continue
+            if start % step or ((start + length) % step and start + length != self.shape[dim]):
+                return None
+            begin = specs[name].size(dim - self.ndim, start)
+            stored[name] = tensor.narrow(dim, begin, specs[name].size(dim - self.ndim, length))
+        shape = torch.Size(length if d == dim else size for d, size in enumerate(self.shape))
+        part = self.with_stored(stored, shape)
+        if length != self.shape[dim] and dim - self.ndim in self.recipe.amax_dims:
+            part._info = self._info._replace(groups=None)
+        return part
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Called by ``fully_shard``: the bytes of this shard."""
+        from .fsdp import pre_all_gather  # not at the top: it needs this class
+
+        inputs, info = pre_all_gather(self, mesh, outer_size)
+        return inputs, (info, outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Called by ``fully_shard``: the unsharded parameter."""
+        from .fsdp import post_all_gather  # not at the top: it needs this class
+
+        info, outer_size = metadata
+        return post_all_gather(all_gather_outputs, info, param_dtype, outer_size, out)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None and isinstance(args[0], NativeWeight):
+            return handler(func, args, kwargs)
+        _refuse_writes(func, args, kwargs)
+        inner = compat.tree_map_only(NativeWeight, lambda weight: weight.dense(), (args, kwargs))
+        return func(*inner[0], **inner[1])
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [name for name in (*PLANE_NAMES, "amax") if name in self.stored]
+        return [f"stored_{name}" for name in names], (self._info, self._matrix, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> NativeWeight:
+        info, matrix, dtype = context
+        planes = tuple(inner[f"stored_{name}"] for name in PLANE_NAMES if f"stored_{name}" in inner)
+        return NativeWeight(Quantized(planes, inner.get("stored_amax")), matrix, dtype, info)
+
+    @property
+    def stored_elements(self) -> torch.Tensor:
+        return self._quantized.planes[0]
+
+    @property
+    def stored_scales(self) -> torch.Tensor:
+        return self._quantized.planes[1]
+
+    @property
+    def stored_amax(self) -> torch.Tensor | None:
+        return self._quantized.amax
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"NativeWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+
+
+def _same(func: Any, args: Any, kwargs: Any) -> Any:
+    weight = args[0]
+    result = weight.with_stored(weight.stored)
+    return result if weight.shape == weight._matrix else _viewed(result, weight.shape)
+
+
+def _viewed(weight: NativeWeight, shape: torch.Size) -> NativeWeight:
+    view = NativeWeight(weight._quantized, shape, weight.dtype, weight._info)
+    view._matrix = weight._matrix
+    return view
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    weight, shape = args[0], torch.empty(args[0].shape, device="meta").view(args[1]).shape
+    return _viewed(weight, shape)
+
+
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    weight, size, stride = args[:3]
+    if torch.Size(size) == weight.shape and tuple(stride) == weight.stride() and not (args[3:] and args[3]):
+        return _same(func, args, kwargs)
+    return func(weight.dense(), *args[1:], **kwargs)
+
+
+def _copied(func: Any, args: Any, kwargs: Any) -> Any:
+    """``clone``, ``to``, ``empty_like``: the same of each plane; a dtype is that of what the weight stands for."""
+    weight = args[0]
+    options = {key: kwargs[key] for key in ("device", "pin_memory", "non_blocking") if kwargs.get(key) is not None}
+    if func is aten.clone.default:
+        options = {"memory_format": torch.contiguous_format}
+    stored = {name: func(tensor, **options) for name, tensor in weight.stored.items()}
+    result = weight.with_stored(stored)
+    dtype = kwargs.get("dtype") or weight.dtype
+    if dtype != weight.dtype:
+        result = NativeWeight(result._quantized, weight._matrix, dtype, weight._info)
+    return result if weight.shape == weight._matrix else _viewed(result, weight.shape)
+
+
+def _slice(func: Any, args: Any, kwargs: Any) -> Any:
+    weight: NativeWeight = args[0]
+    rest: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
+    dim, start, end, step = rest
+    size = weight.shape[dim]
+    begin, stop, _ = slice(start, end).indices(size)
+    part = weight.narrowed(dim, begin, max(stop - begin, 0)) if step == 1 else None
+    return func(weight.dense(), *args[1:], **kwargs) if part is None else part
+
+
+def _split(func: Any, args: Any, kwargs: Any) -> Any:
+    weight, size_or_sizes, dim = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    rows, sizes = weight.shape[dim], size_or_sizes
+    if isinstance(size_or_sizes, int):
+        sizes = [min(size_or_sizes, rows - begin) for begin in range(0, rows, size_or_sizes)] or [0]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    parts = [weight.narrowed(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+    return func(weight.dense(), *args[1:], **kwargs) if None in parts else parts
+
+
+def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
+    """``fully_shard`` pads a shard with it: a weight of as many dims stays native."""
+    weight, shape = args[0], torch.Size(args[1])
+    if len(shape) != weight.ndim or kwargs.get("dtype") not in (None, weight.dtype):
+        return func(_blank(weight), *args[1:], **kwargs)
+    stored = {name: torch.zeros_like(tensor) for name, tensor in weight.stored.items() if name == "amax"}
+    for name, spec in native_planes(weight.recipe).items():
+        if name not in stored:
+            stored[name] = weight.stored[name].new_zeros(spec.shape(shape), device=kwargs.get("device"))
+    return weight.with_stored(stored, shape)
+
+
+def _blank(weight: NativeWeight) -> torch.Tensor:
+    """Of its shape and dtype, without values or memory."""
+    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    """Ops that need no values: what they make is in high precision."""
+    return func(_blank(args[0]), *args[1:], **kwargs)
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    target, source = args[:2]
+    if isinstance(source, NativeWeight) and source.recipe.name == target.recipe.name and _fits(target, source):
+        target.write(source.quantized)
+        return target
+    values = source.dequantized_to(torch.float32) if isinstance(source, NativeWeight) else source
+    if target.shape != target._matrix or target.is_meta:
+        raise NotImplementedError(
+            f"Native parameter '{target.info.name}' of shape {tuple(target._matrix)} cannot be written through a view "
+            f"of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
+        )
+    values = values.to(target.device).expand(target.shape)
+    target.write(quantize_parts([values], [target.info])[0])
+    return target
+
+
+def _fits(target: NativeWeight, source: NativeWeight) -> bool:
+    return target._matrix == source._matrix and target.shape == source.shape
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises:
+    NotImplementedError: ``func`` writes into a native weight.
+    """
+    schema = func._schema
+    if not schema.is_mutable:
+        return
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for tensor in value if isinstance(value, Sequence) else (value,):
+            if isinstance(tensor, NativeWeight):
+                raise NotImplementedError(
+                    f"Parameter '{tensor.info.name}' of shape {tuple(tensor.shape)} has native storage "
+                    f"({tensor.recipe.name}), which {func} cannot write. For training use "
+                    "dtensor_gtp.optim.MasterOptimizer, which keeps masters in float32 and writes quantized values, "
+                    "or storage='master'; else freeze the parameter with requires_grad_(False). To write values, use "
+                    "copy_, which quantizes them."
+                )
+
+
+_HANDLERS: MappingProxyType[Any, Callable[[Any, Any, Any], Any]] = MappingProxyType(
+    {
+        aten._pin_memory.default: _copied,
+        aten._to_copy.default: _copied,
+        aten.alias.default: _same,
+        aten.as_strided.default: _as_strided,
+        aten.clone.default: _copied,
+        aten.copy_.default: _copy,
+        aten.detach.default: _same,
+        aten.empty_like.default: _copied,
+        aten.full_like.default: _like,
+        aten.new_empty.default: _like,
+        aten.new_full.default: _like,
+        aten.new_ones.default: _like,
+        aten.new_zeros.default: _new_zeros,
+        aten.ones_like.default: _like,
+        aten.rand_like.default: _like,
+        aten.randn_like.default: _like,
+        aten.slice.Tensor: _slice,
+        aten.split.Tensor: _split,
+        aten.split_with_sizes.default: _split,
+        aten.view.default: _view,
+        aten.zeros_like.default: _like,
+    }
+)
+
+
+# --- quantizing -------------------------------------------------------------------------------------------------------
+
+
+def quantize_parts(values: Sequence[torch.Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
+    """Quantize this rank's parts of weights: one all-reduce of maxima for all of them on each mesh axis.
+
+    Args:
+        values: High-precision values.
+        infos: What they are parts of.
+
+    Raises:
+        NotImplementedError: A statistic over the whole weight is needed, and it is not known which ranks hold it.
+    """
+    maxima: list[torch.Tensor | None] = []
+    by_groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for value, info in zip(values, infos, strict=True):
+        amax = info.recipe.amax(value)
+        if amax is not None and info.groups is None:
+            raise NotImplementedError(
+                f"Native parameter '{info.name}' of shape {tuple(info.whole)} cannot be written by copy_ under "
+                f"fully_shard, because {info.recipe.name} has a scale of the whole weight and a shard does not know "
+                "who has the others. Use load_state_dict or dtensor_gtp.optim.MasterOptimizer."
+            )
+        if amax is not None and info.groups:
+            by_groups.setdefault(info.groups, []).append(amax)
+        maxima.append(amax)
+    for names, members in by_groups.items():
+        agree(members, names)
+    return [_rowwise(info.recipe, value, amax) for value, info, amax in zip(values, infos, maxima, strict=True)]
+
+
+def _rowwise(recipe: Recipe, values: torch.Tensor, amax: torch.Tensor | None) -> Quantized:
+    quantized = recipe.quantize(values, Direction.ROWWISE, amax)
+    return quantized if stores_amax(recipe) else Quantized(quantized.planes, None)
+
+
+def agree(maxima: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
+    """Replace magnitudes by their maximum over all ranks, in place, on the current stream. As integers: for floats that
+    are not negative the order is the same, but a NaN is the largest of all."""
+    flat = torch.cat([amax.reshape(-1) for amax in maxima])
+    for name in groups:
+        dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=compat.resolve_group(name))
+    for amax, part in zip(maxima, flat.split([amax.numel() for amax in maxima]), strict=True):
+        amax.copy_(part.view(amax.shape))
+
+
+def groups_of(param: torch.Tensor, recipe: Recipe) -> tuple[str, ...]:
+    """The process groups over which the recipe's statistic of a parameter runs."""
+    return recipe_groups(compat.dtensor_spec(param), recipe) if isinstance(param, DTensor) else ()
+
+
+def recipe_groups(spec: compat.DTensorSpec, recipe: Recipe) -> tuple[str, ...]:
+    """Those of the mesh axes that cut a dim over which the recipe's statistic runs, hence never of replicas."""
+    mesh, ndim = spec.mesh, len(spec.shape)
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    cut = [axis for axis in axes if getattr(spec.placements[axis], "dim", ndim) - ndim in recipe.amax_dims]
+    return tuple(mesh.get_group(axis).group_name for axis in cut)
+
+
+def native_of(param: torch.Tensor) -> NativeWeight | None:
+    """The native weight that a parameter is or that is its local part; None if its storage is another."""
+    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+    return local if isinstance(local, NativeWeight) else None
+
+
+def blank_native(values: torch.Tensor, shape: torch.Size, info: NativeInfo) -> NativeWeight:
+    """A native weight without values, for one on the meta device.
+
+    Args:
+        values: Of its dtype and device.
+        shape: Of this part.
+    """
+    specs = native_planes(info.recipe)
+    stored = {n: torch.empty(s.shape(shape), dtype=s.dtype, device=values.device) for n, s in specs.items()}
+    if "amax" in stored:  # one for each matrix
+        stored["amax"] = torch.empty((*shape[:-2], 1, 1), dtype=torch.float32, device=values.device)
+    planes = tuple(stored[name] for name in PLANE_NAMES if name in stored)
+    return NativeWeight(Quantized(planes, stored.get("amax")), shape, values.dtype, info)
+
+
+def to_native(params: dict[str, nn.Parameter], recipes: dict[str, Recipe]) -> dict[str, nn.Parameter]:
+    """Native parameters with the values of ``params``, in the same places.
+
+    Args:
+        params: By name.
+        recipes: By the same names.
+    """
+    infos = {
+        name: NativeInfo(recipes[name], name, torch.Size(param.shape), groups_of(param, recipes[name]))
+        for name, param in params.items()
+    }
+    values = {name: dense_of(param).detach() for name, param in params.items()}
+    real = [name for name, value in values.items() if not value.is_meta]
+    quantized = dict(
+        zip(real, quantize_parts([values[name] for name in real], [infos[name] for name in real]), strict=True)
+    )
+    new = {}
+    for name, param in params.items():
+        value, info = values[name], infos[name]
+        local = blank_native(value, value.shape, info)
+        if name in quantized:
+            local = NativeWeight(quantized[name], value.shape, value.dtype, info)
+        new[name] = in_place_of(param, local)
+    return new
+
+
+__all__ = [
+    "NativeInfo",
+    "NativeWeight",
+    "groups_of",
+    "native_block_of",
+    "native_of",
+    "native_planes",
+    "quantize_parts",
+    "to_native",
+]
