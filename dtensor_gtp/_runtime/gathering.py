@@ -20,7 +20,7 @@ from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
 from . import gather
 from .comm_context import CommContext, Groups
-from .debug import DebugFlags, poison
+from .debug import DebugFlags, poison, profiler_range
 from .gathered import Gatherable, Gathered
 from .param import ManagedParam, ShardedWeight
 from .schedule import Chain, Plan, Traits, Window, choose_kept
@@ -178,7 +178,8 @@ class Gathering:
         """A use that ends with the context: the full weight."""
         gathered = self.acquire(target)
         try:
-            yield gathered.full
+            with profiler_range("GTP::compute", target.weight.fqn):
+                yield gathered.full
         finally:
             self.release(target, gathered)
 

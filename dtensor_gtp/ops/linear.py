@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
+from .._runtime.debug import profiler_range
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_differentiable, check_unmodified
 from .._runtime.state import Runtime
@@ -230,14 +231,15 @@ class _ParallelLinear(torch.autograd.Function):
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: torch.Tensor, input_MK: torch.Tensor) -> None:
     """The weight's gradient, by the GEMM's own output into the buffer that the reduce-scatter sends."""
     buffer, is_accumulating = runtime.grads.target(weight)
-    view_NK = weight.layout.full_view(buffer)
-    if is_accumulating:
-        view_NK += grad_MN.t().mm(input_MK)
-    elif buffer.dtype == grad_MN.dtype:
-        torch.mm(grad_MN.t(), input_MK, out=view_NK)
-    elif buffer.dtype == torch.float32 and grad_MN.is_cuda and grad_MN.dtype in (torch.bfloat16, torch.float16):
-        # cuBLAS accumulates in fp32 anyway: keep those bits instead of rounding them away and widening again.
-        torch.mm(grad_MN.t(), input_MK, torch.float32, out=view_NK)
-    else:
-        view_NK.copy_(grad_MN.t().mm(input_MK))
+    with profiler_range("GTP::wgrad", weight.fqn):
+        view_NK = weight.layout.full_view(buffer)
+        if is_accumulating:
+            view_NK += grad_MN.t().mm(input_MK)
+        elif buffer.dtype == grad_MN.dtype:
+            torch.mm(grad_MN.t(), input_MK, out=view_NK)
+        elif buffer.dtype == torch.float32 and grad_MN.is_cuda and grad_MN.dtype in (torch.bfloat16, torch.float16):
+            # cuBLAS accumulates in fp32 anyway: keep those bits instead of rounding them away and widening again.
+            torch.mm(grad_MN.t(), input_MK, torch.float32, out=view_NK)
+        else:
+            view_NK.copy_(grad_MN.t().mm(input_MK))
     runtime.grads.submit(weight, buffer)

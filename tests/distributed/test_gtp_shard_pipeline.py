@@ -94,8 +94,8 @@ ZERO_BUBBLE_V = Layout(4, lambda rank: (rank, 3 - rank), ScheduleZBVZeroBubble)
 
 
 class Stage(PipelineStage):
-    """Before the first step torch 2.11 connects each stage to its neighbours, also to those on the same rank: gloo, which
-    has no connection to itself, raises there, and the other ranks wait for that one. Later releases do not ask this.
+    """Before the first step torch 2.11 connects each stage to its neighbours, also to those on the same rank. There
+    gloo, which has no connection to itself, raises, and the other ranks wait for it. Later releases do not ask this.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
