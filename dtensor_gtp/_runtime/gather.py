@@ -25,10 +25,11 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
     """
     for target in targets:
         target.num_gathers += 1
-    if targets[0].weight.layout.world == 1:
+    weight = targets[0].weight
+    if weight.layout.world == 1:
         return [_alone(target, comm) for target in targets]
-    if len(targets) == 1 and targets[0].weight.wire is None:
-        return [_launch_plain(targets[0].weight, comm)]
+    if len(targets) == 1 and weight.wire is None:
+        return [_launch_plain(weight, comm)]
     return _launch_together([_prepare(target, comm) for target in targets], comm)
 
 

@@ -133,17 +133,13 @@ class Gathering:
         missing = []
         for position in positions:
             target = self.gatherables[chain.plan.uses[position]]
-            if not self._can_read(target):
+            if target.weight.is_cut_again and not target.weight.is_readable:
                 self._has_gaps = True  # until an outer fully_shard has gathered it
-            elif self._is_missing(chain, target, position):
+            elif target.is_absent or self._is_missing(chain, target, position):
                 missing.append(target)
         if missing:
             for target, gathered in zip(missing, self._gather(missing), strict=True):
                 target.pending.append(gathered)
-
-    @staticmethod
-    def _can_read(target: Gatherable) -> bool:
-        return not target.weight.is_cut_again or target.weight.is_readable
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
         if target.kept is None and not target.pending:
@@ -206,9 +202,8 @@ class Gathering:
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """For a use that nothing was launched for; with what always travels along."""
-        others = [
-            other for other in target.companions if other is not target and other.is_absent and self._can_read(other)
-        ]
+        others = [other for other in target.companions if other is not target and other.is_absent]
+        others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
         first, *rest = self._gather([target, *others])
         for other, gathered in zip(others, rest, strict=True):
             other.pending.append(gathered)

@@ -173,16 +173,17 @@ class Gradients:
             self._launch(waiting)
 
     def _launch(self, together: list[_Submitted]) -> None:
-        comm, job, first = self._comm, together[0].job, together[0].scattering
-        groups, names = job.weight.groups, ", ".join(submitted.job.weight.fqn for submitted in together)
+        comm, (job, first), groups = self._comm, together[0], together[0].job.weight.groups
+        is_one = len(together) == 1
+        names = job.weight.fqn if is_one else ", ".join(other.weight.fqn for other, _ in together)
         with profiler_range("GTP::reduce_scatter", names), comm.reducing():
             comm.before_collective("reduce_scatter", names, groups)
-            if len(together) == 1:
-                work = first.launch(job.scale, groups, comm)
+            if is_one:
+                work, keep = first.launch(job.scale, groups, comm), first.keep
             else:
-                scatterings = [submitted.scattering for submitted in together]
+                scatterings = [scattering for _, scattering in together]
                 work = launch_together(scatterings, job.scale, groups.scatter, comm.has_streams)
-            keep = tuple(buffer for submitted in together for buffer in submitted.scattering.keep)
+                keep = tuple(buffer for scattering in scatterings for buffer in scattering.keep)
             comm.reduction_launched(work, partial(self._scattered, together), keep)
 
     def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
