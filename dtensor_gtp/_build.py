@@ -238,8 +238,11 @@ def _check_meshes(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
 
 
 def _check_sites(decision: Decision) -> None:
-    """Refuse embeddings whose forward writes the weight or whose gradient is not dense or not local."""
+    """Refuse embeddings whose forward writes the weight or whose gradient is not dense or not local, and what a module
+    itself refuses of its parameters."""
     for module, _ in decision.sites:
+        if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
+            module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):

@@ -1,5 +1,6 @@
 """Modules that torch does not have."""
 
+from .convert_experts import convert_experts_state_dict, group_experts, group_experts_
 from .dispatch import Dispatched, DispatchMethod, TokenDispatcher
 from .grouped_linear import GroupedLinear, convert_grouped_state_dict
 from .grouped_mlp import GroupedExperts, GroupedMLP
@@ -12,6 +13,9 @@ __all__ = [
     "GroupedLinear",
     "GroupedMLP",
     "TokenDispatcher",
+    "convert_experts_state_dict",
     "convert_grouped_state_dict",
+    "group_experts",
+    "group_experts_",
     "parallelize_experts",
 ]

@@ -92,6 +92,34 @@ class GroupedLinear(nn.Module):
             return Replicate()
         return GTPShard(1 if self.single_grouped_weight else 0)
 
+    def check_gtp_placement(self, fqn: str, param: torch.Tensor, placement: GTPShard) -> None:
+        """What ``gtp_shard`` asks before it cuts a parameter that expert or tensor parallelism has cut.
+
+        Raises:
+            ValueError: An axis does not divide the groups, or cuts the blocks of rows that are to stay together.
+        """
+        if not isinstance(param, DTensor):
+            return
+        shape, mesh = list(param.shape), param.device_mesh
+        for axis, cut in enumerate(param.placements):
+            dim, size = getattr(cut, "dim", None), mesh.size(axis)
+            if dim is None:
+                continue
+            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            what = f"parameter '{fqn}' of shape {tuple(param.shape)}, which mesh axis '{name}' of size {size} cuts"
+            if dim == 0 and self.single_grouped_weight and shape[0] % size:
+                raise ValueError(
+                    f"gtp_shard expects as many groups on each rank of a GroupedLinear, but got {what}. Choose an axis "
+                    f"whose size divides the {self.num_groups} groups."
+                )
+            rows = -(-shape[dim] // size)
+            if dim == placement.dim and size > 1 and rows % placement.block_size:
+                raise ValueError(
+                    f"gtp_shard expects slices of whole blocks of {placement.block_size} along dim {dim}, but got "
+                    f"{what} into slices of {rows}. Choose a block size that divides {rows}."
+                )
+            shape[dim] = rows
+
     def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
         """
         Args:

@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params
+from runtime_common import counted
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
-from dtensor_gtp.nn import GroupedExperts, GroupedMLP, TokenDispatcher, parallelize_experts
+from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, TokenDispatcher, parallelize_experts
 
 EXPERTS, WIDTH, HIDDEN, TOP_K, TOKENS = 4, 6, 8, 2, 5  # tokens of each rank
 
@@ -126,6 +128,40 @@ class TestMixtureOfExperts(GlooTest):
         for ep in (2, 4):
             self.check_folding("all_gather", meshes_of(ep=ep, expert_gtp=1), "all_gather")
 
+    def test_what_does_not_fit_is_refused_on_all_ranks(self) -> None:
+        by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
+        ep, tp = by_ep["ep"], by_tp["expert_tp"]
+        with self.assertRaisesRegex(ValueError, "that the 4 ranks of mesh axis 'ep' divide, but got 6"):
+            parallelize_experts(GroupedMLP(6, WIDTH, HIDDEN), ep)
+        with self.assertRaisesRegex(ValueError, "'ep' divide, but got 6"):
+            TokenDispatcher(6, ep)
+        with self.assertRaisesRegex(ValueError, r"1-D mesh, but got mesh axes \('expert_dp', 'ep'\)"):
+            TokenDispatcher(4, by_ep["expert_dp", "ep"])
+        with self.assertRaisesRegex(ValueError, "divides the inner width 7"):
+            parallelize_experts(GroupedMLP(4, WIDTH, 7, is_fused=False), None, tp)
+        with self.assertRaisesRegex(NotImplementedError, "tp_mesh for a GroupedMLP with is_fused=False"):
+            parallelize_experts(GroupedMLP(4, WIDTH, HIDDEN), None, tp)
+        with self.assertRaisesRegex(ValueError, "nothing has cut yet, but got DTensors"):
+            parallelize_experts(parallelize_experts(GroupedMLP(4, WIDTH, HIDDEN), ep), ep)
+
+    def test_cuts_that_break_groups_or_blocks_are_refused_on_all_ranks(self) -> None:
+        by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
+        layer = cut(GroupedLinear(6, WIDTH, HIDDEN, bias=False), by_ep["ep"], 0)
+        match = r"as many groups on each rank .* 'weight' of shape \(6, 8, 6\), .* 'ep' of size 4"
+        with self.assertRaisesRegex(ValueError, match):
+            gtp_shard(layer, by_ep["expert_gtp"], schedule=ALL)
+        layer = cut(GroupedLinear(4, WIDTH, HIDDEN, bias=False), by_tp["expert_tp"], 1)
+        blocks = lambda param: GTPShard(1, block_size=3)  # noqa: E731
+        match = "whole blocks of 3 along dim 1, .* 'expert_tp' of size 2 cuts into slices of 4"
+        with self.assertRaisesRegex(ValueError, match):
+            gtp_shard(layer, by_tp["expert_gtp"], schedule=ALL, shard_placement_fn=blocks)
+        biased = cut(GroupedLinear(4, WIDTH, HIDDEN), by_tp["expert_tp"], 2)
+        gtp_shard(biased, by_tp["expert_gtp"], schedule=ALL)
+        match = "a bias where tensor parallelism has cut its 6 in_features into 3"
+        with self.assertRaisesRegex(NotImplementedError, match), counted() as counts:
+            biased(torch.zeros(4, WIDTH // 2), torch.ones(4, dtype=torch.int64))
+        self.assertEqual(sum(counts()), 0)
+
     def check_folding(self, what: str, meshes: Meshes, method: str = "all_to_all", **options: Any) -> None:
         """One model, because new communicators take longer than training: all-ones gradients, then steps beside one
         process with a mean over ranks and with a sum over all tokens of ranks that have unequal numbers of them."""
@@ -206,6 +242,11 @@ def shard(model: Block, meshes: Meshes, method: str = "all_to_all") -> Any:
     gtp_shard(experts, meshes.experts, schedule=ALL)
     experts.set_gradient_divide_factor(meshes.num_streams)
     return gtp_shard(model, meshes.dense, schedule=ALL)
+
+
+def cut(layer: GroupedLinear, mesh: DeviceMesh, dim: int) -> GroupedLinear:
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(dim)]))
+    return layer
 
 
 def route(rank: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:

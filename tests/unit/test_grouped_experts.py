@@ -1,0 +1,301 @@
+"""Whole experts in one process: MLPs, routing, conversion of the experts that models come with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from dtensor_gtp.nn import (
+    GroupedExperts,
+    GroupedLinear,
+    GroupedMLP,
+    TokenDispatcher,
+    convert_experts_state_dict,
+    group_experts,
+    group_experts_,
+    parallelize_experts,
+)
+from dtensor_gtp.nn.grouped_linear import assert_counts
+
+DIM, HIDDEN, EXPERTS, TOP_K = 8, 12, 4, 2
+
+
+class Expert(nn.Module):
+    """As in the code that DeepSeek publishes."""
+
+    def __init__(self, dim: int = DIM, hidden: int = HIDDEN, names: str = "gate_proj up_proj down_proj") -> None:
+        super().__init__()
+        self.names = names.split()
+        for name, (rows, columns) in zip(self.names, [(hidden, dim)] * 2 + [(dim, hidden)], strict=True):
+            setattr(self, name, nn.Linear(columns, rows, bias=False))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (getattr(self, name) for name in self.names)
+        y: torch.Tensor = down(self.act_fn(gate(x)) * up(x))
+        return y
+
+
+class DeepSeekBlock(nn.Module):
+    """Sigmoid scores, of which the chosen ones are normalized; a list of experts, one after the other; a shared one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.shared_experts = Expert(hidden=2 * HIDDEN)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = self.gate(x).sigmoid().topk(TOP_K)
+        return chosen, weights / weights.sum(-1, keepdim=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        chosen, weights = self.route(rows)
+        y = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == index)
+            y = y.index_add(0, token, expert(rows[token]) * weights[token, place, None])
+        return y.view_as(x) + self.shared_experts(x)
+
+
+def grouped_forward(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """What takes the place of ``DeepSeekBlock.forward``."""
+    rows = x.flatten(0, -2)
+    return block.experts(rows, *block.route(rows)).view_as(x) + block.shared_experts(x)
+
+
+def make(cls: Any, *args: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return cls(*args, **options).double()
+
+
+def same_gradients(model: nn.Module, converted: nn.Module, x: torch.Tensor, form: str) -> None:
+    """Outputs, gradients of the input and of all weights; and the state dict in the form it had."""
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [m(i) for m, i in zip((model, converted), inputs, strict=True)]
+    outputs = [o if isinstance(o, torch.Tensor) else o.logits for o in outputs]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    grads = [{n: p.grad for n, p in m.named_parameters()} for m in (model, converted)]
+    expected = convert_experts_state_dict(grads[0], "grouped")
+    assert expected.keys() == grads[1].keys()
+    for name, want in expected.items():
+        torch.testing.assert_close(grads[1][name], want, msg=lambda m, n=name: f"{n}: {m}")
+    back = convert_experts_state_dict(converted.state_dict(), form)
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(back[name], value) for name, value in model.state_dict().items())
+
+
+def test_deepseek_block() -> None:
+    model = nn.Sequential(make(DeepSeekBlock), make(DeepSeekBlock))
+    converted = group_experts_(copy.deepcopy(model), {DeepSeekBlock: grouped_forward})
+    assert isinstance(converted[0], DeepSeekBlock)
+    assert type(converted[0].experts) is GroupedExperts
+    assert sum(isinstance(m, GroupedLinear) for m in converted.modules()) == 4
+    same_gradients(model, converted, torch.randn(3, 5, DIM, dtype=torch.float64), "modules")
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_blocks_of_transformers(model_type: str) -> None:
+    """Version 5 stores experts fused; the whole model runs, its routers and shared experts as they are."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "vocab_size": 31, "max_position_embeddings": 16}
+    own = {
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4},
+        "deepseek_v3": {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2, "topk_group": 1,
+            "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 4,
+            "qk_nope_head_dim": 4, "num_key_value_heads": 4,
+        },
+    }[model_type]  # fmt: skip
+    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **heads, **own})
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"  # its grouped kernel knows no float64
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    if not any("gate_up_proj" in name for name, _ in model.named_parameters()):
+        pytest.skip(f"transformers {transformers.__version__} stores experts one by one")
+    converted = group_experts_(copy.deepcopy(model))
+    tokens = torch.randint(31, (2, 9))
+    outputs = [m(tokens, labels=tokens) for m in (model, converted)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
+    for output in outputs:
+        output.loss.backward()
+    grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, converted)]
+    expected = convert_experts_state_dict(grads[0], "grouped")
+    assert expected.keys() == grads[1].keys()
+    for name, want in expected.items():
+        torch.testing.assert_close(grads[1][name], want, msg=lambda m, n=name: f"{n}: {m}")
+    state = convert_experts_state_dict(converted.state_dict(), "fused")
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("form", ["grouped", "grouped_split", "fused", "modules", "mixtral"])
+def test_state_dicts_go_there_and_back(form: str) -> None:
+    """Through every form, the same bits under the names of the form."""
+    model = make(DeepSeekBlock)
+    state = {f"layers.3.mlp.{name}": value for name, value in model.state_dict().items()}
+    through = convert_experts_state_dict(state, form)
+    names = {name.removeprefix("layers.3.mlp.experts.") for name in through if ".experts." in name}
+    assert {
+        "grouped": "mlp.down.weight",
+        "grouped_split": "mlp.up.weight",
+        "fused": "gate_up_proj",
+        "modules": "3.up_proj.weight",
+        "mixtral": "3.w3.weight",
+    }[form] in names
+    back = convert_experts_state_dict(through, "modules")
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+def test_experts_load_what_was_converted() -> None:
+    names = "w1 w3 w2"
+    experts = nn.ModuleList(make(Expert, names=names) for _ in range(3))
+    for expert in experts:
+        nn.init.normal_(expert.w2.weight)
+    for is_fused, form in ((True, "grouped"), (False, "grouped_split")):
+        grouped = group_experts(experts, is_fused=is_fused)
+        empty = GroupedExperts(GroupedMLP(3, DIM, HIDDEN, is_fused=is_fused)).double()
+        state = convert_experts_state_dict({f"{n}": v for n, v in experts.state_dict().items()}, form)
+        empty.load_state_dict(state)
+        x, chosen = torch.randn(6, DIM, dtype=torch.float64), torch.tensor([[0, 2]]).expand(6, 2)
+        weights = torch.rand(6, 2, dtype=torch.float64)
+        expected = sum(experts[e](x) * weights[:, i, None] for i, e in enumerate((0, 2)))
+        for layer in (grouped, empty):
+            torch.testing.assert_close(layer(x, chosen, weights), expected)
+
+
+def test_frozen_experts_stay_frozen() -> None:
+    experts = nn.ModuleList(Expert() for _ in range(2)).requires_grad_(False)
+    assert not any(param.requires_grad for param in group_experts(experts).parameters())
+
+
+def test_what_cannot_be_grouped_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"module with gate_up_proj and down_proj or a ModuleList .*but got Linear"):
+        group_experts(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"linear layers \('gate_proj'.*but got \['Linear'\]"):
+        group_experts(nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(TypeError, match="experts of one size"):
+        group_experts(nn.ModuleList([Expert(), Expert(hidden=4)]))
+    biased = Expert()
+    biased.up_proj = nn.Linear(DIM, HIDDEN)
+    with pytest.raises(NotImplementedError, match="experts without biases"):
+        group_experts(nn.ModuleList([biased]))
+    fused = nn.Module()
+    fused.gate_up_proj, fused.down_proj = (nn.Parameter(torch.zeros(s)) for s in ((2, DIM, 24), (2, HIDDEN, DIM)))
+    with pytest.raises(NotImplementedError, match=r"without biases, but Module has \(2, 8, 24\) and \(2, 12, 8\)"):
+        group_experts(fused)
+    fused.has_bias = True
+    with pytest.raises(NotImplementedError, match="differs in has_bias"):
+        group_experts(fused)
+    with pytest.raises(ValueError, match="found no experts in Linear"):
+        group_experts_(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"one of 'grouped', .* but got 'split'"):
+        convert_experts_state_dict({}, "split")
+    with pytest.raises(ValueError, match="found no experts in the state dict"):
+        convert_experts_state_dict({"weight": torch.ones(1)}, "fused")
+    state = make(DeepSeekBlock).state_dict()
+    del state["experts.2.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"under 'experts\.', but 'experts\.2\.up_proj\.weight' is missing"):
+        convert_experts_state_dict(state, "fused")
+
+
+# --- MLPs and routing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_mlp_equals_its_experts_one_by_one(is_fused: bool) -> None:
+    mlp = make(GroupedMLP, EXPERTS, DIM, HIDDEN, activation=F.gelu, is_fused=is_fused)
+    x = torch.randn(10, DIM, dtype=torch.float64, requires_grad=True)
+    splits = [3, 0, 4, 2]
+    actual = mlp(x, torch.tensor(splits))
+    gate, up = mlp.gate_up.weight.chunk(2, 1) if is_fused else (mlp.gate.weight, mlp.up.weight)
+    rows = x.split([*splits, 1])
+    each = [
+        F.linear(F.gelu(F.linear(r, g)) * F.linear(r, u), d)
+        for r, g, u, d in zip(rows[:-1], gate, up, mlp.down.weight, strict=True)
+    ]
+    expected = torch.cat([*each, torch.zeros(1, DIM, dtype=torch.float64)])
+    torch.testing.assert_close(actual, expected)
+    inputs = [x, *mlp.parameters()]
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), inputs) for o in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tokens_of_one_rank() -> None:
+    """Without a mesh: sorted by expert in the order of tokens, an index beyond the experts counts for nobody."""
+    dispatcher = TokenDispatcher(3)
+    tokens = torch.arange(4.0)[:, None].requires_grad_()
+    chosen = torch.tensor([[2, 0], [0, 3], [2, 1], [1, 2]])
+    dispatched = dispatcher.dispatch(tokens, chosen)
+    assert dispatched.split_sizes.tolist() == [2, 2, 3]
+    assert dispatched.rows[:7, 0].tolist() == [0, 1, 2, 3, 0, 2, 3]
+    weights = torch.ones(4, 2, dtype=torch.float64)
+    rows = torch.where(torch.arange(8)[:, None] < 7, dispatched.rows, 0)
+    combined = dispatcher.combine(rows, dispatched, weights)
+    assert combined.dtype == tokens.dtype
+    assert combined[:, 0].tolist() == [0, 1, 4, 6]
+    combined.sum().backward()
+    assert tokens.grad is not None
+    assert tokens.grad[:, 0].tolist() == [2, 1, 2, 2]
+
+
+def test_no_token_at_all() -> None:
+    experts = make(GroupedExperts, make(GroupedMLP, EXPERTS, DIM, HIDDEN))
+    x = torch.zeros(0, DIM, dtype=torch.float64, requires_grad=True)
+    experts(x, torch.zeros(0, TOP_K, dtype=torch.int64), torch.zeros(0, TOP_K)).sum().backward()
+    assert all(param.grad is not None and not param.grad.any() for param in experts.parameters())
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="one of 'all_to_all', 'all_gather' as method, but got 'ring'"):
+        TokenDispatcher(4, method="ring")
+    with pytest.raises(ValueError, match=r"number of experts .* but got 0"):
+        TokenDispatcher(0)
+    dispatcher = TokenDispatcher(4)
+    with pytest.raises(ValueError, match=r"experts of shape \(num_tokens, k\), but got \(3, 2\) and \(3,\)"):
+        dispatcher.dispatch(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"experts as int64, but got torch\.int32"):
+        dispatcher.dispatch(torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int32))
+    several = GroupedLinear(2, 4, 4, single_grouped_weight=False)
+    with pytest.raises(NotImplementedError, match="one weight for all groups, but got one with a weight for each"):
+        parallelize_experts(several)
+
+
+# --- sizes of groups on the device ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [[4, 4, 4, 1], [4, -1, 4, 1]])
+def test_debug_mode_checks_counts_on_the_device(splits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code and GPUs never look at the counts; the assertion runs where they are."""
+    monkeypatch.setenv("DTENSOR_GTP_DEBUG", "splits")
+    layer = GroupedLinear(4, 8, 8, dtype=torch.bfloat16)
+    monkeypatch.delenv("DTENSOR_GTP_DEBUG")
+    plain = GroupedLinear(4, 8, 8, dtype=torch.bfloat16)
+    x, good, bad = torch.zeros(12, 8).bfloat16(), torch.tensor([4, 4, 4, 0]), torch.tensor(splits)
+    with pytest.raises(RuntimeError, match=r"at most the rows of x, none below 0 .found by DTENSOR_GTP_DEBUG=splits"):
+        assert_counts(bad, 12)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    compiled(x, good)
+    assert "_assert_async" in graphs[0]
+    with pytest.raises(RuntimeError, match="found by DTENSOR_GTP_DEBUG=splits"):
+        compiled(x, bad)
+    torch.compile(plain, fullgraph=True, backend=backend)(x, good)
+    assert "_assert_async" not in graphs[-1]
