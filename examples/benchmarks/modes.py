@@ -1,7 +1,8 @@
 """The ways of training the same model that are compared, and the model."""
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -9,11 +10,15 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
+from dtensor_gtp.quant import Recipe, resolve_recipe
 from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
 
 MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16")
 COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
+PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
+RECIPE = "@"  # between the name of a gtp mode and that of a recipe
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEARNING_RATE = 1e-5
 
@@ -84,6 +89,39 @@ class Workload:
     prefetch_depth: int | None
 
 
+def recipe_modes(modes: list[str], recipes: list[str]) -> list[str]:
+    """The modes, each gtp mode followed by itself with each recipe, and torchao's float8 where it is installed.
+
+    Args:
+        modes: of :data:`MODES`.
+        recipes: names of ``dtensor_gtp.quant.RECIPES``, or NAME:COMPUTE for another ``compute`` than "auto".
+
+    Raises:
+        ValueError: if there is no such recipe, or no gtp mode to use it.
+    """
+    for name in recipes:
+        make_recipe(name)
+    gtp = [mode for mode in modes if mode.startswith("gtp")]
+    if recipes and not gtp:
+        raise ValueError(f"recipe_modes expects a gtp mode for the recipes {', '.join(recipes)}, but got {modes}.")
+    has_peer = importlib.util.find_spec("torchao") and any(name.startswith("float8") for name in recipes)
+    peers = [f"torchao-{mode.partition('-')[2]}" for mode in gtp] if has_peer else []
+    with_recipes = [[mode, *(mode + RECIPE + name for name in recipes if mode in gtp)] for mode in modes]
+    return [*peers, *(name for names in with_recipes for name in names)]
+
+
+def make_recipe(name: str) -> Recipe:
+    """The recipe of NAME or NAME:COMPUTE."""
+    plain, _, compute = name.partition(":")
+    recipe = resolve_recipe(plain)
+    return replace(recipe, compute=compute) if compute else recipe
+
+
+def _in_blocks(module: nn.Module, name: str) -> bool:
+    """The linear layers that recipes quantize: all but the head."""
+    return isinstance(module, nn.Linear) and name.startswith("layers.")
+
+
 def build_model(workload: Workload, world: World) -> Llama:
     """The whole fp32 model with its initial weights on this process's device."""
     with torch.device("meta"):
@@ -100,8 +138,9 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     Args:
         mode: "compute": whole bf16 weights and no communication, the bound; "fsdp2-R": ``fully_shard`` on each block
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
-            "bf16"; weights are stored in fp32 and computed with in bf16. With the suffix "-compiled" each block is
-            compiled, with ``fullgraph=True``.
+            "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-R@RECIPE": the linear layers of the
+            blocks with that recipe; "torchao-R": the same layers as torchao's float8 with float8 all-gather, under
+            ``fully_shard``. With the suffix "-compiled" each block is compiled, with ``fullgraph=True``.
         workload: the model.
         world: the processes.
 
@@ -109,19 +148,32 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
         ValueError: if there is no such mode.
     """
     plain = mode.removesuffix(COMPILED)
-    if plain not in MODES:
-        raise ValueError(f"build_mode expects one of {', '.join(MODES)}, but got {mode!r}.")
+    base, _, recipe = plain.partition(RECIPE)
+    if base not in (*MODES, *PEERS):
+        raise ValueError(f"build_mode expects one of {', '.join((*MODES, *PEERS))}, but got {mode!r}.")
     model = build_model(workload, world)
+    if recipe:
+        quantize_(model, make_recipe(recipe), filter_fn=_in_blocks)
+    if base in PEERS:
+        _to_torchao(model, world)
     if plain != mode:
         torch._dynamo.reset()  # what an earlier mode has compiled must neither help this one nor be in its way
         for index, layer in enumerate(model.layers):
             # before fully_shard, whose hooks do not compile; gtp_shard takes modules compiled before or after
             model.layers[index] = torch.compile(layer, fullgraph=True)
-    return shard(model, plain, workload, world)
+    return shard(model, base, workload, world)
+
+
+def _to_torchao(model: nn.Module, world: World) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # A CPU has no kernels for torchao's float8: it is emulated there.
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=world.device.type == "cpu")
+    convert_to_float8_training(model, config=config, module_filter_fn=_in_blocks)
 
 
 def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Module:
-    """Prepares the whole model for ``mode``, one of :data:`MODES`."""
+    """Prepares the whole model for ``mode``, one of :data:`MODES` or :data:`PEERS`."""
     family, _, reduce = mode.partition("-")
     if family == "compute":
         for parameter in model.parameters():
@@ -129,12 +181,10 @@ def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Modul
         return model
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_REDUCE_DTYPES[reduce])
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
-    if family == "fsdp2":
+    if family in ("fsdp2", "torchao"):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-    from dtensor_gtp import SchedulePolicy, gtp_shard
 
     depth = workload.prefetch_depth
     schedule = SchedulePolicy() if depth is None else SchedulePolicy(prefetch_depth=depth)
@@ -176,6 +226,7 @@ def make_step(
     """
     generator = torch.Generator(world.device).manual_seed(workload.seed * 1000 + world.rank)
     shape = (workload.batch, seq_len + 1)
+    precompute_scales = _scales_of_torchao(model)
     tokens = torch.randint(workload.config.vocab_size, shape, device=world.device, generator=generator)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
@@ -184,6 +235,7 @@ def make_step(
         loss.backward()
         if optimizer is not None:
             optimizer.step()
+            precompute_scales()
         if inspect is not None:
             inspect()
         for parameter in model.parameters():
@@ -191,3 +243,12 @@ def make_step(
         return loss.detach()
 
     return step
+
+
+def _scales_of_torchao(model: nn.Module) -> Callable[[], None]:
+    """What torchao's documentation says to call after each optimizer step: one all-reduce for all scales."""
+    if not any(type(module).__name__ == "Float8Linear" for module in model.modules()):
+        return lambda: None
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    return lambda: precompute_float8_dynamic_scale_for_fsdp(model)

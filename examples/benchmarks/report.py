@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import dtensor_gtp
 from harness import Memory, World, median
-from modes import COMPILED
+from modes import COMPILED, RECIPE
 
 _SCRIPT = "examples/benchmarks/train_step.py"
 
@@ -68,13 +68,15 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
     """One flat record per measurement, with the ratios to its peers at the same length and phase.
 
     ``ratio_fsdp2`` is to the fastest of the FSDP2 modes, ``ratio_compute`` to the compute mode, ``ratio_eager`` of a
-    compiled mode to the same mode without compilation; None where the peer was not measured.
+    compiled mode to the same mode without compilation, ``ratio_torchao`` of a mode with a recipe to the fastest of
+    torchao's; None where the peer was not measured.
     """
     measured = list(measurements)
     records = []
     for item in measured:
         peers = [m for m in measured if (m.seq_len, m.phase) == (item.seq_len, item.phase)]
         fsdp2 = min((m.ms for m in peers if m.mode.startswith("fsdp2")), default=None)
+        torchao = min((m.ms for m in peers if m.mode.startswith("torchao") and RECIPE in item.mode), default=None)
         times = {m.mode: m.ms for m in peers}
         compute = times.get("compute")
         eager = times.get(item.mode.removesuffix(COMPILED)) if item.mode.endswith(COMPILED) else None
@@ -92,6 +94,7 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
                 "ratio_fsdp2": item.ms / fsdp2 if fsdp2 else None,
                 "ratio_compute": item.ms / compute if compute else None,
                 "ratio_eager": item.ms / eager if eager else None,
+                "ratio_torchao": item.ms / torchao if torchao else None,
                 "peak_bytes": memory.peak if memory else None,
                 "peak_above_state_bytes": memory.peak - memory.state if memory else None,
                 "state_bytes": memory.state if memory else None,
@@ -116,9 +119,9 @@ def markdown_table(header: list[str], lines: Iterable[list[str]]) -> str:
 
 def step_table(records: list[dict[str, Any]]) -> str:
     """The records of :func:`rows` as a table, sorted by phase and length, in the order of the modes within."""
-    compiled = any(r["ratio_eager"] is not None for r in records)
-    eager = ["x eager"] if compiled else []
-    header = ["phase", "T", "mode", "ms", "tokens/s/GPU", "x FSDP2", "x compute", *eager, "peak GiB", "above state GiB"]
+    extra = [name for name in ("eager", "torchao") if any(r[f"ratio_{name}"] is not None for r in records)]
+    ratios = ["x FSDP2", "x compute", *(f"x {name}" for name in extra)]
+    header = ["phase", "T", "mode", "ms", "tokens/s/GPU", *ratios, "peak GiB", "above state GiB"]
     lines = [
         [
             r["phase"],
@@ -128,7 +131,7 @@ def step_table(records: list[dict[str, Any]]) -> str:
             _number(r["tokens_per_s_per_gpu"], 0),
             _number(r["ratio_fsdp2"], 3),
             _number(r["ratio_compute"], 3),
-            *([_number(r["ratio_eager"], 3)] if compiled else []),
+            *(_number(r[f"ratio_{name}"], 3) for name in extra),
             _number(r["peak_bytes"], 2, 2**30),
             _number(r["peak_above_state_bytes"], 2, 2**30),
         ]

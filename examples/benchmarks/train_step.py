@@ -35,7 +35,7 @@ from harness import (
 from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
 from launch import run
 from llama import LlamaConfig
-from modes import COMPILED, MODES, PRESETS, Workload, build_mode, build_optimizer, make_step
+from modes import COMPILED, MODES, PRESETS, Workload, build_mode, build_optimizer, make_step, recipe_modes
 from report import Measurement, describe, environment, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
@@ -61,6 +61,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--full-step", action=argparse.BooleanOptionalAction, default=True, help="measure with the optimizer too")
     add("--free-running", action="store_true", help="let the host run ahead between steps")
     add("--compile", action="store_true", help="measure each mode again with compiled blocks")
+    add(
+        "--recipe",
+        nargs="+",
+        default=[],
+        metavar="NAME[:COMPUTE]",
+        help="measure each gtp mode again with the blocks' weights quantized so, e.g. float8_tensorwise, or "
+        "float8_tensorwise:dequantize to multiply in bf16; beside them torchao's float8 if it is installed",
+    )
     add("--prefetch-depth", type=int, help="of the gtp modes; default: the library's")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
@@ -69,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--host-time", action="store_true", help="measure the host's time per weight use instead")
     arguments = parser.parse_args()
     try:
-        arguments.modes = resolve_modes(arguments.modes)
+        arguments.modes = recipe_modes(resolve_modes(arguments.modes), arguments.recipe)
         if arguments.compile:
             arguments.modes = [name for mode in arguments.modes for name in (mode, mode + COMPILED)]
     except ValueError as error:

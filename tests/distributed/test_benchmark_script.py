@@ -1,5 +1,6 @@
 """The benchmark script runs on CPU in every mode, and what it writes is complete."""
 
+import importlib.util
 import json
 import math
 import os
@@ -112,6 +113,30 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
             assert record["grad_norm"] == pytest.approx(eager["grad_norm"], rel=1e-2)
         expected = None if record is eager else pytest.approx(record["ms"] / eager["ms"])
         assert record["ratio_eager"] == expected
+
+
+def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
+    sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
+    recipes = ("--recipe", "float8_tensorwise", "float8_rowwise:float8", "nvfp4")
+    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes, processes=2)
+    assert status == 0, output
+    records = {r["mode"]: r for r in content["results"]}
+    peers = [name for name in ("torchao-fp32",) if importlib.util.find_spec("torchao")]
+    names = [f"gtp-fp32@{name}" for name in recipes[1:]]
+    assert list(records) == [*peers, "gtp-fp32", *names]
+    plain = records.pop("gtp-fp32")
+    for name, record in records.items():
+        # The same tokens and weights, rounded: close to, but not the loss without a recipe.
+        assert record["loss"] == pytest.approx(plain["loss"], rel=0.05)
+        assert record["loss"] != plain["loss"]
+        assert (record["ratio_torchao"] is not None) == (bool(peers) and name in names)
+
+
+def test_an_unknown_recipe_is_named() -> None:
+    command = [sys.executable, SCRIPT, "--recipe", "float8"]
+    result = subprocess.run(command, env=environment_of_this_process(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "one of the recipes float8_tensorwise" in result.stderr
 
 
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
