@@ -215,8 +215,14 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> in
     if optimizer is not None:
         tensors += [p for group in optimizer.param_groups for p in group["params"]]
         tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    storages = [local_tensor(t).untyped_storage() for t in tensors]
+    storages = [part.untyped_storage() for t in tensors for part in _plain_parts(local_tensor(t))]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that one of a subclass consists of, which has no storage of its own; else the tensor itself."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+    return [part for name in names for part in _plain_parts(getattr(tensor, name))] or [tensor]
 
 
 def allocate_workspaces(world: World) -> None:

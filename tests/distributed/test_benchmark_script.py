@@ -128,7 +128,7 @@ def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
     for name, record in records.items():
         # The same tokens and weights, rounded: close to, but not the loss without a recipe.
         assert record["loss"] == pytest.approx(plain["loss"], rel=0.05)
-        assert record["loss"] != plain["loss"]
+        assert name in peers or record["loss"] != plain["loss"]
         assert (record["ratio_torchao"] is not None) == (bool(peers) and name in names)
 
 
