@@ -3,6 +3,7 @@
 from . import elastic
 from ._version import __version__
 from .api import GTPModule, UnshardHandle, gtp_shard
+from .capture import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
@@ -11,6 +12,7 @@ from .random import MeshRNG
 from .report import ShardingReport, sharding_report
 
 __all__ = [
+    "CapturedStep",
     "GTPModule",
     "GTPShard",
     "MeshRNG",
@@ -20,6 +22,7 @@ __all__ = [
     "UnshardHandle",
     "WeightMesh",
     "__version__",
+    "capture_step",
     "elastic",
     "gtp_shard",
     "init_weight_mesh",

@@ -54,6 +54,7 @@ class TestPublicApi(TestCase):
         self.assertExpectedInline(
             "\n".join(dtensor_gtp.__all__),
             """\
+CapturedStep
 GTPModule
 GTPShard
 MeshRNG
@@ -63,6 +64,7 @@ ShardingReport
 UnshardHandle
 WeightMesh
 __version__
+capture_step
 elastic
 gtp_shard
 init_weight_mesh
@@ -82,11 +84,12 @@ sharding_report""",
     def test_signatures(self) -> None:
         lines = [described(name, symbol) for name, symbol in public_symbols() if inspect.isfunction(symbol)]
         lines += [described(cls.__name__, cls) for cls in (dtensor_gtp.GTPShard, dtensor_gtp.SchedulePolicy)]
-        for cls in (dtensor_gtp.GTPModule, dtensor_gtp.UnshardHandle):
+        for cls in (dtensor_gtp.GTPModule, dtensor_gtp.UnshardHandle, dtensor_gtp.CapturedStep):
             lines += [described(f"{cls.__name__}.{name}", method) for name, method in own_methods(cls)]
         self.assertExpectedInline(
             "\n".join(lines),
             """\
+capture_step(fn, module, optimizer=(), *, warmup_steps=3, max_graphs=8)
 gtp_shard(module, mesh, *, reshard_after_forward=True, shard_placement_fn=None,
     mp_policy=MixedPrecisionPolicy(), schedule=SchedulePolicy(), ignored_params=None)
 init_weight_mesh(device_type, *, replicate=1, dp=1, gtp=1, tp=1, cp=1, ep=1, expert_gtp=1, expert_tp=1,
@@ -106,7 +109,8 @@ GTPModule.set_reshard_after_forward(reshard_after_forward, recurse=True)
 GTPModule.set_reshard_after_backward(reshard_after_backward, *, recurse=True)
 GTPModule.set_gradient_divide_factor(factor)
 GTPModule.set_is_last_backward(is_last_backward)
-UnshardHandle.wait()""",
+UnshardHandle.wait()
+CapturedStep.reset()""",
         )
 
     def test_methods_take_what_those_of_fsdp_module_take(self) -> None:

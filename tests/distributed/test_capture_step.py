@@ -1,0 +1,408 @@
+"""``capture_step`` without a GPU: inputs, keys, gradients, the runtime around recordings; and what it refuses.
+
+A stand-in records as a CUDA graph does, seen from outside: recording computes nothing, a replay runs no Python of the
+caller's and leaves its results where the recording left them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from common import ALL, fake_world
+from runtime_common import Raw, assert_idle, local, runtime_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
+from dtensor_gtp._runtime.state import Runtime
+from dtensor_gtp.capture import _SUMS, CapturedStep, _check_capturable, _check_inputs, _check_state, _read, _write
+
+BF16 = torch.bfloat16
+
+
+class OnHost:
+    """Records by running the step on the side: what it has changed is put back, and a replay runs it again."""
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.events: list[str] = []
+
+    @contextmanager
+    def eager(self, *, is_last: bool) -> Iterator[None]:
+        self.events.append("last" if is_last else "eager")
+        yield
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a step writes to and does not make: it stays at its address."""
+        local = [param.to_local().detach() for param in self.model.parameters()]
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return [*local, *(value for state in states for value in state.values() if isinstance(value, torch.Tensor))]
+
+    def places(self) -> list[Any]:
+        managed = runtime_of(self.model).params
+        sums = [(param, name) for param in managed for name in _SUMS if hasattr(param, name)]
+        return [*((param, "grad") for param in self.model.parameters()), *sums]
+
+    def check_nothing_is_kept(self) -> None:
+        assert all(weight.kept is None for weight in runtime_of(self.model).weights)
+
+    def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.events.append("record")
+        self.check_nothing_is_kept()
+        places = self.places()
+        found = _read(places)
+        written = [*self.tensors(), *(local(grad) for grad in found if grad is not None)]
+        values = [tensor.clone() for tensor in written]
+        outputs, spec = step()
+        self.check_nothing_is_kept()
+        left = _read(places)
+        for tensor, value in zip(written, values, strict=True):
+            tensor.copy_(value)
+
+        def replay() -> None:
+            self.events.append("replay")
+            _write(places, found)
+            with mock.patch.object(Runtime, "note_step"):  # no hook of an optimizer runs in a replay
+                again, _ = step()
+            for target, source in zip([*outputs, *left], [*again, *_read(places)], strict=True):
+                if target is not None and target is not source:
+                    local(target).copy_(local(source))
+
+        return replay, (outputs, spec)
+
+
+class Setting:
+    """A model, its optimizer and the same in plain torch."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+        is_stepping: bool = True,
+    ) -> None:
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(nn.Linear(12, 12), Raw(), nn.LayerNorm(12)).to(dtype)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+        self.model = gtp_shard(copy.deepcopy(self.plain), mesh, schedule=ALL, mp_policy=policy)
+        self.optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1), foreach=False, capturable=True)
+            for m in (self.plain, self.model)
+        ]
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["capturable"] = None  # only GPUs have it; the stand-in can do without
+            optimizer.param_groups[0]["lr"] = 0.1
+        self.recorder = OnHost(self.model, [self.optimizers[1]])
+        self.is_stepping = is_stepping
+        self.num_runs = 0
+
+    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, scale: float) -> dict[str, Any]:
+        self.num_runs += 1
+        output = model(x) * scale
+        loss = output.float().square().mean()
+        loss.backward()
+        if self.is_stepping:
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss, "rows": [output]}
+
+    def captured(self, **options: Any) -> CapturedStep[..., Any]:
+        def step(x: torch.Tensor, scale: float = 1.0) -> Any:
+            return self.run(self.model, self.optimizers[1], x, scale)
+
+        optimizers = [self.optimizers[1]] if self.is_stepping else []
+        arguments = {"warmup_steps": 3, "max_graphs": 8} | options
+        return CapturedStep(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
+
+    def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        want = self.run(self.plain, self.optimizers[0], x, *(args or [1.0]), **kwargs)
+        got = step(x, *args, **kwargs)
+        torch.testing.assert_close(got["loss"], want["loss"].detach())
+        torch.testing.assert_close(got["rows"][0], want["rows"][0].detach())
+        assert not got["loss"].requires_grad
+        self.compare()
+
+    def compare(self) -> None:
+        for (name, a), b in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, msg=lambda m, n=name: f"{n}: {m}")
+            assert (a.grad is None) == (b.grad is None), name
+            if b.grad is not None:
+                torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda m, n=name: f"grad of {n}: {m}")
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(world_size=1):
+        yield
+
+
+def rows(seed: int, num: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(num, 12, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.usefixtures("world")
+class TestCaptureStep:
+    def test_each_call_is_one_step(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        for seed in range(8):
+            setting.check(step, rows(seed))
+        assert setting.recorder.events == ["eager", "eager", "last", "record", *["replay"] * 5]
+        assert step.num_graphs == 1
+        assert_idle(setting.model)
+
+    def test_outputs_of_a_call_stay(self) -> None:
+        step = Setting().captured()
+        results = [step(rows(seed)) for seed in range(7)]
+        kept = [result["loss"].clone() for result in results]
+        step(rows(9))
+        assert all(torch.equal(result["loss"], loss) for result, loss in zip(results, kept, strict=True))
+        assert len({float(loss) for loss in kept}) == 7
+
+    def test_other_shapes_and_values_get_graphs_of_their_own(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        del setting.recorder.events[:]
+        for seed, num in enumerate((6, 4, 6, 6, 4)):
+            setting.check(step, rows(seed, num))
+        assert setting.recorder.events == ["eager", "replay", "record", "replay", "replay", "replay"]
+        setting.check(step, rows(0), 2.0)
+        setting.check(step, rows(1), 2.0)
+        setting.check(step, rows(1), 3.0)
+        assert step.num_graphs == 3
+        strided = rows(0, 8)[::2]
+        setting.check(step, strided)
+        assert setting.recorder.events[-1] == "eager"
+
+    def test_no_more_graphs_than_allowed(self, caplog: pytest.LogCaptureFixture) -> None:
+        setting = Setting()
+        step = setting.captured(max_graphs=1)
+        for seed in range(4):
+            setting.check(step, rows(seed))
+        for seed in range(3):
+            setting.check(step, rows(seed, 6))
+        assert step.num_graphs == 1
+        assert setting.recorder.events[-3:] == ["eager"] * 3
+        assert "capture_step runs eagerly: there are 1 graphs already" in caplog.text
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    def test_gradients_that_a_step_leaves_accumulate(self, dtype: torch.dtype) -> None:
+        """Microbatches as calls of their own; the optimizer and zero_grad in between, outside."""
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        setting = Setting(dtype, policy, is_stepping=False)
+        setting.model.set_reshard_after_backward(False)  # what is kept must not get into a graph, nor out of it
+        step = setting.captured()
+        for outer in range(5):
+            for index in range(3):
+                x = rows(10 * outer + index, dtype=dtype)
+                step(x)
+                setting.run(setting.plain, setting.optimizers[0], x, 1.0)
+            tolerance = {"rtol": 0.05, "atol": 0.05} if dtype == BF16 else {}
+            for (name, a), b in zip(setting.model.named_parameters(), setting.plain.parameters(), strict=True):
+                assert a.grad is not None
+                torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+            setting.model.zero_grad()
+            setting.plain.zero_grad()
+        assert setting.recorder.events[-3:] == ["replay"] * 3
+        # In bf16 each microbatch finds its sum in another tensor.
+        assert step.num_graphs == (3 if dtype == BF16 else 2)
+
+    def test_wide_sums_of_bf16_gradients_survive_replays(self) -> None:
+        """Four times 2**-9 are lost one by one on top of a bf16 one, but not together."""
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        model = gtp_shard(nn.Linear(4, 4, bias=False).to(BF16), mesh, schedule=ALL, mp_policy=policy)
+        captured = CapturedStep(
+            lambda x: model(x).sum().backward(), model, [], [runtime_of(model)], OnHost(model, []), 2, 8
+        )
+        for _ in range(8):
+            for scale in (1.0, 2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9):
+                captured(torch.full((1, 4), scale, dtype=BF16))
+            assert model.weight.grad.to_local().eq(1 + 2.0**-7).all()
+            model.zero_grad()
+        assert captured.num_graphs == 5
+
+    def test_eager_steps_between_replays_see_new_weights(self) -> None:
+        """A weight that is kept, or read before a replay, is not taken for fresh after it."""
+        setting = Setting()
+        setting.model.set_reshard_after_backward(False)
+        step = setting.captured()
+        for seed in range(6):
+            setting.check(step, rows(seed))
+            with torch.no_grad():
+                torch.testing.assert_close(setting.model(rows(7)), setting.plain(rows(7)))
+            weight = runtime_of(setting.model).weights[0]
+            before = weight.num_updates
+            setting.check(step, rows(seed))
+            assert weight.num_updates > before
+        output = setting.model(rows(0))
+        step(rows(1))
+        with pytest.raises(RuntimeError, match=r"modified|written|changed"):
+            output.sum().backward()
+
+    def test_changes_that_graphs_do_not_know_start_anew(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        changes: list[Callable[[], Any]] = [
+            lambda: [m[0].weight.requires_grad_(False) for m in (setting.model, setting.plain)],
+            lambda: [m.train(False) for m in (setting.model, setting.plain)],
+            lambda: setting.model.load_state_dict(
+                {n: v.clone() for n, v in setting.model.state_dict().items()}, assign=True
+            ),
+            lambda: setting.model.set_gradient_divide_factor(1.0),
+            lambda: setting.optimizers[1].load_state_dict(copy.deepcopy(setting.optimizers[1].state_dict())),
+        ]
+        for change in changes:
+            for seed in range(5):
+                setting.check(step, rows(seed))
+            assert step.num_graphs == 1
+            change()
+            if setting.model[0].weight is not setting.optimizers[1].param_groups[0]["params"][0]:
+                setting.optimizers[1].param_groups[0]["params"] = list(setting.model.parameters())
+                state = list(setting.optimizers[1].state.values())
+                setting.optimizers[1].state.clear()
+                setting.optimizers[1].state.update(zip(setting.model.parameters(), state, strict=False))
+            setting.check(step, rows(9))
+            assert step.num_graphs == 0
+
+    def test_baked_in_hyperparameters_must_stay(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        for seed in range(4):
+            setting.check(step, rows(seed))
+        group = setting.optimizers[1].param_groups[0]
+        group["lr"] = 0.05
+        with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.1 to 0.05 since the step was recorded"):
+            step(rows(0))
+        group["lr"] = torch.tensor(0.1)  # on the CPU: read when it is recorded
+        with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.1 to 0.1000000"):
+            step(rows(0))
+        step.reset()
+        for seed in range(4):
+            step(rows(seed))
+        group["lr"].fill_(0.2)
+        with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.1"):
+            step(rows(0))
+
+    def test_scheduler_within_the_step_is_refused(self) -> None:
+        setting = Setting()
+        optimizer = setting.optimizers[1]
+
+        def step(x: torch.Tensor) -> None:
+            setting.run(setting.model, optimizer, x, 1.0)
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+        captured = CapturedStep(
+            step,
+            setting.model,
+            [optimizer],
+            [runtime_of(setting.model)],
+            setting.recorder,
+            warmup_steps=2,
+            max_graphs=1,
+        )
+        for _ in range(2):
+            captured(rows(0))
+        with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.025 to 0.0125 within the step"):
+            captured(rows(0))
+
+    def test_optimizer_that_was_not_passed_is_found(self) -> None:
+        setting = Setting()
+        step = lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0)  # noqa: E731
+        captured = CapturedStep(
+            step, setting.model, [], [runtime_of(setting.model)], setting.recorder, warmup_steps=2, max_graphs=1
+        )
+        for _ in range(2):
+            captured(rows(0))
+        with pytest.raises(ValueError, match=r"expects the optimizers that the step steps"):
+            captured(rows(0))
+
+    def test_weights_that_stay_gathered_are_refused(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        for seed in range(3):
+            setting.check(step, rows(seed))
+        setting.model.unshard()
+        with pytest.raises(RuntimeError, match=r"unshard\(\) keeps 3 of them \('0.weight', ...\)"):
+            step(rows(0))
+        setting.model.reshard()
+        setting.check(step, rows(4))
+
+    def test_step_that_cannot_be_recorded_leaves_gradients(self) -> None:
+        setting = Setting(is_stepping=False)
+
+        def failing(step: Callable[[], Any]) -> Any:
+            step()
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        step = setting.captured(warmup_steps=2)
+        for _ in range(2):
+            step(rows(0))
+            setting.model.zero_grad()
+        setting.recorder.record = failing  # type: ignore[method-assign]
+        with pytest.raises(
+            RuntimeError, match=r"could not record the step: RuntimeError: operation not permitted.*item\(\)"
+        ):
+            step(rows(0))
+        assert all(param.grad is None for param in setting.model.parameters())
+
+    def test_what_cannot_be_captured_is_refused_at_once(self) -> None:
+        setting = Setting()
+        with pytest.raises(RuntimeError, match=r"records CUDA graphs, but the weights of the .* are on 'cpu'"):
+            capture_step(print, setting.model)
+        with pytest.raises(ValueError, match=r"expects a module that gtp_shard was called on"):
+            capture_step(print, nn.Linear(2, 2))
+        with pytest.raises(TypeError, match=r"expects a function as fn, but got int"):
+            capture_step(3, setting.model)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"expects an nn.Module as module, but got str"):
+            capture_step(print, "model")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"expects optimizers as optimizer, but got int"):
+            capture_step(print, setting.model, [3])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=r"expects warmup_steps >= 2, but got 1"):
+            capture_step(print, setting.model, warmup_steps=1)
+        with pytest.raises(TypeError, match=r"expects an int as max_graphs, but got 2.0"):
+            capture_step(print, setting.model, max_graphs=2.0)  # type: ignore[arg-type]
+
+
+def test_optimizers_that_cannot_be_captured_are_named() -> None:
+    params = [nn.Parameter(torch.ones(2, device="meta"))]
+    with pytest.raises(ValueError, match=r"group 0 of AdamW has capturable=False. Create it with capturable=True"):
+        _check_capturable(torch.optim.AdamW(params))
+    _check_capturable(torch.optim.SGD(params, momentum=0.9))
+    device = torch.device("meta")
+    adagrad = torch.optim.Adagrad(params)
+    with pytest.raises(ValueError, match=r"whose state is on 'meta', but 'step' of Adagrad is on 'cpu'"):
+        _check_state(adagrad, device)
+    sgd = torch.optim.SGD(params, momentum=0.9)
+    sgd.state[params[0]] = {"momentum_buffer": torch.ones(2, device="meta")}
+    _check_state(sgd, device)
+    sgd.state[params[0]]["count"] = 3
+    with pytest.raises(ValueError, match=r"'count' of SGD is a Python number"):
+        _check_state(sgd, device)
+
+
+def test_inputs_that_a_graph_cannot_read_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expects tensors on 'meta', but got one of shape \(2,\) on 'cpu'"):
+        _check_inputs([3, torch.ones(2)], torch.device("meta"))
+    with pytest.raises(ValueError, match=r"inputs that need no gradient, but one of shape \(2,\) does"):
+        _check_inputs([torch.ones(2, requires_grad=True)], torch.device("cpu"))
+
+
+def test_example_runs() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "examples" / "cuda_graph_step.py"), "--steps", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "2 steps, eager" in result.stdout
