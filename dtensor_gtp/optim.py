@@ -1,10 +1,11 @@
-"""``Muon`` for sharded matrices: each is orthogonalized whole, by one rank.
+"""Helpers for optimizers: masters of native weights (``_master_optimizer``), and ``Muon`` for sharded matrices.
 
 Muon's update ``lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix: no shard can compute its
 part alone. ``torch.optim.Muon`` on DTensors (torch 2.11 to 2.13) makes each product of the iteration a collective one:
 right up to the order of bfloat16 sums, 11 to 16 collectives a matrix, and refused for a matrix with fewer rows than
-ranks. Here ranks trade shards for whole matrices (all-to-all), work on one each, and trade back: two collectives for as
-many matrices as there are ranks, and the bits of one process. State and state dict are those of ``torch.optim.Muon``.
+ranks. Here a matrix is orthogonalized whole, by one rank: ranks trade shards for whole matrices (all-to-all), work on
+one each, and trade back: two collectives for as many matrices as there are ranks, and the bits of one process. State
+and state dict are those of ``torch.optim.Muon``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import _torch_compat as compat
+from ._master_optimizer import MasterOptimizer
 from .placement import chunk_size_and_offset
 
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
@@ -180,4 +182,4 @@ def _placed_as(update: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-__all__ = ["Muon"]
+__all__ = ["MasterOptimizer", "Muon"]

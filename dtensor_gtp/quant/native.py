@@ -76,10 +76,11 @@ class NativeWeight(StoredWeight):
         dtype: Of what it stands for: that of its dequantized values and of its gradient.
     """
 
-    __slots__ = ("_info", "_matrix", "_quantized")
+    __slots__ = ("_info", "_is_blank", "_matrix", "_quantized")
     _quantized: Quantized
     _info: NativeInfo
     _matrix: torch.Size  # what the planes describe; the tensor itself may be a view of another shape
+    _is_blank: bool  # made of zeros to be filled: a part that ends within a block shares it with nothing
 
     @staticmethod
     def __new__(cls, quantized: Quantized, shape: torch.Size, dtype: torch.dtype, info: NativeInfo) -> NativeWeight:
@@ -87,7 +88,7 @@ class NativeWeight(StoredWeight):
         result = compat.make_wrapper_subclass(
             cls, shape, strides=_contiguous_strides(shape), dtype=dtype, device=like.device
         )
-        result._quantized, result._info, result._matrix = quantized, info, torch.Size(shape)
+        result._quantized, result._info, result._matrix, result._is_blank = quantized, info, torch.Size(shape), False
         return result  # type: ignore[no-any-return]
 
     @property
@@ -165,7 +166,8 @@ class NativeWeight(StoredWeight):
             if step is None:
                 stored[name] = tensor
                 continue
-            if start % step or ((start + length) % step and start + length != self.shape[dim]):
+            ends_within = (start + length) % step and start + length != self.shape[dim] and not self._is_blank
+            if start % step or ends_within:
                 return None
             begin = specs[name].size(dim - self.ndim, start)
             stored[name] = tensor.narrow(dim, begin, specs[name].size(dim - self.ndim, length))
@@ -315,7 +317,9 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
     for name, spec in native_planes(weight.recipe).items():
         if name not in stored:
             stored[name] = weight.stored[name].new_zeros(spec.shape(shape), device=kwargs.get("device"))
-    return weight.with_stored(stored, shape)
+    result = weight.with_stored(stored, shape)
+    result._is_blank = True
+    return result
 
 
 def _blank(weight: NativeWeight) -> torch.Tensor:
