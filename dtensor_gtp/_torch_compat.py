@@ -77,6 +77,12 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def grad_dtype(param: torch.Tensor) -> torch.dtype:
+    """That of ``param.grad``: as a rule the parameter's, but ``fully_shard`` of torch 2.15 wants its reduction's."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if dtype is None else dtype
+
+
 def is_awaited(ctx: Any, index: int) -> bool:
     """Whether the backward that runs now wants the gradient of a leaf: ``ctx.needs_input_grad`` does not know that
     ``torch.autograd.grad`` or ``backward(inputs=...)`` asked for others only.
@@ -770,6 +776,7 @@ __all__ = [
     "fully_shard_group_class",
     "fully_shard_params",
     "fully_shard_sites",
+    "grad_dtype",
     "ignore_in_ddp",
     "in_func_transform",
     "is_awaited",

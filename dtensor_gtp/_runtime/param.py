@@ -235,7 +235,7 @@ class ManagedParam:
         if reduced is None:
             return
         reduced = run_tensor_hooks(self.param, reduced, self._spec)
-        grad, dtype = self.param.grad, self.param.dtype
+        grad, dtype = self.param.grad, compat.grad_dtype(self.param)
         earlier, self._wide_grad = self._wide_grad, None
         if grad is None:
             self.param.grad = compat.wrap_local(reduced.to(dtype), self._spec)

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch import Place, start
+from trace_picture import STEP_RANGE
 
 T = TypeVar("T")
 
@@ -268,14 +269,22 @@ def release_memory(world: World) -> int:
     return torch.cuda.memory_allocated(world.device)
 
 
-def trace_step(step: Callable[[], object], world: World, path: Path) -> None:
-    """Writes a chrome trace of one step of rank 0; the other processes run the step along with it."""
+def trace_steps(step: Callable[[], object], world: World, path: Path, steps: int = 3) -> None:
+    """Writes a chrome trace of some steps of rank 0, each in a range; the other processes run them along with it.
+
+    Ranges inside of a step name each weight's gather, compute and scatter; ``trace_picture.py`` draws them.
+    """
+    world.barrier()
     if world.rank != 0:
-        step()
+        for _ in range(steps):
+            step()
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.is_cuda else [])]
     with profile(activities=activities) as profiler:
-        step()
+        for _ in range(steps):
+            with record_function(STEP_RANGE):
+                step()
         world.synchronize()
     profiler.export_chrome_trace(str(path))
 

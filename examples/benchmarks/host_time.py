@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from harness import World, median, release_memory, trace_step
+from harness import World, median, release_memory, trace_steps
 from report import describe, environment, markdown_table
 
 # the host's work does not grow with it, but that of the fake group does: it copies the shard once for each rank
@@ -144,7 +144,7 @@ def measure_stack(
     step_us = host_us(stack, world, steps)
     counts = count_collectives(stack, world)
     if trace is not None:
-        trace_step(make_step(stack, world), world, trace)
+        trace_steps(make_step(stack, world), world, trace)
     c10d_us = sum(count * call_us[kind] for kind, count in counts.items())
     return {
         "step_us": step_us,
@@ -161,7 +161,7 @@ def measure_host_time(world: World, steps: int, trace: Path | None = None) -> di
     Args:
         world: the processes, two or more; all call this together.
         steps: timed steps.
-        trace: where to write a chrome trace of a step, one file per library and precision.
+        trace: the folder for a chrome trace per library and precision.
 
     Returns:
         the content of the JSON file: the environment, one record per library and precision, and errors.
@@ -182,7 +182,7 @@ def measure_host_time(world: World, steps: int, trace: Path | None = None) -> di
         call_us = bare_call_us(mesh, world, dtype)
         for library, shard in (("gtp", shard_with_gtp), ("fsdp2", shard_with_fsdp2)):
             name = f"{library}-{policy_name}"
-            file = trace.with_suffix(f".{name}.json") if trace else None
+            file = trace / f"{name}.json" if trace else None
             stack, error = world.guarded(name, partial(shard, build_stack(world), mesh, policy))
             if stack is not None:
                 work = partial(measure_stack, stack, plain_us, call_us, world, steps, file)

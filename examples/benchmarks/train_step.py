@@ -30,7 +30,7 @@ from harness import (
     init_world,
     release_memory,
     time_steps,
-    trace_step,
+    trace_steps,
 )
 from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
 from launch import run
@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
-    add("--trace", type=Path, metavar="FILE", help="write a chrome trace of a step of each mode, FILE.MODE.T.json")
+    add("--trace", type=Path, metavar="DIR", help="write a trace of some steps of each mode, DIR/MODE.T.json")
     add("--host-time", action="store_true", help="measure the host's time per weight use instead")
     arguments = parser.parse_args()
     try:
@@ -140,7 +140,7 @@ def measure(
     memory = meter.read()
     phase = FULL_STEP if optimizer else FORWARD_BACKWARD
     if arguments.trace and phase == FORWARD_BACKWARD:
-        trace_step(step, world, arguments.trace.with_suffix(f".{mode}.T{seq_len}.json"))
+        trace_steps(step, world, arguments.trace / f"{mode}.T{seq_len}.json")
     return Measurement(mode, seq_len, phase, samples, workload.batch * seq_len, memory, loss, norms[0])
 
 

@@ -46,9 +46,9 @@ def run_script(directory: Path, *arguments: str, processes: int | None = None) -
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("benchmark")
     sizes = ("--preset=tiny", "--layers=2", "--seq-lens", *map(str, SEQ_LENS), "--steps=3", "--warmup=2")
-    status, output, content = run_script(directory, *sizes, "--trace=trace.json", processes=2)
+    status, output, content = run_script(directory, *sizes, "--trace=traces", processes=2)
     assert status == 0, output
-    assert len(list(directory.glob("trace.*.T16.json"))) == len(MODES)
+    assert len(list(directory.glob("traces/*.T16.json"))) == len(MODES)
     return output, content
 
 

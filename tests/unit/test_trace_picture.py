@@ -1,0 +1,179 @@
+"""What is read from traces, on small ones made here: which lanes, what belongs to which weight, what was exposed."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "benchmarks" / "trace_picture.py"
+
+
+@pytest.fixture(scope="module")
+def picture() -> Any:
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        import trace_picture
+    finally:
+        sys.path.pop(0)
+    return trace_picture
+
+
+def event(name: str, cat: str, tid: Any, begin: float, end: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "pid": 1, "tid": tid, "ts": begin, "dur": end - begin, "args": args}
+
+
+def launched(name: str, stream: int, begin: float, end: float, at: float, correlation: int) -> list[dict[str, Any]]:
+    """A kernel and the call on thread 1 that launched it."""
+    return [
+        event("cudaLaunchKernel", "cuda_runtime", 1, at, at + 1, correlation=correlation),
+        event(name, "kernel", stream, begin, end, stream=stream, correlation=correlation),
+    ]
+
+
+def gpu_trace() -> dict[str, Any]:
+    """Two steps. In the first a gather of 100 us of which compute hides the 40 last, in the second one of 50 hidden
+    whole, and a scatter of 30 that nothing hides. The cast of the scatter is its own."""
+    return {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 1, "args": {}},
+            event("benchmark::step", "user_annotation", 1, 1000, 1200),
+            event("benchmark::step", "user_annotation", 1, 1200, 1400),
+            event("GTP::all_gather (a.weight)", "user_annotation", 1, 1010, 1020),
+            event("GTP::compute (a.weight)", "user_annotation", 1, 1030, 1050),
+            event("GTP::all_gather (b.weight, c.weight)", "user_annotation", 1, 1210, 1220),
+            event("GTP::reduce_scatter (b.weight)", "user_annotation", 1, 1250, 1270),
+            *launched("ncclDevKernel_AllGather", 20, 1100, 1200, 1015, 1),
+            *launched("gemm", 7, 1160, 1300, 1035, 2),
+            *launched("ncclDevKernel_AllGather", 20, 1210, 1260, 1215, 3),
+            *launched("cast", 21, 1290, 1310, 1252, 4),
+            *launched("ncclDevKernel_ReduceScatter", 21, 1310, 1330, 1255, 5),
+            *launched("gemm", 7, 800, 900, 700, 6),  # of a step before
+        ]
+    }
+
+
+def test_intervals(picture: Any) -> None:
+    assert picture.union([(5, 6), (1, 3), (2, 4), (4, 4.5), (9, 9)]) == [(1, 4.5), (5, 6)]
+    assert picture.subtract([(0, 10)], [(2, 3), (5, 6)]) == [(0, 2), (3, 5), (6, 10)]
+    assert picture.subtract([(0, 2), (4, 6)], [(1, 5)]) == [(0, 1), (5, 6)]
+    assert picture.subtract([(1, 2), (3, 4)], [(0, 10)]) == []
+    assert picture.subtract([(1, 2)], []) == [(1, 2)]
+    assert picture.length([(1, 2), (3, 5)]) == 3
+
+
+def test_kernels_belong_to_the_range_that_launched_them(picture: Any) -> None:
+    timeline = picture.read_timeline(gpu_trace())
+    assert timeline.num_steps == 2
+    assert timeline.window == (1000, 1400)
+    assert [(s.lane, s.kind, s.what, s.name) for s in timeline.spans] == [
+        ("stream 20", "communication", "all_gather a.weight", "ncclDevKernel_AllGather"),
+        ("stream 7", "compute", "compute a.weight", "gemm"),
+        ("stream 20", "communication", "all_gather b.weight + 1", "ncclDevKernel_AllGather"),
+        ("stream 21", "communication", "reduce_scatter b.weight", "cast"),
+        ("stream 21", "communication", "reduce_scatter b.weight", "ncclDevKernel_ReduceScatter"),
+    ]
+
+
+def test_exposed_is_what_no_compute_covers(picture: Any) -> None:
+    numbers = picture.exposure(picture.read_timeline(gpu_trace()))
+    assert numbers.step == pytest.approx(0.2)
+    assert numbers.compute == pytest.approx(0.070)
+    assert numbers.communication == pytest.approx((100 + 50 + 40) / 2000)
+    assert numbers.exposed == pytest.approx((60 + 0 + 30) / 2000)
+    assert numbers.by_what == {
+        "all_gather a.weight": pytest.approx(0.030),
+        "reduce_scatter b.weight": pytest.approx(0.015),
+        "all_gather b.weight + 1": 0,
+    }
+    text = picture.describe(numbers, num_shown=1)
+    assert "of it exposed 0.045" in text
+    assert "0.030 ms  all_gather a.weight\n" in text
+    assert "0.015 ms  2 others" in text
+
+
+def test_a_copy_engine_gather_is_communication_and_nccl_needs_no_range(picture: Any) -> None:
+    events = [
+        event("GTP::all_gather (a.weight)", "user_annotation", 1, 0, 10),
+        event("cudaMemcpyAsync", "cuda_runtime", 1, 5, 6, correlation=1),
+        event("Memcpy PtoP", "gpu_memcpy", 9, 20, 30, stream=9, correlation=1),
+        event("ncclDevKernel_AllReduce", "kernel", 8, 40, 50, stream=8, correlation=2),
+        event("gemm", "kernel", 7, 45, 60, stream=7, correlation=3),
+    ]
+    numbers = picture.exposure(picture.read_timeline({"traceEvents": events}))
+    assert numbers.by_what == {
+        "all_gather a.weight": pytest.approx(0.010),
+        "ncclDevKernel_AllReduce": pytest.approx(0.005),
+    }
+
+
+def test_threads_of_a_cpu(picture: Any) -> None:
+    """Operators that call no other compute; what gloo's threads do is a transfer, named in the order of launches."""
+    events = [
+        event("GTP::all_gather (a.weight)", "user_annotation", 1, 0, 3),
+        event("aten::copy_", "cpu_op", 1, 1, 2),  # packs what is sent
+        event("GTP::all_gather (b.weight)", "user_annotation", 1, 3, 6),
+        event("GTP::compute (a.weight)", "user_annotation", 1, 20, 60),
+        event("aten::linear", "cpu_op", 1, 20, 60),
+        event("aten::addmm", "cpu_op", 1, 30, 60),
+        event("_LinearBackward", "cpu_op", 1, 70, 100),  # waits for the most part
+        event("GTP::reduce_scatter (b.weight, a.weight)", "user_annotation", 1, 70, 75),
+        event("GTP::all_reduce (3 whole parameters)", "user_annotation", 1, 76, 78),
+        event("gloo:all_gather", "user_annotation", 2, 5, 25),
+        event("aten::copy_", "cpu_op", 2, 22, 24),
+        event("gloo:all_gather", "user_annotation", 3, 26, 50),
+        *(event("gloo:all_reduce", "user_annotation", 3, begin, begin + 4) for begin in (80, 84, 90)),
+    ]
+    timeline = picture.read_timeline({"traceEvents": events})
+    assert timeline.num_steps == 1
+    assert [(s.lane, s.what, s.name) for s in timeline.spans] == [
+        ("thread 1", "all_gather a.weight", "aten::copy_"),
+        ("thread 2", "all_gather a.weight", "gloo:all_gather"),
+        ("thread 3", "all_gather b.weight", "gloo:all_gather"),
+        ("thread 1", "compute a.weight", "aten::addmm"),
+        ("thread 3", "reduce_scatter b.weight + 1", "gloo:all_reduce"),
+        ("thread 3", "reduce_scatter b.weight + 1", "gloo:all_reduce"),
+        ("thread 3", "all_reduce 3 whole parameters", "gloo:all_reduce"),
+    ]
+    exposed = picture.exposure(timeline).by_what
+    assert exposed["all_gather a.weight"] == pytest.approx(0.021)
+    assert exposed["all_gather b.weight"] == pytest.approx(0.004)
+    assert exposed["reduce_scatter b.weight + 1"] == pytest.approx(0.008)
+
+
+def test_a_trace_without_work(picture: Any) -> None:
+    with pytest.raises(ValueError, match="read_timeline expects a trace with kernels or operators"):
+        picture.read_timeline({"traceEvents": [event("benchmark::step", "user_annotation", 1, 0, 1)]})
+
+
+def test_picture_shows_lanes_and_exposed_parts_in_red(picture: Any) -> None:
+    svg = picture.draw(picture.read_timeline(gpu_trace()), "a < b")
+    root = ElementTree.fromstring(svg)
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in root.iter(f"{space}text")]
+    assert texts[0] == "a < b"
+    assert [text for text in texts if text and text.startswith("stream")] == ["stream 20", "stream 21", "stream 7"]
+    rectangles = list(root.iter(f"{space}rect"))
+    titled = {title.text: r for r in rectangles for title in r.iter(f"{space}title") if r.get("fill") == "#d62f2f"}
+    assert list(titled) == [
+        "all_gather a.weight: ncclDevKernel_AllGather, 60 us",
+        "reduce_scatter b.weight, 30 us",  # a cast and what follows it at once
+    ]
+    first = titled["all_gather a.weight: ncclDevKernel_AllGather, 60 us"]
+    per_us = (1200 - 110 - 10) / 400
+    assert float(first.get("x", 0)) == pytest.approx(110 + 100 * per_us)
+    assert float(first.get("width", 0)) == pytest.approx(60 * per_us)
+
+
+def test_script_writes_the_picture_and_the_numbers(picture: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    trace = tmp_path / "gtp.json"
+    trace.write_text(json.dumps(gpu_trace()))
+    out = [f"--svg={tmp_path / 'picture.svg'}", f"--json={tmp_path / 'numbers.json'}"]
+    monkeypatch.setattr(sys, "argv", ["trace_picture.py", str(trace), *out])
+    picture.main()
+    assert capsys.readouterr().out.startswith("step 0.200 ms: compute 0.070")
+    assert json.loads((tmp_path / "numbers.json").read_text())["exposed"] == pytest.approx(0.045)
+    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
