@@ -8,6 +8,7 @@ parameter object that is registered there.
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from .stand_in import StandIn
 from .tokens import TokenExchange
 from .user_hooks import run_post_accumulate_hooks, run_tensor_hooks
 from .wire import Wire
+
+# Cached, because it is asked for each gradient, and torch makes an op of the question.
+_wider = functools.cache(torch.promote_types)
 
 
 class Site(NamedTuple):
@@ -223,7 +227,7 @@ class ManagedParam:
     def accumulate(self, reduced: torch.Tensor) -> None:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
         # In the wider of the two dtypes.
-        reduced = reduced.to(torch.promote_types(reduced.dtype, self.param.dtype))
+        reduced = reduced.to(_wider(reduced.dtype, self.param.dtype))
         if self.reduced is None:
             self.reduced = reduced
         else:

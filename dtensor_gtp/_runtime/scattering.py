@@ -13,6 +13,7 @@ docs/performance.md has the figures.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
 
 
+@functools.cache
 def sum_dtype(kind: ReduceScatterKind, wire_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the sum over ranks of gradients that are sent in ``wire_dtype``."""
     return wire_dtype if kind == "ring" else torch.promote_types(wire_dtype, torch.float32)
@@ -125,6 +127,5 @@ class _AllToAll:
 
     def finish(self, scale: ReduceScale) -> None:
         addends = self._received.view(self._num_ranks, *self.slot.shape)
-        torch.sum(addends, 0, dtype=self.slot.dtype, out=self.slot)
-        if scale.op == dist.ReduceOp.AVG:
-            self.slot /= self._num_ranks
+        reduce = torch.mean if scale.op == dist.ReduceOp.AVG else torch.sum
+        reduce(addends, 0, dtype=self.slot.dtype, out=self.slot)

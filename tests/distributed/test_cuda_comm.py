@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import environment, full
 from test_cuda import BF16, NUM_GPUS, Stack, square_loss
+from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import run_tests
@@ -181,6 +182,13 @@ class TestCudaComm(MultiProcContinuousTest):
             gathered = torch.empty(self.world_size * large.numel(), device="cuda")
             engine.all_gather([gathered], [large])
             self.assertEqual(gathered.sum().item(), large.numel() * sum(range(self.world_size)))
+
+    def test_launches_of_a_weight_use(self) -> None:
+        """The GEMM writes wgrad in fp32 into the buffer that is sent; copies are those of this rank's shard alone."""
+        model = gtp_shard(linears().cuda(), self.mesh(), schedule=SCHEDULE, mp_policy=MIXED)
+        forward, backward = launches(model, rows(torch.bfloat16).detach().cuda().requires_grad_()).splitlines()
+        self.assertEqual(forward, "forward: copy_, GATHER, copy_, GATHER, mm, mm")
+        self.assertEqual(backward, f"backward: copy_, GATHER, {', '.join(['mm.dtype_out, SCATTER, mm'] * 2)}")
 
     def test_error_of_a_sum_on_the_receiving_rank(self) -> None:
         """What the other ranks add is below the bf16 resolution of what the first adds."""
