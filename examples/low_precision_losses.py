@@ -2,12 +2,15 @@
 
     python examples/low_precision_losses.py --plot docs/low_precision_losses.svg
 
-One process, on the CPU: under ``gtp_shard`` the arithmetic is the same. Each run starts from the same parameters and
-sees the same batches; the linear layers of all blocks are quantized, embedding and head are not. Prints a table in
-Markdown; with ``--plot`` writes the curves as an SVG, for which nothing has to be installed.
+One process, on the CPU: under ``gtp_shard`` the arithmetic is the same. ``NAME`` dequantizes the weights for ordinary
+GEMMs; ``NAME:float8`` multiplies in float8, too, by the reference arithmetic, and scales the activations of the whole
+batch together. Each run starts from the same parameters and sees the same batches; the linear layers of all blocks are
+quantized, embedding and head are not. Prints a table in Markdown; with ``--plot`` writes the curves as an SVG, for
+which nothing has to be installed.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +19,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dtensor_gtp import quantize_
-from dtensor_gtp.quant import RECIPES
+from dtensor_gtp.quant import RECIPES, Recipe, resolve_recipe
 from llama import Llama, LlamaConfig
 from text_data import VOCAB_SIZE, TextBatches, load_corpus
 
 CONFIG = LlamaConfig(
     vocab_size=VOCAB_SIZE, dim=96, num_layers=3, num_heads=4, num_kv_heads=2, hidden_dim=256, max_seq_len=128
 )
-COLORS = ("#000000", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#d62728")
+COLORS = ("#000000", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#d62728", "#8c564b", "#e377c2", "#17becf")
+ALL = (*RECIPES, *(f"{name}:float8" for name in RECIPES if name.startswith("float8")))
 WIDTH, HEIGHT, MARGIN = 640, 360, 48
 
 
@@ -34,6 +38,13 @@ class Curve(NamedTuple):
     points: list[tuple[int, float]]
 
 
+def recipe_of(name: str) -> Recipe:
+    """The recipe of NAME or NAME:COMPUTE."""
+    plain, _, compute = name.partition(":")
+    recipe = resolve_recipe(plain)
+    return replace(recipe, compute=compute) if compute else recipe
+
+
 def run(recipe: str | None, steps: int, every: int, lr: float) -> Curve:
     """Train from the same start as every other run."""
     corpus = load_corpus()
@@ -42,7 +53,9 @@ def run(recipe: str | None, steps: int, every: int, lr: float) -> Curve:
     torch.manual_seed(0)
     model = Llama(CONFIG)
     if recipe is not None:
-        quantize_(model, recipe, filter_fn=lambda module, name: isinstance(module, nn.Linear) and "layers" in name)
+        quantize_(
+            model, recipe_of(recipe), filter_fn=lambda module, name: isinstance(module, nn.Linear) and "layers" in name
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     curve = Curve(recipe or "not quantized", [])
     for step in range(steps + 1):
@@ -103,7 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations; divides --steps")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), help="of " + ", ".join(RECIPES))
+    parser.add_argument("--recipes", nargs="*", default=list(ALL), help="of " + ", ".join(ALL))
     parser.add_argument("--plot", type=Path, help="write the curves to this SVG file")
     options = parser.parse_args()
     if options.every < 1 or options.steps % options.every:

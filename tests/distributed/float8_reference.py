@@ -114,13 +114,18 @@ class Linear(nn.Linear):
 
 
 def float8_reference(
-    model: nn.Module, recipe: Recipe, names: Callable[[nn.Module, str], bool], num_slices: int = 1
+    model: nn.Module,
+    recipe: Recipe,
+    names: Callable[[nn.Module, str], bool],
+    num_slices: int = 1,
+    cut: tuple[str, ...] = ("up", "down"),
 ) -> nn.Module:
-    """A copy of :class:`Net` in which matching layers compute in float8; ``up`` is cut by rows, ``down`` by columns."""
+    """A copy of ``Net`` in which matching layers compute in float8; of those in ``cut``, ``up`` is cut by rows and
+    ``down`` by columns."""
     reference = copy.deepcopy(model)
     for name, module in reference.named_modules():
         if isinstance(module, nn.Linear) and names(module, name):
             module.__class__ = Linear
             module.recipe = recipe
-            module.cut = (1 if name.endswith("down") else 0, num_slices)
+            module.cut = (1 if name.endswith("down") else 0, num_slices if name.endswith(cut) else 1)
     return reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unittest
 import warnings
 from dataclasses import replace
@@ -9,8 +10,13 @@ from itertools import pairwise
 from unittest import mock
 
 import torch
+import torch.nn as nn
+from common import ALL, fake_world
 from float8_reference import Values, dgrad_operands, forward_operands, wgrad_operands
+from quant_common import wire_traffic
+from torch.distributed.device_mesh import init_device_mesh
 
+from dtensor_gtp import gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, cast
 from dtensor_gtp.quant.compute import choose_path, warn_dequantized
 from dtensor_gtp.quant.float8_gemms import Float8GEMMs, gemms_of_name
@@ -192,6 +198,48 @@ class TestGEMMs(unittest.TestCase):
             for high_precision_wgrad in (False, True):
                 gemms = cls(high_precision_wgrad=high_precision_wgrad).gemms(on_hardware=True)
                 self.assertEqual(gemms_of_name(gemms.name), gemms)
+
+
+class TestPlanes(unittest.TestCase):
+    """One rank of several, whose collectives communicate nothing."""
+
+    def test_r22_float8_crosses_the_wire_and_nothing_is_dequantized(self) -> None:
+        shape = (512, 48)
+        with fake_world(world_size=4), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            for cls in FLOAT8:
+                recipe = cls(compute="float8")
+                model = nn.Sequential(*(nn.Linear(*s, bias=False) for s in ((32, 48), (48, 512), (512, 32))))
+                quantize_(model, recipe, filter_fn=lambda module, name: name == "1")
+                gtp_shard(model, mesh, schedule=ALL)
+                model(torch.zeros(2, 32)).sum().backward()  # learns the order
+                with mock.patch.object(cls, "dequantize", side_effect=AssertionError("dequantized")):
+                    with wire_traffic() as forward:
+                        result = model(torch.zeros(2, 32))
+                    with wire_traffic() as backward:
+                        result.sum().backward()
+                for traffic in (forward, backward):
+                    gathers = [call for call in traffic.calls if "gather" in call[0] and call[1] is not torch.float32]
+                    scales = {"float8_rowwise": 4 * 512, "float8_blockwise": 4 * 4}.get(recipe.name, 0)
+                    self.assertEqual(sum(nbytes for _, _, nbytes in gathers), (math.prod(shape) + scales) / 4)
+                    self.assertTrue({dtype for _, dtype, _ in gathers} <= {torch.uint8, torch.int32})
+
+    def test_a_tied_embedding_looks_up_what_the_head_multiplies_with(self) -> None:
+        with fake_world(world_size=1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+            for cls in FLOAT8:
+                recipe = cls(compute="float8")
+                model = nn.Sequential(nn.Embedding(32, 48), nn.Linear(48, 32, bias=False))
+                model[1].weight = model[0].weight
+                weight = model[1].weight.detach().clone()
+                quantize_(model, recipe, filter_fn=lambda module, name: name == "1")
+                gtp_shard(model, mesh, schedule=ALL)
+                values = Values.of(weight, recipe)
+                left, right = forward_operands(recipe, values.values, values)
+                self.assertTrue(torch.equal(model(torch.arange(32)), left.mm(right.t())), cls)
+                self.assertIn("float8 GEMMs by reference", str(sharding_report(model)))
 
 
 class TestChoice(unittest.TestCase):

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, _mesh
-from float8_reference import float8_reference
-from quant_common import Net, blocks_only, check, fsdp, gtp, recompute
+from common import ALL, GlooTest, _mesh, environment, full, rows_of_rank
+from float8_reference import Values, float8_reference, forward_operands
+from quant_common import Net, blocks_only, check, fsdp, gtp, loss_of, recompute, tokens_of
 from runtime_common import assert_idle
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -114,6 +115,31 @@ class TestFloat8Training(GlooTest):
                 return fsdp(quantize_(model, recipe, filter_fn=names), mesh)
 
             check_float8(Net(hidden=256), recipe, shard, mesh, names=names, steps=1)
+
+    def test_mixed_precision_and_poisoned_buffers(self) -> None:
+        """Masters in float32, activations in bfloat16, gradients reduced in float32; a freed plane is never read."""
+        mesh = self.gtp_mesh()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for recipe in RECIPES[:3]:
+            results = []
+            for debug in ("", "poison,delay=7"):
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    torch.manual_seed(0)
+                    model = gtp(recipe, mesh, mp_policy=policy)(Net())
+                    for seed in range(2):
+                        loss_of(model, rows_of_rank(tokens_of(seed), mesh)).backward()
+                    results.append([full(p.grad) for p in model.parameters()])
+            for a, b in zip(*results, strict=True):
+                self.assertEqual(a.dtype, torch.float32)
+                self.assertTrue(a.isfinite().all())
+                self.assertTrue(torch.equal(a, b), recipe)
+            linear = model.layers[0].up
+            master = full(linear.weight.detach())
+            x = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)).bfloat16()
+            left, right = forward_operands(recipe, x.float(), Values.of(master, recipe))
+            expected = left.mm(right.t()).bfloat16() + full(linear.bias).bfloat16()
+            with torch.no_grad():
+                self.assertTrue(torch.equal(linear(x), expected), recipe)
 
     def test_what_is_not_a_fused_linear_layer_is_dequantized_and_says_so(self) -> None:
         mesh = self.gtp_mesh()

@@ -1,0 +1,169 @@
+"""Low precision on GPUs: float8 GEMMs against the reference arithmetic, casts against the CPU's, gathers of planes."""
+
+from __future__ import annotations
+
+import copy
+import unittest
+import warnings
+from functools import partial
+
+import torch
+import torch.nn as nn
+from common import ALL, environment, rows_of_rank
+from test_cuda import NUM_GPUS, square_loss
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import gtp_shard, quantize_, sharding_report
+from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant.compute import choose_path
+from dtensor_gtp.quant.float8_gemms import Float8GEMMs
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FLOAT8 = tuple(
+    cls(high_precision_wgrad=wgrad)
+    for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise)
+    for wgrad in (False, True)
+)
+
+
+def has_gemms(recipe: Recipe) -> bool:
+    path = choose_path(recipe, torch.device("cuda"), torch.Size((256, 256)), torch.bfloat16, "weight")
+    return path.gemms is not None and path.gemms.on_hardware
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).cpu()
+
+
+@unittest.skipIf(NUM_GPUS < 1, "needs a GPU")
+class TestKernels(unittest.TestCase):
+    def test_casts_equal_those_of_the_cpu(self) -> None:
+        """Bit for bit, in both directions: ranks of both kinds would agree."""
+        matrix = torch.randn(300, 200) * torch.exp2(torch.randint(-12, 3, (300, 200)))
+        matrix[:128, :64] = 0.0
+        for cls in RECIPES.values():
+            recipe = cls()
+            for direction in Direction:
+                expected = recipe.quantize(matrix, direction)
+                actual = recipe.quantize(matrix.cuda(), direction)
+                for a, b in zip(actual.planes, expected.planes, strict=True):
+                    self.assertTrue(torch.equal(bits(a), bits(b)), (recipe, direction))
+        for recipe in FLOAT8:
+            gemms = recipe.gemms(on_hardware=True)
+            for cast in (gemms.cast_input, gemms.cast_grad):
+                for a, b in zip(cast(matrix.cuda()), cast(matrix), strict=True):
+                    self.assertTrue(torch.equal(bits(a), bits(b)), recipe)
+
+    def _results(self, recipe: Recipe, gemms: Float8GEMMs, shape: tuple[int, int, int]) -> list[torch.Tensor]:
+        tokens, rows, columns = shape
+        generator = torch.Generator("cuda").manual_seed(0)
+        draw = partial(torch.randn, device="cuda", generator=generator)
+        x, g, w = draw(tokens, columns).bfloat16(), draw(tokens, rows).bfloat16(), draw(rows, columns)
+        weight = recipe.quantize(w, Direction.ROWWISE)
+        grad = gemms.cast_grad(g)
+        results = [
+            gemms.output(gemms.cast_input(x), weight, torch.bfloat16),
+            gemms.grad_input(grad, weight, torch.bfloat16),
+        ]
+        if not gemms.high_precision_wgrad:
+            wgrad = gemms.cast_wgrad(g, x, grad)
+            results += [gemms.grad_weight(wgrad, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        return results
+
+    def test_float8_gemms_equal_the_reference_arithmetic(self) -> None:
+        """The same operands, so they differ by the rounding of the result to bfloat16 (2^-8) and by how sums are
+        rounded: tensor cores keep at least 13 bits below the largest term of a partial sum."""
+        ran = 0
+        for recipe in FLOAT8:
+            if not has_gemms(recipe):
+                continue
+            for shape in ((256, 384, 512), (37, 160, 208), (1, 128, 128), (0, 128, 128)):
+                results = self._results(recipe, recipe.gemms(on_hardware=True), shape)
+                expected = self._results(recipe, recipe.gemms(on_hardware=False), shape)
+                for a, b in zip(results, expected, strict=True):
+                    self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape))
+                    scale = b.float().abs().amax().item() if b.numel() else 1.0
+                    torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-7, atol=2.0**-9 * scale)
+                ran += 1
+        if not ran:
+            self.skipTest(f"no float8 GEMMs on {torch.cuda.get_device_name()}")
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestTraining(MultiProcContinuousTest):
+    world_size = NUM_GPUS
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "nccl"
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        torch.cuda.set_device(rank)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def _mesh(self) -> DeviceMesh:
+        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
+
+    def _gradients(self, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        for _ in range(2):  # the second pass prefetches
+            model.zero_grad()
+            square_loss(model, x).backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    def test_planes_arrive_as_they_were_sent(self) -> None:
+        """A coalesced gather of elements and scales, prefetched, on poisoned and delayed streams: the same bits."""
+        mesh = self._mesh()
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(4)))
+        x = rows_of_rank(torch.randn(16 * self.world_size, 256, device="cuda").bfloat16(), mesh)
+        for cls in RECIPES.values():
+            runs = []
+            for debug in ("", "poison,delay=3"):
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    model = quantize_(copy.deepcopy(layers), cls(compute="dequantize"))
+                    gtp_shard(model, mesh, mp_policy=BF16, schedule=ALL)
+                    runs.append(self._gradients(model, x))
+            for a, b in zip(*runs, strict=True):
+                self.assertTrue(a.isfinite().all())
+                self.assertTrue(torch.equal(a, b), cls)
+
+    def test_float8_layers(self) -> None:
+        """Gradients are near those without quantization; eager, poisoned, and compiled; the report names the GEMMs."""
+        mesh = self._mesh()
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(4)))
+        x = rows_of_rank(torch.randn(16 * self.world_size, 256, device="cuda").bfloat16(), mesh)
+        plain = gtp_shard(copy.deepcopy(layers), mesh, mp_policy=BF16, schedule=ALL)
+        expected = self._gradients(plain, x)
+        for recipe in FLOAT8:
+            if not has_gemms(recipe):
+                continue
+            for mode in ("eager", "poison", "compiled"):
+                with environment(DTENSOR_GTP_DEBUG="poison,delay=5" if mode == "poison" else ""):
+                    model = gtp_shard(quantize_(copy.deepcopy(layers), recipe), mesh, mp_policy=BF16, schedule=ALL)
+                    if mode == "compiled":
+                        torch._dynamo.reset()
+                        model.compile(fullgraph=True)
+                    gradients = self._gradients(model, x)
+                for a, b in zip(gradients, expected, strict=True):
+                    self.assertLess(((a - b).norm() / b.norm()).item(), 0.25, (recipe, mode))
+                if mode == "eager":
+                    first = gradients
+                elif mode == "poison":
+                    self.assertTrue(all(map(torch.equal, gradients, first)), recipe)
+            self.assertIn("float8 GEMMs", str(sharding_report(model)))
+
+    def test_forced_without_the_hardware_raises(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = quantize_(nn.Linear(30, 30, device="cuda"), Float8Tensorwise(compute="float8"))
+            with self.assertRaisesRegex((ValueError, RuntimeError), "Float8 GEMMs are asked for"):
+                gtp_shard(model, self._mesh(), mp_policy=BF16, schedule=ALL)
+
+
+if __name__ == "__main__":
+    run_tests()
