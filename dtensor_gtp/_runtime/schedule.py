@@ -136,6 +136,7 @@ def _plan_launches(uses: tuple[int, ...], traits: Sequence[Traits], window: Wind
     launches: list[Launch] = []
     for lane, positions in lanes.items():
         blocks = [list(block) for _, block in groupby(positions, lambda position: traits[uses[position]].call)]
+        borders: set[int] = set()
         if lane == 0 or window.num_blocks == 0:
             steps = _steps_by_size([traits[uses[p]].nbytes for p in positions], window)
             # From the number of uses of the lane to that of all.
@@ -145,7 +146,8 @@ def _plan_launches(uses: tuple[int, ...], traits: Sequence[Traits], window: Wind
             steps = [of_all[position] for position in positions]
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
-        launches += _put_together(uses, positions, steps, traits, window.together_nbytes)
+            borders.update(block[0] for block in blocks)
+        launches += _put_together(uses, positions, steps, borders, traits, window.together_nbytes)
     return sorted(launches)
 
 
@@ -175,15 +177,21 @@ def _steps_by_block(blocks: list[list[int]], num_ahead: int) -> list[int]:
 
 
 def _put_together(
-    uses: tuple[int, ...], positions: list[int], steps: list[int], traits: Sequence[Traits], limit: int
+    uses: tuple[int, ...],
+    positions: list[int],
+    steps: list[int],
+    borders: set[int],
+    traits: Sequence[Traits],
+    limit: int,
 ) -> list[Launch]:
-    """The launches of one lane: as many consecutive uses of different weights in one as ``limit`` bytes allow."""
+    """The launches of one lane: as many consecutive uses of different weights in one as ``limit`` bytes allow, but none
+    across ``borders``, positions at which a block begins."""
     launches: list[Launch] = []
     total = before = 0  # bytes of the launch that is made up, and of those before it
     for position, step in zip(positions, steps, strict=True):
         nbytes, bundle = traits[uses[position]].nbytes, traits[uses[position]].bundle
         total += nbytes
-        if launches:
+        if launches and position not in borders:
             begun = launches[-1]
             others = [uses[other] for other in begun.positions]
             is_bundled = bundle != -1 and bundle == traits[others[-1]].bundle

@@ -19,6 +19,7 @@ from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp._runtime.modules import binding_of
 
 NUM_GPUS = min(torch.cuda.device_count(), 8) if torch.cuda.is_available() else 0
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -119,6 +120,31 @@ class TestCuda(MultiProcContinuousTest):
             schedule = SchedulePolicy(prefetch_depth=1 + seed % 3, **options[seed % 4])
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
                 actual = self._steps(mesh, schedule)
+            for got, want in zip(actual, expected, strict=True):
+                self.assertTrue(torch.equal(got, want), f"seed {seed}")
+
+    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    def test_experts_gathered_ahead_on_a_stream_of_their_own(self) -> None:
+        """Layers of one shape on two meshes, delayed at random: bit-equal to gathers at their use."""
+        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("outer", "inner"))
+
+        def steps(schedule: SchedulePolicy) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = Stack().cuda()
+            for layer in model.layers[1::2]:
+                gtp_shard(layer, mesh["inner"], schedule=schedule, mp_policy=BF16)
+            gtp_shard(model, mesh["outer"], schedule=schedule, mp_policy=BF16)
+            for step in range(3):
+                generator = torch.Generator(device="cuda").manual_seed(step * 100 + self.rank)
+                square_loss(model, torch.randn(256, 1024, device="cuda", generator=generator)).backward()
+            (binding,) = {id(b.group.runtime): b for m in model.modules() if (b := binding_of(m)) is not None}.values()
+            self.assertEqual(len(binding.group.runtime.comm._gather_streams), 2)
+            return [param.grad.full_tensor() for param in model.parameters()]
+
+        expected = steps(SchedulePolicy(prefetch_depth=0))
+        for seed in range(4):
+            with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                actual = steps(SchedulePolicy(expert_blocks_ahead=seed % 3, coalesce_nbytes=seed % 2 * (64 << 20)))
             for got, want in zip(actual, expected, strict=True):
                 self.assertTrue(torch.equal(got, want), f"seed {seed}")
 

@@ -311,6 +311,10 @@ class TestLanes(TestCase):
         steps = launched(range(10), traits, Window(1, nbytes=20))
         self.assertEqual([step for step, text in enumerate(steps) if "8" in text.split()], [6])
 
+    def test_small_experts_travel_together_within_a_block(self) -> None:
+        steps = launched(range(9), self.traits, Window(1, together_nbytes=1000))
+        self.assertEqual(steps, ["0+3+6 1+2", "", "4+5", "", "", "7+8", "", "", "", ""])
+
     def test_backward_goes_the_other_way(self) -> None:
         steps = launched(range(8, -1, -1), self.traits, Window(1))
         self.assertEqual(steps, ["8 7 6", "5", "4", "3", "2", "1", "0", "", "", ""])
