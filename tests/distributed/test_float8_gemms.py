@@ -111,6 +111,13 @@ class TestGEMMs(unittest.TestCase):
                 self.assertLess(error, 2.0**-4 + 2.0**-3)
                 self.assertGreater(error, 2.0**-8)
 
+    def test_small_gradients_survive(self) -> None:
+        """The range of e5m2, all of it: the smallest denormal is 2^-16 where the largest is 57344."""
+        grad = torch.ones(2, 16)
+        grad[1, 3] = 2.0**-31
+        data, scale = Float8Tensorwise().gemms(on_hardware=False).cast_grad(grad)
+        self.assertEqual((data.float() * scale)[1, 3].item(), 2.0**-16 * scale.item())
+
     def test_scaled_mm_of_torch(self) -> None:
         """The same operands in the layout that ``scaled_mm`` takes, by its CPU kernel where there is one."""
         self.M, self.N, self.K = 32, 48, 64
