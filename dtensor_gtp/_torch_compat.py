@@ -67,6 +67,13 @@ UnpackHook = Callable[[Any], torch.Tensor]
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
+def ignores_saved_weight() -> bool:
+    """Whether the node of autograd's graph that runs now is a convolution's whose input needs no gradient: it unpacks
+    the weight that it has saved, and does not look at the values."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("ConvolutionBackward") and node.next_functions[0][0] is None
+
+
 def current_graph_task_id() -> int:
     """Id of the autograd graph task that runs on this thread, -1 outside of backward."""
     return torch._C._current_graph_task_id()
@@ -778,6 +785,7 @@ __all__ = [
     "fully_shard_sites",
     "grad_dtype",
     "ignore_in_ddp",
+    "ignores_saved_weight",
     "in_func_transform",
     "is_awaited",
     "is_node_awaited",

@@ -143,6 +143,11 @@ class SavedWeights:
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
             compose: Any = packed.like.__tensor_unflatten__  # type: ignore[attr-defined]
             view = compose(parts, packed.context, packed.size, packed.stride)
+        elif packed.use.weight.wire is None and compat.ignores_saved_weight():
+            weight = packed.use.weight
+            view = torch.empty_strided(
+                packed.size, packed.stride, dtype=weight.compute_dtype, device=weight.shard.device
+            )
         else:
             base = list(_parts_of(self._gathered_for(packed.use).contiguous()).values())[packed.part]
             view = torch.as_strided(base, packed.size, packed.stride, packed.offset).detach()

@@ -5,6 +5,7 @@ One process of a group that communicates nothing records the order of launches a
 
 from __future__ import annotations
 
+import copy
 import unittest
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import fake_world
+from common import assert_same_params, environment, fake_world
 from expecttest import TestCase
 from runtime_common import assert_idle, counted, num_gathers, runtime_of, weight_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -284,6 +285,19 @@ use 1.experts.down""",
                     self.assertEqual(used, {f"{name}.weight": count for name, count in expected.items()}, step)
                     assert_idle(model)
 
+    def test_first_convolution_gathers_nothing_in_backward(self) -> None:
+        """It saves its weight whatever it needs, and does not look at it where its input needs no gradient."""
+        model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3))
+        gtp_shard(model, self.mesh["gtp"], schedule=SchedulePolicy(min_shard_numel=0))
+        for needs_grad, first in ((False, 1), (True, 2)):
+            x = torch.ones(2, 4, 8, requires_grad=needs_grad)
+            for step in range(3):
+                before = num_gathers(model)
+                model(x).sum().backward()
+                used = [count - before[name] for name, count in num_gathers(model).items()]
+                self.assertEqual(used, [first, 1 if step or needs_grad else 2])
+                assert_idle(model)
+
     def test_small_gradients_are_reduced_in_one_launch(self) -> None:
         """Each once, in the backward that has computed it: those of one mesh and dtype, up to the limit."""
         nbytes = 4 * WIDTH * WIDTH
@@ -349,6 +363,21 @@ use 1.experts.down""",
                 model(x)
             self.assertEqual(model.in_flight, expected)
             assert_idle(model)
+
+
+class TestValues(unittest.TestCase):
+    def test_convolution_whose_input_needs_no_gradient(self) -> None:
+        torch.manual_seed(0)
+        for layer, shape in ((nn.Conv1d(4, 6, 3), (2, 4, 8)), (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 8, 8))):
+            reference = nn.Sequential(layer, nn.Tanh())
+            with fake_world(world_size=1):
+                mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+                with environment(DTENSOR_GTP_DEBUG="poison"):
+                    model = gtp_shard(copy.deepcopy(reference), mesh, schedule=SchedulePolicy(min_shard_numel=0))
+                x = torch.randn(*shape)
+                for module in (reference, model):
+                    module(x).square().sum().backward()
+                assert_same_params(model, reference, "grad")
 
 
 if __name__ == "__main__":
