@@ -26,6 +26,8 @@ from torch.distributed import _composable_state as composable_state
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -266,6 +268,12 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 
 def dtensor_spec(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
+
+
+def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:
+    """What ``torch.distributed.checkpoint`` has to read for one part of a stored tensor."""
+    chunk = ChunkStorageMetadata(torch.Size(offsets), sizes)
+    return list(create_read_items_for_chunk_list(key, metadata, [chunk]))
 
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:

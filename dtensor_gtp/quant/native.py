@@ -299,13 +299,22 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _split(func: Any, args: Any, kwargs: Any) -> Any:
-    weight, size_or_sizes, dim = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    weight, size_or_sizes = args[:2]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % weight.ndim
     rows, sizes = weight.shape[dim], size_or_sizes
     if isinstance(size_or_sizes, int):
         sizes = [min(size_or_sizes, rows - begin) for begin in range(0, rows, size_or_sizes)] or [0]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     parts = [weight.narrowed(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
-    return func(weight.dense(), *args[1:], **kwargs) if None in parts else parts
+    if any(part is None for part in parts):
+        # fully_shard would keep a shard in high precision, without a word.
+        raise NotImplementedError(
+            f"Native parameter '{weight.info.name}' of shape {tuple(weight.shape)} is to be split along dim {dim} into "
+            f"{sizes}, which cuts {weight.recipe.name} blocks of {native_block_of(weight.recipe, dim - weight.ndim)}. "
+            "Under fully_shard choose a size whose parts are whole blocks, or use gtp_shard, which cuts between "
+            "blocks; elsewhere split weight.dense()."
+        )
+    return parts
 
 
 def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:

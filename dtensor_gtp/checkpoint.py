@@ -1,0 +1,285 @@
+"""What DCP needs beyond plain DTensors: checkpoints whose weights are stored otherwise than the model's.
+
+A native weight (``quantize_(..., storage="native")``) is stored as planes under keys of their own, such as
+``up.weight_mxfp8.elements``; any other weight as ``up.weight``. Where checkpoint and model agree, plain ``dcp.load``
+moves bytes, on any topology that cuts between blocks. :func:`load` is for the rest: it dequantizes or quantizes on the
+way. Each rank reads the blocks that its shard touches and no more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import load as load_as_stored
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from . import _torch_compat as compat
+from .quant.base import Direction, Quantized, Recipe
+from .quant.native import (
+    PLANE_NAMES,
+    NativeWeight,
+    groups_of,
+    native_block_of,
+    native_of,
+    native_planes,
+    quantize_parts,
+)
+from .quant.recipes import RECIPES
+
+_PLANE_KEY = re.compile(
+    rf"(?P<weight>.+)_(?P<recipe>{'|'.join(RECIPES)})\.(?P<plane>{'|'.join((*PLANE_NAMES, 'amax'))})"
+)
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    model: nn.Module | None = None,
+    checkpoint_id: Any = None,
+    storage_reader: StorageReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    allow_partial_load: bool = False,
+) -> None:
+    """``torch.distributed.checkpoint.load``, also where checkpoint and ``state_dict`` store a weight differently.
+
+    A weight that the checkpoint holds as planes is dequantized into an ordinary tensor; a native weight that it holds
+    in high precision, or in another recipe, is quantized. Everything else is loaded as ``dcp.load`` does, in place.
+
+    Args:
+        state_dict: As for ``dcp.load``.
+        model: The module whose native weights are in ``state_dict``; needed only if some are to be quantized.
+        checkpoint_id, storage_reader, process_group, no_dist: As for ``dcp.load``.
+        allow_partial_load: Leave entries alone that the checkpoint does not have.
+
+    Raises:
+        ValueError: A native weight is to be quantized and ``model`` does not have it, or shapes differ.
+        RuntimeError: The checkpoint has no entry for a key, under any recipe.
+    """
+    planner = ConvertingLoadPlanner(model, allow_partial_load)
+    load_as_stored(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+    planner.finish()
+
+
+class _Region(NamedTuple):
+    """A part of a weight that is read.
+
+    Args:
+        offsets, sizes: Of the part that is wanted.
+        begin, shape: Of the whole blocks that contain it.
+        recipe: Of the planes; None if the weight itself is read.
+        tensors: What is read, by key in the checkpoint.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: tuple[int, ...]
+    shape: torch.Size
+    recipe: Recipe | None
+    tensors: dict[str, torch.Tensor]
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values that are wanted; ``dtype`` is that of dequantized ones."""
+        if self.recipe is None:
+            (value,) = self.tensors.values()
+            return value
+        specs = native_planes(self.recipe)
+        stored = {key.rsplit(".", 1)[1]: tensor for key, tensor in self.tensors.items()}
+        planes = tuple(_typed(stored[name], specs[name].dtype) for name in PLANE_NAMES if name in specs)
+        whole = self.recipe.dequantize(Quantized(planes, stored.get("amax")), self.shape, Direction.ROWWISE, dtype)
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, offset - self.begin[dim], size)
+        return whole
+
+
+def _typed(plane: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return plane if plane.dtype == dtype else plane.view(dtype)
+
+
+class ConvertingLoadPlanner(DefaultLoadPlanner):
+    """The planner of :func:`load`; call :meth:`finish` when ``dcp.load`` has returned on all ranks.
+
+    Args:
+        model: As in :func:`load`.
+        allow_partial_load: As in ``DefaultLoadPlanner``.
+    """
+
+    def __init__(self, model: nn.Module | None = None, allow_partial_load: bool = False) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._model = model
+        self._regions: dict[str, _Region] = {}  # by the key of the weight
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Find out which weights the checkpoint stores otherwise."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        self._regions.clear()
+        self._targets.clear()
+        stored = metadata.state_dict_metadata
+        for key, value in list(self.state_dict.items()):
+            match = _PLANE_KEY.fullmatch(key)
+            weight = match["weight"] if match else key
+            if key in stored or not isinstance(value, torch.Tensor):
+                continue
+            source = _recipe_of(stored, weight)
+            if source is None and weight not in stored:
+                continue  # torch says that it is missing
+            del self.state_dict[key]
+            if weight not in self._regions:
+                target = self._native(weight, match["recipe"]) if match else value
+                self._targets[weight] = target
+                self._regions[weight] = _region(weight, target, source, stored)
+
+    def _native(self, weight: str, recipe: str) -> nn.Parameter:
+        names = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
+        for name, param in names.items():
+            if (weight == name or weight.endswith(f".{name}")) and native_of(param) is not None:
+                return param
+        raise ValueError(
+            f"The checkpoint holds '{weight}' otherwise than as data of {recipe}, so it has to be quantized, for which "
+            "load expects the module that has the weight as model."
+        )
+
+    def create_local_plan(self) -> LoadPlan:
+        """Of torch, and what is read for conversions."""
+        assert self.metadata is not None
+        plan = super().create_local_plan()
+        items = list(plan.items)
+        for region in self._regions.values():
+            for key, tensor in region.tensors.items():
+                meta = self.metadata.state_dict_metadata[key]
+                begin = region.offsets if region.recipe is None else _plane_begin(region, key)
+                if tensor.numel():
+                    items += compat.read_items(key, meta, begin, tensor.shape)
+        plan.items = items
+        return plan
+
+    def lookup_tensor(self, index: Any) -> torch.Tensor:
+        """Where an item is read to."""
+        match = _PLANE_KEY.fullmatch(index.fqn)
+        for weight in (index.fqn, match["weight"] if match else index.fqn):
+            if weight in self._regions and index.fqn in self._regions[weight].tensors:
+                return self._regions[weight].tensors[index.fqn]
+        return super().lookup_tensor(index)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Convert what was read; collective where a scale runs over a whole weight."""
+        weights = sorted(self._regions)
+        quantized: list[tuple[NativeWeight, Any, torch.Tensor]] = []
+        for weight in weights:
+            target, region = self._targets[weight], self._regions[weight]
+            native = native_of(target)
+            if native is None:
+                local = compat.local_tensor(target) if isinstance(target, DTensor) else target
+                local.copy_(region.values(local.dtype))
+                continue
+            info = native.info._replace(groups=groups_of(target, native.recipe))
+            quantized.append((native, info, region.values(torch.float32).to(native.device)))
+        parts = quantize_parts([values for _, _, values in quantized], [info for _, info, _ in quantized])
+        for (native, _, _), part in zip(quantized, parts, strict=True):
+            native.write(part)
+        for weight in weights:
+            if native_of(self._targets[weight]) is not None:
+                torch.autograd.graph.increment_version(self._targets[weight])
+        self._regions.clear()
+        self._targets.clear()
+
+
+def _recipe_of(stored: Mapping[str, Any], weight: str) -> Recipe | None:
+    """The recipe in which a checkpoint or state dict holds a weight; None if it does not, or not so."""
+    return next((cls() for name, cls in RECIPES.items() if f"{weight}_{name}.elements" in stored), None)
+
+
+def _region(weight: str, target: torch.Tensor, source: Recipe | None, stored: Mapping[str, Any]) -> _Region:
+    """What this rank reads of a weight.
+
+    Raises:
+        ValueError: The checkpoint has it in another shape.
+    """
+    sizes, offsets = tuple(target.shape), (0,) * target.ndim
+    if isinstance(target, DTensor):
+        sizes, offsets = compat.local_shape_and_offset(target)
+        offsets = tuple(min(o, s) for o, s in zip(offsets, target.shape, strict=True))
+    if source is None or weight in stored:
+        meta = _checked(weight, stored, torch.Size(target.shape))
+        tensor = torch.empty(sizes, dtype=meta.properties.dtype)
+        return _Region(offsets, sizes, offsets, torch.Size(sizes), None, {weight: tensor})
+    begin, shape = [], []
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        block, whole = native_block_of(source, dim - target.ndim), target.shape[dim]
+        begin.append(offset // block * block)
+        end = min(-(-(offset + size) // block) * block, whole)
+        shape.append(end - begin[-1] if prod(sizes) else 0)
+    region = _Region(offsets, sizes, tuple(begin), torch.Size(shape), source, {})
+    for name, spec in native_planes(source).items():
+        key = f"{weight}_{source.name}.{name}"
+        meta = _checked(key, stored, spec.shape(torch.Size(target.shape)))
+        region.tensors[key] = torch.empty(spec.shape(region.shape), dtype=meta.properties.dtype)
+    return region
+
+
+def _plane_begin(region: _Region, key: str) -> tuple[int, ...]:
+    """Where the part of a plane that is read begins in it."""
+    assert region.recipe is not None
+    spec, ndim = native_planes(region.recipe)[key.rsplit(".", 1)[1]], len(region.begin)
+    return tuple(
+        0 if spec.step(dim - ndim) is None else spec.size(dim - ndim, begin) for dim, begin in enumerate(region.begin)
+    )
+
+
+def _checked(key: str, stored: Mapping[str, Any], shape: torch.Size) -> TensorStorageMetadata:
+    meta = stored.get(key)
+    if not isinstance(meta, TensorStorageMetadata) or meta.size != shape:
+        got = f"one of shape {tuple(meta.size)}" if isinstance(meta, TensorStorageMetadata) else "none"
+        raise ValueError(f"load expects a tensor '{key}' of shape {tuple(shape)} in the checkpoint, but found {got}.")
+    return meta
+
+
+def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A full state dict without planes: each native weight as one tensor, for a module that does not store it so.
+
+    Args:
+        state_dict: Of plain tensors.
+        module: Says by its parameters which shape and dtype each weight has.
+
+    Raises:
+        ValueError: ``module`` has no parameter for planes in ``state_dict``.
+    """
+    params = dict(module.named_parameters(remove_duplicate=False))
+    result = {key: value for key, value in state_dict.items() if not _PLANE_KEY.fullmatch(key)}
+    for weight in {match["weight"] for key in state_dict if (match := _PLANE_KEY.fullmatch(key))}:
+        recipe, param = _recipe_of(state_dict, weight), params.get(weight)
+        if param is None or recipe is None:
+            raise ValueError(
+                f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has no "
+                f"'{weight}'."
+            )
+        shape, specs = torch.Size(param.shape), native_planes(recipe)
+        planes = {name: _typed(state_dict[f"{weight}_{recipe.name}.{name}"], s.dtype) for name, s in specs.items()}
+        quantized = Quantized(tuple(planes[name] for name in PLANE_NAMES if name in planes), planes.get("amax"))
+        result[weight] = recipe.dequantize(quantized, shape, Direction.ROWWISE, param.dtype)
+    return result
+
+
+__all__ = ["ConvertingLoadPlanner", "dequantize_state_dict", "load"]
