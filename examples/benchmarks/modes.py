@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -80,13 +81,13 @@ class Workload:
         config: the model's sizes.
         batch: sequences per process.
         seed: of the weights, equal on all processes and in all modes, and of the tokens, which differ by process.
-        prefetch_depth: ``SchedulePolicy.prefetch_depth`` of the gtp modes; None for the library's default.
+        schedule: fields of ``SchedulePolicy`` for the gtp modes; what is not in it is as the library has it.
     """
 
     config: LlamaConfig
     batch: int
     seed: int
-    prefetch_depth: int | None
+    schedule: dict[str, Any]
 
 
 def recipe_modes(modes: list[str], recipes: list[str]) -> list[str]:
@@ -186,9 +187,7 @@ def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Modul
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    depth = workload.prefetch_depth
-    schedule = SchedulePolicy() if depth is None else SchedulePolicy(prefetch_depth=depth)
-    return gtp_shard(model, mesh, mp_policy=policy, schedule=schedule)
+    return gtp_shard(model, mesh, mp_policy=policy, schedule=SchedulePolicy(**workload.schedule))
 
 
 def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Optimizer:

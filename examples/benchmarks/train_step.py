@@ -12,6 +12,7 @@ step are recorded with the times: modes that compute the same thing agree on the
 """
 
 import argparse
+import ast
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -70,6 +71,14 @@ def parse_arguments() -> argparse.Namespace:
         "float8_tensorwise:dequantize to multiply in bf16; beside them torchao's float8 if it is installed",
     )
     add("--prefetch-depth", type=int, help="of the gtp modes; default: the library's")
+    add(
+        "--schedule",
+        nargs="+",
+        type=_schedule_field,
+        default=[],
+        metavar="FIELD=VALUE",
+        help="other fields of SchedulePolicy for the gtp modes, e.g. prefetch_nbytes=0 embedding=exchange",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -83,6 +92,14 @@ def parse_arguments() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return arguments
+
+
+def _schedule_field(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
 
 
 def _positive(text: str) -> int:
@@ -113,7 +130,10 @@ def make_workload(arguments: argparse.Namespace) -> tuple[Workload, list[int]]:
     layers, seq_lens = preset.pop("layers"), preset.pop("seq_lens")
     seq_lens = sorted(set(arguments.seq_lens or seq_lens))
     config = LlamaConfig(num_layers=arguments.layers or layers, max_seq_len=seq_lens[-1], **preset)
-    return Workload(config, arguments.batch, arguments.seed, arguments.prefetch_depth), seq_lens
+    schedule = dict(arguments.schedule)
+    if arguments.prefetch_depth is not None:
+        schedule["prefetch_depth"] = arguments.prefetch_depth
+    return Workload(config, arguments.batch, arguments.seed, schedule), seq_lens
 
 
 def measure(
