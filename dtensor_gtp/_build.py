@@ -161,7 +161,15 @@ def _place(
     own = _placement_of_module(site)
     if own is not None:
         return own, f"by {type(site.module).__name__}" if isinstance(own, Replicate) else ""
-    return GTPShard(0), ""
+    return GTPShard(_default_dim(param)), ""
+
+
+def _default_dim(param: nn.Parameter) -> int:
+    """0; 1 where tp has cut dim 0 in blocks, which must be the last to cut their dim."""
+    in_blocks = isinstance(param, DTensor) and any(
+        isinstance(p, GTPShard) and p.block_size > 1 and p.dim % param.ndim == 0 for p in param.placements
+    )
+    return int(in_blocks)
 
 
 def _placement_of_module(site: Site) -> Placement | None:

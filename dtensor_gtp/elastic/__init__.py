@@ -3,6 +3,7 @@
 from .attach import synchronize_replicas
 from .checkpoint import ReplicaSavePlanner
 from .mesh import ElasticMesh, nonuniform_mesh
+from .parallel import BlockColwiseParallel, BlockRowwiseParallel
 from .plan import (
     Box,
     Bucket,
@@ -25,6 +26,8 @@ from .watch import RanksLostError, RankWatch
 
 __all__ = [
     "BatchShare",
+    "BlockColwiseParallel",
+    "BlockRowwiseParallel",
     "Box",
     "Bucket",
     "ElasticMesh",

@@ -7,8 +7,9 @@ collected there until they fill a bucket, which is then summed in one all-reduce
 [Note: order of channels]
 All ranks complete the gradients of the same weights in the same order, so every owner of a channel collects the same
 segments and sees its bucket full at the same weight. Where one weight fills several buckets, the order of channels in
-the plan decides. So all ranks go through the sums that they take part in in one global order, and none waits for
-another in a circle.
+the plan decides. Whole parameters, which all ranks sum at the end of backward, come after what has filled its bucket by
+then. So all ranks go through the sums that they take part in in one global order, and none waits for another in a
+circle, nor do two sums meet in one group.
 """
 
 from __future__ import annotations
@@ -275,6 +276,10 @@ class ReplicaSync:
                 param.accumulate(own.view(grad.shape))
 
         comm = self._comm
+        if not comm.has_streams:
+            # A gradient whose reduce-scatter is still in flight may fill a bucket of a channel of all ranks, and
+            # ranks have unequal numbers in flight: see [Note: order of channels].
+            comm.retire_all()
         with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
             comm.delay()
             _scale(wire, of_rank / tp)

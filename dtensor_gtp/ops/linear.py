@@ -14,6 +14,7 @@ from .._runtime.debug import profiler_range
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_differentiable, check_unmodified
 from .._runtime.state import Runtime
+from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs
 from . import float8
 from .ungathered import using
@@ -151,15 +152,19 @@ def parallel_plan(input: torch.Tensor, bias: torch.Tensor | None, weight: Sharde
     spec = weight.tp_spec
     if spec is None or spec.mesh.ndim != 1 or not isinstance(input, DTensor):
         return None
-    last = Shard(input.ndim - 1)
     if input.device_mesh != spec.mesh or input.shape[-1] != spec.shape[1]:
         return None
     shape = torch.Size((*input.shape[:-1], spec.shape[0]))
-    cut = (spec.placements[0], input.placements[0])
-    bias_placement = bias.placements[0] if isinstance(bias, DTensor) else None
-    if cut == (Shard(0), Replicate()) and (bias is None or bias_placement == Shard(0)):
+    of_weight, of_input = spec.placements[0], input.placements[0]
+    of_bias = bias.placements[0] if isinstance(bias, DTensor) else None
+    if not isinstance(of_weight, Shard | GTPShard) or getattr(of_weight, "split_factor", 1) != 1:
+        return None
+    # The features of the input or the output are cut as the weight is: at rows, or at blocks of them.
+    block_size = getattr(of_weight, "block_size", 1)
+    last: Placement = Shard(input.ndim - 1) if block_size == 1 else GTPShard(input.ndim - 1, block_size=block_size)
+    if of_weight.dim == 0 and of_input == Replicate() and (bias is None or of_bias == of_weight):
         return ParallelPlan(last, Partial(), shape)
-    if cut == (Shard(1), last) and (bias is None or bias_placement == Replicate()):
+    if of_weight.dim == 1 and of_input == last and (bias is None or of_bias == Replicate()):
         return ParallelPlan(Partial(), last, shape)
     return None
 

@@ -24,6 +24,8 @@ from torch.testing._internal.common_utils import run_tests
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp.elastic import (
     BatchShare,
+    BlockColwiseParallel,
+    BlockRowwiseParallel,
     ElasticMesh,
     MemoryModel,
     ReplicaSync,
@@ -36,6 +38,7 @@ from dtensor_gtp.elastic.sync import Channel
 
 # Small enough that a bucket is sent within backward, large enough that it holds several segments.
 BUCKET_NBYTES = 300
+HEAD_DIM = 4
 
 
 def tokens_of(step: int, rows: int) -> torch.Tensor:
@@ -64,6 +67,36 @@ class TensorParallel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.norm(self.down(torch.relu(self.up(self.embedding(tokens))))))
         return logits
+
+
+class Heads(nn.Module):
+    """Attention of five heads and a SwiGLU of eleven pairs of features: no size of tp above 1 divides them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.wq, self.wk, self.wv = (nn.Linear(6, 5 * HEAD_DIM, bias=name == "wq") for name in ("wq", "wk", "wv"))
+        self.wo = nn.Linear(5 * HEAD_DIM, 6)
+        self.w1, self.w3 = (nn.Linear(6, 22, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(22, 6, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        q, k, v = (w(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.wo(attended.transpose(1, 2).flatten(2))
+        x = x + self.w2(F.silu(self.w1(x)) * self.w3(x))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def shard_heads(model: nn.Module, mesh: ElasticMesh) -> None:
+    blocks = dict.fromkeys(("wq", "wk", "wv"), HEAD_DIM) | dict.fromkeys(("w1", "w3"), 2)
+    rows = {"wo": HEAD_DIM, "w2": 2}
+    plan = {name: BlockColwiseParallel(size) for name, size in blocks.items()}
+    parallelize_module(model, mesh["tp"], plan | {name: BlockRowwiseParallel(size) for name, size in rows.items()})
+    gtp_shard(model, mesh.weights, schedule=ALL)
 
 
 def shard_small(model: Any, mesh: ElasticMesh, **options: Any) -> None:
@@ -127,7 +160,7 @@ class TestSixRanks(GlooTest):
         return self.replicas([0, 1, 2], [3, 4], [5])
 
     def test_patterns_of_failures(self) -> None:
-        for sizes in ((4, 2), (1, 4, 1), (3, 2, 1), (5, 1), (3, 3), (2, 4), (1, 2, 3), (2, 2, 2)):
+        for sizes in ((4, 2), (1, 4, 1), (3, 2, 1), (5, 1), (3, 3), (2, 4), (1, 2, 3), (2, 2, 2), (1,) * 6):
             ends = torch.tensor(sizes).cumsum(0).tolist()
             mesh = self.replicas(*(range(end - size, end) for size, end in zip(sizes, ends, strict=True)))
             elastic = Elastic(mesh)
@@ -153,6 +186,24 @@ class TestSixRanks(GlooTest):
             self.assertEqual([(replica.gtp, replica.tp) for replica in mesh.layout.replicas], sizes)
             torch.manual_seed(3)
             elastic = Elastic(mesh, TensorParallel(), shard_tensor_parallel)
+            elastic.train()
+            elastic.sync.check_values()
+
+    def test_heads_that_no_size_of_tp_divides(self) -> None:
+        """Five heads over 3, 2 and 1 ranks, and over 2 x 2 and 2: whole ones everywhere."""
+        weights = [WeightSpec("wq", (5 * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
+        for ranks, tp, sizes in (
+            (([0, 1, 2], [3, 4], [5]), 3, [(1, 3), (1, 2), (1, 1)]),
+            (([0, 1, 2, 3], [4, 5]), 2, [(2, 2), (1, 2)]),
+        ):
+            mesh = nonuniform_mesh("cpu", replicas=ranks, tp=tp, weights=weights)
+            self.assertEqual([(replica.gtp, replica.tp) for replica in mesh.layout.replicas], sizes)
+            torch.manual_seed(3)
+            elastic = Elastic(mesh, Heads(), shard_heads)
+            tp_size = mesh["tp"].size()
+            num_heads = 5 - 2 * -(-5 // 3) if (tp_size, mesh.place.tp) == (3, 2) else None
+            if num_heads is not None:
+                self.assertEqual(local(elastic.model.wq.weight).shape, (num_heads * HEAD_DIM, 6))
             elastic.train()
             elastic.sync.check_values()
 
