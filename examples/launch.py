@@ -58,6 +58,27 @@ class Place:
         return value.item() / self.world_size
 
 
+class Farewell:
+    """What a process still does when a peer is gone or when it is told to end by SIGTERM; at most once."""
+
+    def __init__(self) -> None:
+        self._say: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def arm(self, say: Callable[[], None]) -> None:
+        self._say = say
+
+    def say(self) -> None:
+        """From any thread; returns when it is said."""
+        with self._lock:
+            say, self._say = self._say, None
+            if say is not None:
+                try:
+                    say()
+                except Exception:
+                    traceback.print_exc()
+
+
 def start() -> Place:
     """Chooses the device and joins the default process group (NCCL with GPUs, gloo without).
 
@@ -96,18 +117,20 @@ def _store_of_attempt() -> dist.Store:
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-of-{world_size}", store)
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], farewell: Farewell | None = None) -> None:
     """Calls ``main`` and ends the process: status 0, 1 after an exception, 128 + n after signal n.
 
     An exception is printed with its rank and handed to torchrun, whose summary names the first rank that failed.
     """
-    _exit_on_signals()
+    farewell = farewell or Farewell()
+    _exit_on_signals(farewell)
 
     def let_the_cause_be_first() -> None:
         try:
             main()
         except RuntimeError as error:
             if _PEER_LOST.search(str(error)):
+                farewell.say()
                 time.sleep(_PEER_REPORT_S)
             raise
 
@@ -134,7 +157,7 @@ def _leave(status: int, reason: str = "") -> NoReturn:
     os._exit(status)
 
 
-def _exit_on_signals() -> None:
+def _exit_on_signals(farewell: Farewell) -> None:
     """Makes SIGINT and SIGTERM end the process from a thread of its own.
 
     Python runs signal handlers in the main thread between bytecodes, and therefore not while a collective blocks. The
@@ -148,6 +171,8 @@ def _exit_on_signals() -> None:
 
     def wait() -> None:
         number = os.read(reader, 1)[0]
+        if number == signal.SIGTERM:
+            farewell.say()
         _leave(128 + number, f"stopped by {signal.Signals(number).name}")
 
     threading.Thread(target=wait, name="signals", daemon=True).start()

@@ -9,20 +9,24 @@ checkpoint on any number of processes, with the same data order; on as many proc
 
     torchrun --max-restarts 3 --nproc-per-node 7 examples/train_llama.py --elastic 4
 
-trains replicas of four processes, the last of which has three, and resumes by itself where there is a checkpoint: when
-torchrun starts the job again after a failure, on as many processes as are left, it goes on.
+trains replicas of four processes, the last of which has three, and goes on by itself when torchrun starts the job again
+after a failure, on as many processes as are left: with what the processes that did not fail leave in memory when they
+are told to end, which loses the step in flight; where that is not all, with the last checkpoint.
 """
 
 import argparse
+import os
 import sys
+import threading
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import training
+from checkpoints import TrainState
 from dtensor_gtp import SchedulePolicy, elastic, gtp_shard
-from launch import Place, UsageError, run, start
+from launch import Farewell, Place, UsageError, run, start
 from llama import Llama, LlamaConfig
 from text_data import VOCAB_SIZE, Corpus, load_corpus
 from training import MAX_GRAD_NORM, Preset, add_options, mixed_precision, use_deterministic_kernels
@@ -119,8 +123,59 @@ class Trainer(training.Trainer):
         weight = 1.0 if share is None else share.num_samples * place.world_size / preset.batch_size
         rows = None if share is None else share.rows
         super().__init__(options, preset, place, corpus, model, rows=rows, weight=weight)
+        # Held while the weights change: what is left to the next process is the state between two steps.
+        self.updating = threading.Lock()
+        self.updated = torch.cuda.Event() if place.device.type == "cuda" else None
+        self.handover = None if self.replicas is None else elastic.handover_path()
+        self.held = None if self.handover is None else elastic.take_state(self.handover)
+        is_held = torch.tensor(float(self.held is not None), device=place.device)
+        self.is_recovering = self.replicas is not None and place.mean_over_ranks(is_held) > 0
         # Where there is a checkpoint, torchrun has started this job again.
-        self.is_resuming |= options.elastic is not None and self.checkpoints.latest() is not None
+        has_checkpoint = self.replicas is not None and self.checkpoints.latest() is not None
+        self.is_resuming |= has_checkpoint or self.is_recovering
+
+    def update(self) -> None:
+        if self.updated is not None and self.handover is not None:
+            torch.cuda.synchronize()  # an update that waits for a peer that is gone must not have been launched
+        with self.updating:
+            super().update()
+            if self.updated is not None:
+                self.updated.record()
+
+    def leave(self) -> None:
+        """Leaves what this process holds to the one that torchrun starts in its place; no update follows it."""
+        is_last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        if self.handover is None or is_last:
+            return
+        self.updating.acquire()
+        stream = None if self.updated is None else torch.cuda.Stream()
+        with torch.cuda.stream(stream):  # not behind a collective that never ends
+            if stream is not None and self.updated is not None:
+                stream.wait_event(self.updated)
+            state = TrainState(self.model, self.optimizer, self.scheduler, self.place).state_dict()
+            elastic.leave_state(elastic.hold_state(state, step=self.step), self.handover)
+
+    def resume(self) -> None:
+        """Continues from memory where the processes before have left all of the state, else from a checkpoint."""
+        if self.is_recovering and self.recover():
+            return
+        if self.is_recovering and self.checkpoints.latest() is None:
+            return
+        super().resume()
+
+    def recover(self) -> bool:
+        assert self.replicas is not None
+        state = TrainState(self.model, self.optimizer, self.scheduler, self.place)
+        values = state.state_dict()
+        try:
+            self.step = elastic.recover_state(self.held, values, self.replicas)
+        except elastic.StateLostError:
+            self.optimizer.state.clear()  # state_dict() has made one, which counts a step
+            return False
+        state.load_state_dict(values)
+        self.held = None
+        self.place.print_once(f"recovered step {self.step} from memory")
+        return True
 
     def clip_grad_norm(self) -> torch.Tensor:
         if self.replicas is None:
@@ -140,13 +195,17 @@ def share_of(replicas: elastic.ElasticMesh, preset: Preset[LlamaConfig]) -> elas
         raise UsageError(f"--batch-size {preset.batch_size}: {error}") from None
 
 
-def main() -> None:
+def main(farewell: Farewell | None = None) -> None:
     options = parse_options(sys.argv[1:])
     if options.deterministic:
         use_deterministic_kernels()
     place = start()
-    Trainer(options, resolve_preset(options, place), place, load_corpus()).run(options.json)
+    trainer = Trainer(options, resolve_preset(options, place), place, load_corpus())
+    if farewell is not None:
+        farewell.arm(trainer.leave)
+    trainer.run(options.json)
 
 
 if __name__ == "__main__":
-    run(main)
+    farewell = Farewell()
+    run(lambda: main(farewell), farewell)

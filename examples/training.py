@@ -245,12 +245,16 @@ class Trainer:
         loss = self.loss(batch)
         (loss + self.extra_loss()).backward()
         grad_norm = self.clip_grad_norm()
-        self.optimizer.step()
-        self.scheduler.step()
+        self.update()
         self.optimizer.zero_grad()
-        self.step += 1
         self.speed.count(self.preset.batch_size * self.preset.model.max_seq_len)
         return loss.detach(), grad_norm
+
+    def update(self) -> None:
+        """From the gradients to the state after one more step."""
+        self.optimizer.step()
+        self.scheduler.step()
+        self.step += 1
 
     def extra_loss(self) -> torch.Tensor | float:
         """What training minimizes beside the loss that is reported, of the forward that has just run."""

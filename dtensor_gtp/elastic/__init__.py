@@ -2,6 +2,7 @@
 
 from .attach import synchronize_replicas
 from .checkpoint import ReplicaSavePlanner
+from .handover import handover_path, leave_state, take_state
 from .mesh import ElasticMesh, nonuniform_mesh
 from .parallel import BlockColwiseParallel, BlockRowwiseParallel
 from .plan import (
@@ -17,7 +18,7 @@ from .plan import (
     plan_sync,
     segments_of,
 )
-from .recovery import HeldState, hold_state, recover_state
+from .recovery import HeldState, StateLostError, hold_state, recover_state
 from .regroup import Survivors, join, num_waiting, regroup
 from .replicas import BatchShare, Replica, ReplicaLayout, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
@@ -42,6 +43,7 @@ __all__ = [
     "ReplicaSavePlanner",
     "ReplicaSync",
     "Segment",
+    "StateLostError",
     "Survivors",
     "SyncPlan",
     "WeightSpec",
@@ -49,8 +51,10 @@ __all__ = [
     "check_memory",
     "choose_sizes",
     "clip_grad_norm_",
+    "handover_path",
     "hold_state",
     "join",
+    "leave_state",
     "nonuniform_mesh",
     "num_waiting",
     "plan_moves",
@@ -61,4 +65,5 @@ __all__ = [
     "replicas_of",
     "segments_of",
     "synchronize_replicas",
+    "take_state",
 ]

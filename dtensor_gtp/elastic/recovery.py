@@ -25,6 +25,10 @@ from .transfer import Move, plan_moves
 Path = tuple[Any, ...]
 
 
+class StateLostError(RuntimeError):
+    """A part of the state is on none of the ranks that are left: a checkpoint has to be loaded."""
+
+
 @dataclass(frozen=True)
 class HeldState:
     """What one rank has of the state of a job. Made by :func:`hold_state`.
@@ -89,7 +93,7 @@ def recover_state(
 
     Raises:
         ValueError: The held state is that of another model.
-        RuntimeError: A part of the state is on none of the ranks. Both are raised on all ranks.
+        StateLostError: A part of the state is on none of the ranks. Both are raised on all ranks.
     """
     wanted = {path: value for path, _, value in _leaves(state) if isinstance(value, DTensor)}
     # Everything in one exchange: the plan is then the same arithmetic on all ranks.
@@ -118,7 +122,7 @@ def _latest_complete_step(
     having: Mapping[int, Any], wanting: list[dict[Path, _Part]], replica_of: Mapping[int, int]
 ) -> tuple[int, dict[Path, list[Move]]]:
     if not having:
-        raise RuntimeError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
+        raise StateLostError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
     lost = ""
     for step in sorted({known[0] for known in having.values()}, reverse=True):
         sources = {rank: tensors for rank, (at, tensors, _) in having.items() if at == step}
@@ -139,7 +143,7 @@ def _latest_complete_step(
                 break
         else:
             return step, moves
-    raise RuntimeError(
+    raise StateLostError(
         f"recover_state expects each part of the state on a rank that is left, but {lost} is on none of the ranks "
         f"{sorted(having)}. Load a checkpoint."
     )
@@ -253,4 +257,4 @@ def format_path(path: Path) -> str:
     return f"'{'.'.join(map(str, path))}'"
 
 
-__all__ = ["HeldState", "hold_state", "recover_state"]
+__all__ = ["HeldState", "StateLostError", "hold_state", "recover_state"]

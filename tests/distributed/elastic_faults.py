@@ -33,6 +33,7 @@ from dtensor_gtp.elastic import (
     RankWatch,
     ReplicaSavePlanner,
     ReplicaSync,
+    StateLostError,
     Survivors,
     hold_state,
     join,
@@ -157,9 +158,7 @@ def recover(job: Job, progress: Progress, setup: Setup) -> None:
     state = job_state(job.model, job.optimizer)
     try:
         progress.step = recover_state(progress.held, state, job.mesh)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        if "Load a checkpoint" not in str(error):
-            raise
+    except StateLostError:
         latest = latest_checkpoint(setup.path)
         progress.step = 0 if latest is None else int(latest.name.partition("-")[2])
         if latest is None:

@@ -83,11 +83,14 @@ def tiny(checkpoint_dir: Path, *more: str | Path) -> list[str | Path]:
     ]
 
 
+RUN = "\nfarewell = launch.Farewell()\nlaunch.run(lambda: train_llama.main(farewell), farewell)\n"
+
+
 def wrapper(path: Path, patch: str) -> Path:
     """Writes a script that runs the example with ``patch`` applied to its modules first."""
     head = f"import os, signal, sys, time\nsys.path.insert(0, {str(EXAMPLES)!r})\n"
     body = "import checkpoints, launch, train_llama\nrank = int(os.environ['RANK'])\n"
-    path.write_text(head + body + textwrap.dedent(patch) + "\nlaunch.run(train_llama.main)\n")
+    path.write_text(head + body + textwrap.dedent(patch) + RUN)
     return path
 
 

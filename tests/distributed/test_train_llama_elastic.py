@@ -13,7 +13,7 @@ from test_train_llama import EXAMPLES, SCRIPT, STEPS, finish, launch, metrics, p
 from torch.testing import assert_close
 
 KILLED_AT = 3
-RESUMED_AT = 2
+LAST_CHECKPOINT = 2
 # No number of rows that three processes could share evenly.
 BATCH = ("--batch-size", "13")
 
@@ -24,9 +24,11 @@ def popen_with_restarts(arguments: list[str | Path], num_processes: int) -> subp
         return popen(arguments, num_processes)
 
 
-def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path) -> None:
-    """Three processes are replicas of two and one. One is killed in the fourth backward; torchrun starts all of them
-    again, and the job ends as one process would have ended it."""
+@pytest.mark.parametrize("path", ["memory", pytest.param("checkpoint", marks=pytest.mark.soak)])
+def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path, path: str) -> None:
+    """Three processes are replicas of two and one. One is killed in the fourth backward; torchrun ends the others,
+    which leave their state in memory, and starts all of them again. The job ends as one process would have ended it."""
+    in_memory = path == "memory"
     whole = launch([SCRIPT, *tiny(tmp_path / "whole", *BATCH, "--json", tmp_path / "whole.json")], None)
     assert whole.status == 0, whole.output
     patch = f"""
@@ -37,6 +39,8 @@ def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path) -> Non
                     lambda m, a, out: out.register_hook(lambda g: os.kill(os.getpid(), signal.SIGKILL)) and None)
             return step(self)
         train_llama.Trainer.train_step = step_or_die
+        if not {in_memory}:
+            train_llama.Trainer.leave = lambda self: None
     """
     script = wrapper(tmp_path / "killed.py", patch)
     started = time.monotonic()
@@ -44,11 +48,13 @@ def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path) -> Non
     result = finish(popen_with_restarts([script, *options], 3), started, 120)
     assert result.status == 0, result.output
     assert "2 replicas of 3 ranks" in result.output
-    checkpoint = tmp_path / "elastic" / f"step-{RESUMED_AT}"
-    assert f"resumed from {checkpoint}, saved by 3 processes" in result.output
+    checkpoint = tmp_path / "elastic" / f"step-{LAST_CHECKPOINT}"
+    assert (f"recovered step {KILLED_AT} from memory" in result.output) == in_memory, result.output
+    assert (f"resumed from {checkpoint}, saved by 3 processes" in result.output) != in_memory
+    done = KILLED_AT if in_memory else LAST_CHECKPOINT
     expected, resumed = metrics(tmp_path / "whole.json"), metrics(tmp_path / "elastic.json")
-    assert [step for step, _ in resumed["losses"]] == list(range(RESUMED_AT + 1, STEPS + 1))
-    for (_, loss), (_, reference) in zip(resumed["losses"], expected["losses"][RESUMED_AT:], strict=True):
+    assert [step for step, _ in resumed["losses"]] == list(range(done + 1, STEPS + 1))
+    for (_, loss), (_, reference) in zip(resumed["losses"], expected["losses"][done:], strict=True):
         assert loss == pytest.approx(reference, abs=1e-5)
     final = saved_tensors(tmp_path / "whole" / f"step-{STEPS}", tmp_path / "whole.pt")
     for key, tensor in saved_tensors(tmp_path / "elastic" / f"step-{STEPS}", tmp_path / "elastic.pt").items():
