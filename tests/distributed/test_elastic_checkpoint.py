@@ -13,8 +13,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn as nn
 from checkpoint_common import adamw, job_state, make, shard
 from common import GlooTest, assert_same_params, full, shared_directory
+from quant_common import Net, blocks_only, gtp, loss_of, reference_of, take_over
+from quant_common import tokens_of as quantized_tokens_of
 from test_elastic import token_loss, tokens_of
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +34,7 @@ from dtensor_gtp.elastic import (
     recovery,
     synchronize_replicas,
 )
+from dtensor_gtp.quant import MXFP8, Float8Tensorwise, Recipe
 
 Ranks = tuple[tuple[int, ...], ...]
 
@@ -224,6 +228,57 @@ class TestElasticCheckpoint(GlooTest):
         drawn = torch.rand(3, generator=torch.Generator().set_state(new["rng"]))
         self.assertEqual(drawn, torch.rand(3, generator=torch.Generator().manual_seed(rank if rank != 2 else 0)))
         self.assertEqual(full(new["weight"]), make(0).norm.weight)
+
+    def test_quantized_masters(self) -> None:
+        """Segments hold whole blocks; a rank that comes back gets its master, from which it quantizes."""
+        mesh, rank = _replicas(UNEQUAL), dist.get_rank()
+        for recipe in (Float8Tensorwise(), MXFP8()):
+            torch.manual_seed(0)
+            reference = reference_of(plain := Net(), recipe, blocks_only)
+            optimizer = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.5)
+
+            def build(plain: nn.Module = plain, recipe: Recipe = recipe) -> tuple[Any, Any, Any]:
+                model = gtp(recipe, mesh.weights)(copy.deepcopy(plain))
+                sync = synchronize_replicas(model, mesh)
+                return model, sync, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+
+            model, sync, own_optimizer = build()
+            for step in range(3):
+                if step == 2:
+                    held = hold_state(job_state(model, own_optimizer), step=step) if rank != 3 else None
+                    model, sync, own_optimizer = build()
+                    state = job_state(model, own_optimizer)
+                    self.assertEqual(recover_state(held, state, mesh), step)
+                    set_state_dict(
+                        model, own_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                    )
+                batch = quantized_tokens_of(step)
+                share = mesh.rebalance_batch(len(batch))
+                sync.set_batch(share)
+                loss_of(reference, batch).backward()
+                loss_of(model, batch[share.rows]).backward()
+                assert_same_params(model, reference, "grad")
+                for each in (optimizer, own_optimizer):
+                    each.step()
+                    each.zero_grad()
+                assert_same_params(model, reference)
+                sync.check_values()
+                take_over(reference, model)
+
+    def test_a_checkpoint_of_another_model_is_refused(self) -> None:
+        with shared_directory() as path:
+            job = Job(_replicas(UNEQUAL))
+            planner = ReplicaSavePlanner(_replicas(UNEQUAL))
+            dcp.save({"model": job.model.state_dict()}, checkpoint_id=path, planner=planner)
+            model = Job(_replicas(OTHER)).model
+            missing = {"model": {"norm2.weight": model.norm.weight.detach()}}
+            wider = {"model": {"embedding.weight": model.linear.weight.detach()}}
+            for state, message in (
+                (missing, "Missing key in checkpoint state_dict: model.norm2.weight"),
+                (wider, r"(?i)size mismatch.*model.embedding.weight"),
+            ):
+                with self.assertRaisesRegex(dcp.api.CheckpointException, message):
+                    dcp.load(state, checkpoint_id=path)
 
     def test_recover_state_refuses(self) -> None:
         rank, mesh = dist.get_rank(), _replicas(UNEQUAL)

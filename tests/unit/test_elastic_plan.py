@@ -86,6 +86,48 @@ def simulate(layout: ReplicaLayout, weight: WeightSpec, seed: int) -> None:
         torch.testing.assert_close(shard, expected[_slices(box_of_rank(weight, layout, rank))])
 
 
+def train(layout: ReplicaLayout, weight: WeightSpec, seed: int, steps: int = 3) -> None:
+    """Regression with Adam, in one process and as the ranks of ``layout`` would."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    reference = draw(*weight.shape).requires_grad_()
+    boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
+    shards = {rank: reference.detach()[_slices(box)].clone().requires_grad_() for rank, box in boxes.items()}
+    optimizers = {rank: torch.optim.Adam([shard], lr=0.1) for rank, shard in shards.items()}
+    optimizer = torch.optim.Adam([reference], lr=0.1)
+    for step in range(steps):
+        batch = layout.num_data_ranks + (seed + step) % 4
+        x, y = draw(batch, weight.shape[1]), draw(batch, weight.shape[0])
+        (((x @ reference.T - y) ** 2).sum() / batch).backward()
+        shares = layout.batch_shares(batch)
+        of_replica = []
+        for replica in layout.replicas:
+            whole = torch.zeros(weight.shape, dtype=torch.float64)
+            for rank in replica.ranks:
+                whole[_slices(boxes[rank])] = shards[rank].detach()
+            whole.requires_grad_()
+            for rank in replica.ranks:  # each the mean over its own samples, weighed by their number
+                rows = shares[rank].rows
+                (((x[rows] @ whole.T - y[rows]) ** 2).sum() / batch).backward()
+            of_replica.append(whole.grad)
+        for shard in shards.values():
+            shard.grad = torch.zeros_like(shard)
+        for box, holders in segments_of(weight, layout):
+            parts = [grad[_slices(box)] for grad in of_replica if grad is not None]
+            for rank in itertools.chain.from_iterable(holders):
+                grad = shards[rank].grad
+                assert grad is not None
+                grad[box.within(boxes[rank])] += sum(parts)
+        for each in (optimizer, *optimizers.values()):
+            each.step()
+            each.zero_grad()
+    for rank, shard in shards.items():
+        torch.testing.assert_close(shard, reference[_slices(boxes[rank])])
+
+
 def _slices(box: object) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))  # type: ignore[attr-defined]
 
@@ -147,6 +189,16 @@ class TestReplicas(TestCase):
 1 ranks: (1, 1, '7 of 8 ranks failed;
   tp 4 -> 1: 2 to 4 do not divide 1, and no rank is parked;
   gtp 2 -> 1')""",
+        )
+        # Ten heads on four ranks make each wait for one with three; on three ranks, with four of ten, it is no worse.
+        ten = [WeightSpec("wq", (40, 4), tp_dim=0, tp_block_size=4)]
+        self.assertEqual(
+            [
+                box_of_rank(ten[0], replicas_of([range(n)], tp=4, weights=ten), r).size[0]
+                for n in (3, 4)
+                for r in range(n)
+            ],
+            [16, 16, 8, 12, 12, 12, 4],
         )
         # Six heads go over three ranks evenly: tensor parallelism stays, as large as it can.
         self.assertEqual(choose_sizes(3, 1, 4, [WeightSpec("wq", (12, 4), tp_dim=0, tp_block_size=2)])[:2], (1, 3))
@@ -238,6 +290,13 @@ class TestSegments(TestCase):
                 if weight.dim is not None:
                     simulate(layout, weight, seed)
         self.assertGreaterEqual(len({s for s in sizes if len(set(s)) > 1}), 3, sizes)
+
+    def test_three_steps_over_every_pattern_of_failures(self) -> None:
+        """Each rank trains on its share with the weights of its replica, as the plan says, with Adam on its shard.
+        After three steps every rank has its part of what one process has on the whole batch."""
+        for replicate, gtp in itertools.product((2, 3), (1, 2, 3, 4)):
+            for seed, layout in enumerate(layouts(replicate, gtp)):
+                train(layout, WeightSpec("w", (7, 3), block_size=1 + seed % 2), seed)
 
     def test_blocks_are_never_cut(self) -> None:
         for layout in layouts(3, 4):
