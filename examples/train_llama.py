@@ -125,6 +125,7 @@ class Trainer(training.Trainer):
         super().__init__(options, preset, place, corpus, model, rows=rows, weight=weight)
         # Held while the weights change: what is left to the next process is the state between two steps.
         self.updating = threading.Lock()
+        self.is_whole = False
         self.updated = torch.cuda.Event() if place.device.type == "cuda" else None
         self.handover = None if self.replicas is None else elastic.handover_path()
         self.held = None if self.handover is None else elastic.take_state(self.handover)
@@ -148,6 +149,10 @@ class Trainer(training.Trainer):
         if self.handover is None or is_last:
             return
         self.updating.acquire()
+        if not self.is_whole:  # still being recovered: what has come is passed on
+            if self.held is not None:
+                elastic.leave_state(self.held, self.handover)
+            return
         stream = None if self.updated is None else torch.cuda.Stream()
         with torch.cuda.stream(stream):  # not behind a collective that never ends
             if stream is not None and self.updated is not None:
@@ -163,6 +168,10 @@ class Trainer(training.Trainer):
             return
         super().resume()
 
+    def train(self) -> None:
+        self.is_whole, self.held = True, None
+        super().train()
+
     def recover(self) -> bool:
         assert self.replicas is not None
         state = TrainState(self.model, self.optimizer, self.scheduler, self.place)
@@ -173,7 +182,6 @@ class Trainer(training.Trainer):
             self.optimizer.state.clear()  # state_dict() has made one, which counts a step
             return False
         state.load_state_dict(values)
-        self.held = None
         self.place.print_once(f"recovered step {self.step} from memory")
         return True
 
