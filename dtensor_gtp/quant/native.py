@@ -227,6 +227,13 @@ class NativeWeight(StoredWeight):
         planes = tuple(inner[f"stored_{name}"] for name in PLANE_NAMES if f"stored_{name}" in inner)
         return NativeWeight(Quantized(planes, inner.get("stored_amax")), matrix, dtype, info)
 
+    @classmethod
+    def __metadata_guard__(cls, traced: Any, other: Any) -> bool:
+        """Whether compiled code of one weight serves another: names and groups are nothing to it, so layers of one
+        shape share one graph."""
+        (info, *rest), (other_info, *other_rest) = traced, other
+        return (info.recipe, info.whole, rest) == (other_info.recipe, other_info.whole, other_rest)
+
     @property
     def stored_elements(self) -> torch.Tensor:
         return self._quantized.planes[0]
