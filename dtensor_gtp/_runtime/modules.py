@@ -24,6 +24,7 @@ from ..ops.compiled import CompiledWeight, materialize
 from ..ops.compiled import embedding as compiled_embedding
 from ..ops.compiled import linear as compiled_linear
 from ..ops.compiled import parallel_linear as compiled_parallel_linear
+from ..ops.compiled_grouped import grouped_linear as compiled_grouped_linear
 from ..ops.embedding import embedding
 from ..ops.grouped import sharded_grouped_linear
 from ..ops.linear import linear, parallel_linear
@@ -389,7 +390,14 @@ class GTPGroupedLinear:
         weight, bias = binding.params["weight"], binding.params.get("bias")
         is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
         if torch.compiler.is_compiling():
-            return super().forward(x, split_sizes, scales)  # type: ignore[misc, no-any-return]
+            if torch.is_autocast_enabled(x.device.type):
+                return super().forward(x, split_sizes, scales)  # type: ignore[misc, no-any-return]
+            compiled = binding.compiled["weight"]
+            module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
+            # Reads the bias as an attribute: whichever it is, the graph gets its value.
+            own_bias = module.bias
+            value = local_part(own_bias) if isinstance(own_bias, torch.Tensor) else None
+            return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
         if not is_plain or torch.is_autocast_enabled(x.device.type):
             return _in_frame(self, GTPGroupedLinear, x, split_sizes, scales)
         assert isinstance(weight, ShardedWeight)

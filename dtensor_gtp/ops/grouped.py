@@ -108,6 +108,17 @@ def grouped_wgrad(grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tenso
     return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, : shape_NK[0], : shape_NK[1]]
 
 
+def reduce_wgrad(
+    runtime: Runtime, weight: ShardedWeight, grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tensor
+) -> None:
+    """The weight's gradient, on its way to the shard.
+
+    ``grouped_mm`` writes to no given buffer: what it returns is copied into the send buffer, cast and with the sharded
+    dim in front, or added to what earlier microbatches have left there.
+    """
+    runtime.grads.add_full(weight, grouped_wgrad(grad_TN, x_TK, ends_G), is_owned=True)
+
+
 def _padding(x: torch.Tensor) -> int:
     """Elements that the last dim lacks: the kernels want rows of whole 16-byte units."""
     return -x.shape[-1] % (16 // x.element_size())
@@ -167,7 +178,7 @@ class _ShardedGroupedMM(torch.autograd.Function):
         grad_TN = grad_TN.contiguous()
         if x_TK is not None and compat.is_awaited(ctx, 1):
             # wgrad first, as in linear: its reduce-scatter hides behind dgrad.
-            runtime.grads.add_full(weight, grouped_wgrad(grad_TN, x_TK, ends_G), is_owned=True)
+            reduce_wgrad(runtime, weight, grad_TN, x_TK, ends_G)
         grad_x = None
         if ctx.needs_input_grad[0]:
             check_unmodified(weight, ctx.version)

@@ -18,8 +18,6 @@ import dtensor_gtp
 from harness import Memory, World, median
 from modes import COMPILED, RECIPE
 
-_SCRIPT = "examples/benchmarks/train_step.py"
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -158,7 +156,7 @@ def environment(world: World) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(world.device) if world.is_cuda else f"CPU, {os.cpu_count()} cores",
         "backend": dist.get_backend(),
         "world_size": world.size,
-        "command": f"{launcher} {_SCRIPT} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"{launcher} examples/benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip(),
     }
 
 

@@ -23,14 +23,16 @@ def environment_of_this_process() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def run_script(directory: Path, *arguments: str, processes: int | None = None) -> tuple[int, str, dict[str, Any]]:
+def run_script(
+    directory: Path, *arguments: str, processes: int | None = None, script: Path = SCRIPT
+) -> tuple[int, str, dict[str, Any]]:
     """Exit status, output and JSON of the script; under torchrun if ``processes`` is given."""
     launcher = []
     if processes is not None:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     result_file = directory / "result.json"
     result = subprocess.run(
-        [sys.executable, *launcher, SCRIPT, "--device=cpu", *arguments, f"--json={result_file}"],
+        [sys.executable, *launcher, script, "--device=cpu", *arguments, f"--json={result_file}"],
         cwd=directory,
         env=environment_of_this_process(),
         capture_output=True,

@@ -12,15 +12,16 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
-from runtime_common import counted
+from runtime_common import counted, num_gathers
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard, sharding_report
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp.nn import GroupedLinear
 
 GROUPS, WIDTH, HIDDEN, ROWS = 4, 6, 10, 24
+NO_KEEP = SchedulePolicy(min_shard_numel=0, prefetch_depth=0, prefetch_nbytes=0, coalesce_nbytes=0)
 
 
 class Experts(nn.Module):
@@ -144,18 +145,29 @@ class TestGrouped(GlooTest):
         assert_same_params(low, reference, "grad", rtol=0.1, atol=0.01)
 
     def test_compiled(self) -> None:
-        mesh = self.gtp_mesh()
+        """One graph for the whole model; gathers as many weights as without a compiler, and saves none of them."""
+        mesh, x = self.gtp_mesh(), torch.randn(6, WIDTH, requires_grad=True)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        models = [gtp_shard(make(), mesh, schedule=ALL, mp_policy=policy) for _ in range(2)]
-        for name in ("up", "down"):
-            models[1].get_submodule(name).compile(fullgraph=True, backend="aot_eager")
-        x = torch.randn(6, WIDTH)
-        outputs = [model(x) for model in models]
-        self.assertEqual(*outputs)
-        for output in outputs:
-            output.float().square().mean().backward()
-        for a, b in zip(*(m.parameters() for m in models), strict=True):
-            torch.testing.assert_close(full(a.grad), full(b.grad))
+        for options in ({"mp_policy": policy}, {}):
+            models = [gtp_shard(make(), mesh, schedule=NO_KEEP, **options) for _ in range(2)]
+            models[1].compile(fullgraph=True, backend="aot_eager")
+            for freeze in (False, True):
+                for model in models:
+                    model.up.requires_grad_(not freeze)
+                results = []
+                for model in models:
+                    for _ in range(2):
+                        model.zero_grad()
+                        x.grad = None
+                        before = num_gathers(model)
+                        output = model(x)
+                        output.float().square().mean().backward()
+                    grads = [None if p.grad is None else full(p.grad) for p in model.parameters()]
+                    gathers = {name: number - before[name] for name, number in num_gathers(model).items()}
+                    results.append((output, x.grad.clone(), grads, gathers))
+                self.assertEqual(results[0], results[1])
+                # down is the last weight of the forward and the first of backward: it stays in between
+                self.assertEqual(gathers, {"router.weight": 2, "up.weight": 2, "down.weight": 1})
 
     def test_counts_are_checked_before_any_collective(self) -> None:
         model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)

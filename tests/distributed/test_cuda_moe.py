@@ -1,0 +1,212 @@
+"""Mixtures of experts on GPUs with NCCL: no word from the host, CUDA graphs with other routing, the kernel's strides.
+
+Needs 2 to 8 GPUs of one host; uses as many as there are, an even number.
+"""
+
+from __future__ import annotations
+
+import copy
+import unittest
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import assert_same_params
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, parallelize_experts
+from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
+
+NUM_GPUS = min(torch.cuda.device_count(), 8) // 2 * 2 if torch.cuda.is_available() else 0
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
+
+
+class Block(nn.Module):
+    """Router, experts, residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, EXPERTS, bias=False)
+        self.experts = GroupedExperts(GroupedMLP(EXPERTS, DIM, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(TOP_K)
+        return x + self.experts(x, chosen, weights)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(x)
+    output.float().square().mean().backward()
+    return output
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestCudaMoE(MultiProcContinuousTest):
+    world_size = NUM_GPUS
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "nccl"
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def mesh(self) -> WeightMesh:
+        return init_weight_mesh("cuda", gtp=self.world_size, ep=2, expert_gtp=self.world_size // 2)
+
+    def block(self, mesh: WeightMesh, method: str, policy: MixedPrecisionPolicy = BF16) -> Block:
+        torch.manual_seed(0)
+        model = Block().cuda()
+        parallelize_experts(model.experts, mesh["ep"], method=method)
+        gtp_shard(model.experts.mlp, mesh.expert_weights, mp_policy=policy)
+        model.experts.mlp.set_gradient_divide_factor(mesh.data.size())  # type: ignore[operator]
+        gtp_shard(model, mesh.weights, mp_policy=policy)
+        return model
+
+    def tokens(self, seed: int, rank: int | None = None) -> torch.Tensor:
+        generator = torch.Generator(device="cuda").manual_seed(seed * 100 + (self.rank if rank is None else rank))
+        return torch.randn(TOKENS, DIM, device="cuda", generator=generator)
+
+    def test_equals_one_process(self) -> None:
+        """Both ways of sending tokens, in fp32."""
+        for method in ("all_to_all", "all_gather"):
+            model = self.block(self.mesh(), method, MixedPrecisionPolicy())
+            torch.manual_seed(0)
+            reference = Block().cuda()
+            everything = [self.tokens(0, rank) for rank in range(self.world_size)]
+            step(reference, torch.cat(everything))
+            step(model, everything[self.rank])
+            assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-5)
+
+    def test_steady_state_never_waits_on_the_host(self) -> None:
+        model, x = self.block(self.mesh(), "all_gather"), self.tokens(0)
+        for _ in range(2):
+            step(model, x)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(model, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_all_to_all_waits_once_for_each_dispatch(self) -> None:
+        """The documented host path: it would raise under the mode that the other one passes."""
+        model, x = self.block(self.mesh(), "all_to_all"), self.tokens(0)
+        for _ in range(2):
+            step(model, x)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with self.assertRaisesRegex(RuntimeError, "synchroniz"):
+                model(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_block_in_a_cuda_graph(self) -> None:
+        """Captured with one routing and replayed with others: the same bits as eager."""
+        mesh = self.mesh()
+        model, eager = (self.block(mesh, "all_gather") for _ in range(2))
+        x = self.tokens(0)
+        graph, output = captured(model, lambda: step(model, x))
+        for replay in range(1, 5):
+            x.copy_(self.tokens(replay))
+            graph.replay()
+            expected = step(eager, x)
+            self.assertTrue(torch.equal(output, expected), f"replay {replay}")
+            for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
+                assert a.grad is not None
+                assert b.grad is not None
+                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"replay {replay}: {name}")
+            eager.zero_grad()
+
+    def test_layer_in_a_cuda_graph_with_other_splits(self) -> None:
+        mesh = self.mesh()
+        torch.manual_seed(0)
+        layer = GroupedLinear(EXPERTS, DIM, HIDDEN, device="cuda")
+        eager = copy.deepcopy(layer)
+        for module in (layer, eager):
+            gtp_shard(module, mesh.weights, mp_policy=BF16)
+        x = self.tokens(0).bfloat16().requires_grad_()
+        splits = torch.full((EXPERTS,), TOKENS // EXPERTS, device="cuda")
+
+        def run(module: nn.Module) -> torch.Tensor:
+            output: torch.Tensor = module(x, splits)
+            output.float().square().mean().backward()
+            return output
+
+        graph, output = captured(layer, lambda: run(layer))
+        for counts in ([TOKENS, 0, 0, 0, 0, 0, 0, 0], [0] * 8, [1, 2, 3, 4, 5, 6, 7, 8]):
+            splits.copy_(torch.tensor(counts))
+            graph.replay()
+            expected = run(eager)
+            self.assertTrue(torch.equal(output, expected), f"{counts}")
+            self.assertFalse(output[sum(counts) :].any(), f"{counts}")
+            for a, b in zip(layer.parameters(), eager.parameters(), strict=True):
+                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"{counts}")  # type: ignore[union-attr]
+            eager.zero_grad()
+
+
+def captured(model: nn.Module, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of ``run`` after three warm-up calls, and what it returns. Gradients are those of the last replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    return graph, output
+
+
+@unittest.skipIf(not torch.cuda.is_available(), "needs a GPU")
+class TestCudaKernel(unittest.TestCase):
+    SPLITS = ([40, 0, 24, 64], [0, 0, 0, 0], [1, 2, 3, 4])
+
+    def test_a_weight_in_a_gather_buffer(self) -> None:
+        """Cut on dim 1, the full weight is a view of a buffer with that dim in front: its groups are interleaved."""
+        for dtype, (n, k) in ((torch.bfloat16, (96, 64)), (torch.bfloat16, (70, 40)), (torch.float16, (64, 128))):
+            buffer = torch.randn(n, 4, k, device="cuda").to(dtype)
+            weight = buffer.movedim(0, 1)
+            for counts in self.SPLITS:
+                ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+                x, grad = (torch.randn(128, size, device="cuda").to(dtype) for size in (k, n))
+                for a, b in (
+                    (grouped_mm(x, weight.mT, ends), grouped_mm(x, weight.contiguous().mT, ends)),
+                    (grouped_mm(grad, weight, ends), grouped_mm(grad, weight.contiguous(), ends)),
+                ):
+                    torch.testing.assert_close(a, b, rtol=0, atol=0)
+                self.check_reference(x, grad, weight, counts)
+
+    def check_reference(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> None:
+        """Output, dgrad and wgrad against a loop in fp64; zeros beyond the last group."""
+        ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+        parts_x, parts_grad = (t.double().split([*counts, 128 - sum(counts)])[:-1] for t in (x, grad))
+        wide = weight.double()
+        tail = torch.zeros(128 - sum(counts), 1, device="cuda", dtype=torch.float64)
+        output = torch.cat(
+            [*(F.linear(p, w) for p, w in zip(parts_x, wide, strict=True)), tail.expand(-1, wide.shape[1])]
+        )
+        dgrad = torch.cat([*(g @ w for g, w in zip(parts_grad, wide, strict=True)), tail.expand(-1, wide.shape[2])])
+        wgrad = torch.stack([g.t() @ p for g, p in zip(parts_grad, parts_x, strict=True)])
+        eps = torch.finfo(x.dtype).eps
+        for got, want in (
+            (grouped_mm(x, weight.mT, ends), output),
+            (grouped_mm(grad, weight, ends), dgrad),
+            (grouped_wgrad(grad, x, ends), wgrad),
+        ):
+            torch.testing.assert_close(got.double(), want, rtol=4 * eps, atol=4 * eps * want.abs().max().item())
+
+
+if __name__ == "__main__":
+    run_tests()
