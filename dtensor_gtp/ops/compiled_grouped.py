@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _torch_compat as compat
 from .._runtime.saved import check_unmodified
 from .compiled import CompiledWeight, _ask_policy, _gradient_of, handles
-from .grouped import add_bias, grouped_mm, reduce_wgrad
+from .grouped import add_bias, multiply, multiply_grad, reduce_wgrad
 
 
 def grouped_linear(
@@ -30,8 +30,7 @@ def grouped_linear(
 @torch.library.custom_op("dtensor_gtp::grouped_linear", mutates_args=())
 def _grouped(x: Tensor, leaf: Tensor, ends: Tensor, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    with runtime.using(weight) as full:
-        return grouped_mm(x, full.mT, ends)
+    return multiply(x, ends, runtime, weight)
 
 
 @_grouped.register_fake
@@ -58,8 +57,7 @@ def _grouped_backward(
     grad_x = grad.new_empty(0)
     if needs_input:
         check_unmodified(weight, weight.compiled_version)
-        with runtime.using(weight.for_backward) as full:
-            grad_x = grouped_mm(grad, full, ends)
+        grad_x = multiply_grad(grad, ends, runtime, weight)
     return grad_x, _gradient_of(leaf)
 
 

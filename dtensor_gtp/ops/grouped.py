@@ -16,7 +16,10 @@ from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_unmodified
 from .._runtime.state import Runtime
 from ..quant.base import Direction
-from ..quant.tensor import for_product
+from ..quant.grouped_gemms import GroupedRowwiseGEMMs
+from ..quant.linear import gemms_of
+from ..quant.tensor import WeightWithRecipe, for_product
+from .float8 import using_quantized
 
 
 def grouped_linear(
@@ -56,8 +59,7 @@ def sharded_grouped_linear(
     if torch.is_grad_enabled():
         output: torch.Tensor = _ShardedGroupedMM.apply(x_TK, weight.leaf, ends_G, runtime, weight)  # type: ignore[no-untyped-call]
     else:
-        with runtime.using(weight) as full_GNK:
-            output = grouped_mm(x_TK, full_GNK.mT, ends_G)
+        output = multiply(x_TK, ends_G, runtime, weight)
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
@@ -87,10 +89,34 @@ def grouped_mm(x_TK: torch.Tensor, w_GKN: torch.Tensor, ends_G: torch.Tensor) ->
     if pad_K or pad_N:
         x_TK, w_GKN = F.pad(x_TK, (0, pad_K)), F.pad(w_GKN, (0, pad_N, 0, pad_K))
     output = F.grouped_mm(x_TK, w_GKN, offs=ends_G)
-    rows = torch.arange(x_TK.shape[0], device=x_TK.device, dtype=ends_G.dtype)
-    output.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)
-    # torch 2.11 compiles a Function that returns the very tensor it has written to in place without its gradient.
-    return output[:, :num_columns]
+    return _without_tail(output, ends_G)[:, :num_columns]
+
+
+def multiply(x_TK: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+    """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
+    gemms = weight.gemms
+    if not isinstance(gemms, GroupedRowwiseGEMMs):
+        with runtime.using(weight) as full_GNK:
+            return grouped_mm(x_TK, full_GNK.mT, ends_G)
+    with using_quantized(runtime, weight) as quantized:
+        return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weight.compute_dtype), ends_G)
+
+
+def multiply_grad(grad_TN: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+    """dgrad's grouped GEMM."""
+    gemms = weight.gemms
+    if not isinstance(gemms, GroupedRowwiseGEMMs):
+        with runtime.using(weight.for_backward) as full_GNK:
+            return grouped_mm(grad_TN, full_GNK, ends_G)
+    with using_quantized(runtime, weight.for_backward) as quantized:
+        return _without_tail(gemms.grouped_grad_input(grad_TN, quantized, ends_G, weight.compute_dtype), ends_G)
+
+
+def _without_tail(output_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Zeros beyond the last group, which kernels leave uninitialized. Not the very tensor: torch 2.11 compiles a
+    Function that returns what it has written to in place without its gradient."""
+    rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
+    return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 
 
 def grouped_wgrad(grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
@@ -134,12 +160,22 @@ def _spans(ends_G: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def _gemms_of(weight: torch.Tensor | None) -> GroupedRowwiseGEMMs | None:
+    """Float8 GEMMs of a weight that is not sharded, if it has a recipe with them."""
+    gemms = gemms_of(weight) if isinstance(weight, WeightWithRecipe) else None
+    return gemms if isinstance(gemms, GroupedRowwiseGEMMs) else None
+
+
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: torch.Tensor, weight_GNK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         # What backward will not use is not saved.
         ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
+        gemms = _gemms_of(weight_GNK)
+        if gemms is not None:
+            quantized = weight_GNK.quantized_for(Direction.ROWWISE)  # type: ignore[attr-defined]
+            return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weight_GNK.dtype), ends_G)
         return grouped_mm(x_TK, for_product(weight_GNK, Direction.ROWWISE).mT, ends_G)
 
     @staticmethod
@@ -148,7 +184,11 @@ class _GroupedMM(torch.autograd.Function):
         grad_TN = grad_TN.contiguous()
         wgrad = grouped_wgrad(grad_TN, x_TK, ends_G) if x_TK is not None else None
         grad_x = None
-        if weight_GNK is not None:
+        gemms = _gemms_of(weight_GNK)
+        if gemms is not None:
+            quantized = weight_GNK.quantized_for(Direction.COLUMNWISE)
+            grad_x = _without_tail(gemms.grouped_grad_input(grad_TN, quantized, ends_G, weight_GNK.dtype), ends_G)
+        elif weight_GNK is not None:
             grad_x = grouped_mm(grad_TN, for_product(weight_GNK, Direction.COLUMNWISE), ends_G)
         return grad_x, wgrad, None
 
@@ -165,8 +205,7 @@ class _ShardedGroupedMM(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
         ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, ends_G)
-        with runtime.using(weight) as full_GNK:
-            return grouped_mm(x_TK, full_GNK.mT, ends_G)
+        return multiply(x_TK, ends_G, runtime, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -182,6 +221,5 @@ class _ShardedGroupedMM(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             check_unmodified(weight, ctx.version)
-            with runtime.using(weight.for_backward) as full_GNK:
-                grad_x = grouped_mm(grad_TN, full_GNK, ends_G)
+            grad_x = multiply_grad(grad_TN, ends_G, runtime, weight)
         return grad_x, None, None, None, None

@@ -128,6 +128,10 @@ class Recipe(ABC):
         """
         raise NotImplementedError(f"{self.name} has no GEMMs of its own.")
 
+    def grouped_gemms(self, *, on_hardware: bool) -> Float8GEMMs | None:
+        """The GEMMs of a grouped layer; None if there are none."""
+        return None
+
     def is_capable(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of that compute capability has the GEMMs."""
         return False

@@ -52,7 +52,7 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
     if not recipe.has_gemms:
         return ComputePath(None, f"no GEMMs of {recipe.name}")
     if len(shape) != 2:
-        return ComputePath(None, "grouped")
+        return _grouped_path(recipe, device, shape, dtype)
     missing = _missing_device(recipe, device)
     if missing and recipe.compute == "auto":
         return ComputePath(None, missing)
@@ -73,6 +73,21 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
         f"Float8 GEMMs are asked for by the recipe {recipe} of '{fqn}' of shape {tuple(shape)} on {device}, but: "
         f"{missing}. Choose compute='auto' or 'dequantize', or leave the weight out of quantize_."
     )
+
+
+def _grouped_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> ComputePath:
+    """Several matrices: float8 where torch has the grouped GEMM, else dequantized, also where float8 is forced."""
+    if len(shape) != 3 or recipe.grouped_gemms(on_hardware=False) is None:
+        return ComputePath(None, f"no grouped GEMMs of {recipe.name}")
+    missing = _missing_device(recipe, device)
+    if missing:
+        if recipe.compute == "auto" or device.type != "cpu":
+            return ComputePath(None, missing)
+        return ComputePath(recipe.grouped_gemms(on_hardware=False), missing)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        missing = f"no grouped GEMMs of {recipe.name} but on Hopper"
+    missing = missing or _missing_shape(shape[1:]) or _missing_dtype(dtype)
+    return ComputePath(None, missing) if missing else ComputePath(recipe.grouped_gemms(on_hardware=True), "")
 
 
 def check_forced(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> None:
@@ -97,7 +112,7 @@ def _missing_device(recipe: Recipe, device: torch.device) -> str:
     return f"no {recipe.name} GEMMs on compute capability {'.'.join(map(str, capability))}"
 
 
-def _missing_shape(shape: torch.Size) -> str:
+def _missing_shape(shape: tuple[int, ...]) -> str:
     if all(size % ALIGNMENT == 0 for size in shape):
         return ""
     fits = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in shape)

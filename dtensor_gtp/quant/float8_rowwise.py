@@ -15,6 +15,7 @@ import torch
 from . import cast
 from .base import Direction, PlaneSpec, Quantized, Recipe
 from .float8_gemms import RowwiseGEMMs
+from .grouped_gemms import GroupedRowwiseGEMMs
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Float8Rowwise(Recipe):
 
     def gemms(self, *, on_hardware: bool) -> RowwiseGEMMs:
         return RowwiseGEMMs(self.high_precision_wgrad, on_hardware)
+
+    def grouped_gemms(self, *, on_hardware: bool) -> GroupedRowwiseGEMMs:
+        return GroupedRowwiseGEMMs(True, on_hardware)
 
     def is_capable(self, capability: tuple[int, int]) -> bool:
         return capability >= (8, 9)

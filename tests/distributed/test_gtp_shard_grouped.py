@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.quant import Float8Rowwise
 
 GROUPS, WIDTH, HIDDEN, ROWS = 4, 6, 10, 24
 NO_KEEP = SchedulePolicy(min_shard_numel=0, prefetch_depth=0, prefetch_nbytes=0, coalesce_nbytes=0)
@@ -168,6 +169,31 @@ class TestGrouped(GlooTest):
                 self.assertEqual(results[0], results[1])
                 # down is the last weight of the forward and the first of backward: it stays in between
                 self.assertEqual(gathers, {"router.weight": 2, "up.weight": 2, "down.weight": 1})
+
+    def test_float8_products(self) -> None:
+        """Cut over four ranks or over one, the operands and so the outputs have the same bits; gradients are near those
+        of the weights that are not quantized."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        torch.manual_seed(0)
+        reference = GroupedLinear(GROUPS, 48, 32, bias=False)
+        splits, rows = torch.tensor([5, 0, 3, 4]), torch.randn(14, 48)
+        results = []
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh(4)):
+            layer = quantize_(copy.deepcopy(reference), Float8Rowwise(compute="float8"))
+            gtp_shard(layer, mesh, schedule=ALL, mp_policy=policy)
+            self.assertRegex(str(sharding_report(layer)), "float8 GEMMs by reference arithmetic .*wgrad not quantized")
+            x = rows.bfloat16().requires_grad_()
+            output = layer(x, splits)
+            output.float().square().mean().backward()
+            results.append((output, x.grad, full(layer.weight.grad)))
+        for ours, alone in zip(*results, strict=True):
+            self.assertTrue(torch.equal(ours, alone))
+        x = rows.clone().requires_grad_()
+        output = reference(x, splits)
+        output.square().mean().backward()
+        for ours, expected in zip(results[0], (output, x.grad, reference.weight.grad), strict=True):
+            self.assertGreater((ours - expected).abs().max(), 0)
+            self.assertLess((ours - expected).norm() / expected.norm(), 0.06)
 
     def test_counts_are_checked_before_any_collective(self) -> None:
         model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
