@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from ._runtime.modules import Binding, GTPEmbedding, GTPLinear, binding_of
+from ._runtime.modules import Binding, GTPEmbedding, GTPGroupedLinear, GTPLinear, binding_of
 from ._runtime.param import ManagedParam, ShardedWeight, WholeParam
 from ._runtime.schedule import format_nbytes, format_plan
 from ._runtime.wire import QuantizedWire
@@ -75,7 +75,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
     if binding is None:
         raise ValueError(f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}.")
     seen: dict[int, tuple[ManagedParam, str]] = {}
-    in_linear: set[int] = set()
+    in_gemm: set[int] = set()
     aliases: dict[int, list[str]] = {}
     ignored: list[ReportRow] = []
     for name, submodule in module.named_modules():
@@ -87,15 +87,15 @@ def sharding_report(module: nn.Module) -> ShardingReport:
                 aliases.setdefault(id(managed), []).append(fqn)
                 assert inner is not None
                 seen.setdefault(id(managed), (managed, _use(submodule, managed)))
-                in_linear.update([id(managed)] if isinstance(submodule, GTPLinear) else [])
+                in_gemm.update([id(managed)] if isinstance(submodule, GTPLinear | GTPGroupedLinear) else [])
             elif param is not None:
                 nbytes = param.numel() * param.element_size()
                 ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
-    rows = [_row(" = ".join(aliases[key]), managed, use, key in in_linear) for key, (managed, use) in seen.items()]
+    rows = [_row(" = ".join(aliases[key]), managed, use, key in in_gemm) for key, (managed, use) in seen.items()]
     return ShardingReport(_describe_mesh(binding), (*rows, *ignored), _schedule(binding))
 
 
-def _row(name: str, managed: ManagedParam, use: str, in_linear: bool) -> ReportRow:
+def _row(name: str, managed: ManagedParam, use: str, in_gemm: bool) -> ReportRow:
     param, shard = managed.param, managed.shard
     placements = "(" + ", ".join(map(str, managed.placements)) + ")"
     native = native_of(shard)
@@ -108,7 +108,7 @@ def _row(name: str, managed: ManagedParam, use: str, in_linear: bool) -> ReportR
             storage = f"{managed.wire.recipe.name} from master"
         if managed.wire is not None:
             gathered = managed.wire.num_bytes(managed) or gathered
-            use = f"{use}, {managed.wire.describe(managed, '' if in_linear else 'no fused nn.Linear')}"
+            use = f"{use}, {managed.wire.describe(managed, '' if in_gemm else 'no fused nn.Linear')}"
     return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use, storage)
 
 
@@ -116,7 +116,7 @@ def _use(module: nn.Module, managed: ManagedParam) -> str:
     if isinstance(managed, WholeParam):
         return f"whole ({managed.reason})"
     assert isinstance(managed, ShardedWeight)
-    if isinstance(module, GTPLinear | GTPEmbedding):
+    if isinstance(module, GTPLinear | GTPEmbedding | GTPGroupedLinear):
         exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
         return ", ".join(("fused op", *exchanges))
     return "attribute"
