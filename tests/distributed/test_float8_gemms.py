@@ -232,6 +232,21 @@ class TestPlanes(unittest.TestCase):
                     self.assertEqual(sum(nbytes for _, _, nbytes in gathers), (math.prod(shape) + scales) / 4)
                     self.assertTrue({dtype for _, dtype, _ in gathers} <= {torch.uint8, torch.int32})
 
+    def test_native_weights(self) -> None:
+        """Alone and under ``gtp_shard``, the data that are the parameter are what is multiplied with."""
+        x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+        with fake_world(world_size=1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+            for cls in FLOAT8:
+                recipe = cls(compute="float8")
+                model = nn.Linear(48, 32, bias=False)
+                left, right = forward_operands(recipe, x, Values.of(model.weight.detach(), recipe))
+                quantize_(model, recipe, storage="native")
+                self.assertTrue(torch.equal(model(x), left.mm(right.t())), cls)
+                gtp_shard(model, mesh, schedule=ALL)
+                self.assertTrue(torch.equal(model(x), left.mm(right.t())), cls)
+
     def test_a_tied_embedding_looks_up_what_the_head_multiplies_with(self) -> None:
         with fake_world(world_size=1), warnings.catch_warnings():
             warnings.simplefilter("ignore")

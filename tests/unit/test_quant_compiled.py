@@ -50,9 +50,11 @@ class TestCompiledCasts(unittest.TestCase):
                 self.assertTrue(torch.equal(bits(a), bits(b)), (function, matrix.shape, index))
 
     def _check_recipe(self, recipe: Recipe) -> None:
+        directions = tuple(Direction) if recipe.has_columnwise else (Direction.ROWWISE,)
+
         def casts(matrix: torch.Tensor) -> list[torch.Tensor]:
             results: list[torch.Tensor] = []
-            for direction in Direction if recipe.has_columnwise else (Direction.ROWWISE,):
+            for direction in directions:
                 quantized = recipe.quantize(matrix, direction)
                 # inductor has no e8m0 on CPU
                 results += [plane.view(torch.uint8) if plane.itemsize == 1 else plane for plane in quantized.planes]
