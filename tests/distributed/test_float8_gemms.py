@@ -7,8 +7,10 @@ import unittest
 import warnings
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn as nn
 from common import ALL, fake_world
@@ -262,6 +264,55 @@ class TestPlanes(unittest.TestCase):
                 left, right = forward_operands(recipe, values.values, values)
                 self.assertTrue(torch.equal(model(torch.arange(32)), left.mm(right.t())), cls)
                 self.assertIn("float8 GEMMs by reference", str(sharding_report(model)))
+
+
+class TestLayers(unittest.TestCase):
+    """One layer on one rank: which gradients it computes, eager and compiled."""
+
+    def _gradients(self, recipe: Recipe, backend: str | None, frozen: bool = False, hooked: bool = True) -> list[Any]:
+        torch._dynamo.reset()
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(48, 160), nn.Tanh(), nn.Linear(160, 32, bias=False)).bfloat16()
+        model[0].weight.requires_grad_(not frozen)
+        quantize_(model, recipe)
+        gtp_shard(model, mesh, schedule=ALL)
+        if backend is not None:
+            model.compile(backend=backend, fullgraph=True)
+        x = torch.randn(5, 3, 48, dtype=torch.bfloat16, requires_grad=hooked)
+        y = model(x)
+        y.float().square().mean().backward()
+        grads = [param.grad for param in model.parameters()]
+        return [y.detach(), x.grad, *(None if grad is None else grad.to_local() for grad in grads)]
+
+    def _check(self, recipe: Recipe, backends: tuple[str, ...]) -> None:
+        with fake_world(world_size=1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = self._gradients(recipe, None)
+            self.assertTrue(all(grad is not None for grad in expected))
+            for backend in backends:
+                for a, b in zip(self._gradients(recipe, backend), expected, strict=True):
+                    self.assertTrue(torch.equal(a, b), (recipe, backend))
+            for backend in (None, *backends):
+                frozen = self._gradients(recipe, backend, frozen=True)
+                self.assertIsNone(frozen[2])
+                for a, b in zip(frozen[:2] + frozen[3:], expected[:2] + expected[3:], strict=True):
+                    self.assertTrue(torch.equal(a, b), (recipe, backend))
+                no_input = self._gradients(recipe, backend, hooked=False)
+                self.assertIsNone(no_input[1])
+                for a, b in zip(no_input[2:], expected[2:], strict=True):
+                    self.assertTrue(torch.equal(a, b), (recipe, backend))
+
+    def test_frozen_weights_and_inputs_without_gradient(self) -> None:
+        for recipe in (Float8Tensorwise(compute="float8"), Float8Rowwise(compute="float8")):
+            self._check(recipe, ("aot_eager",))
+
+    @pytest.mark.soak
+    def test_inductor(self) -> None:
+        """Casts fuse with what precedes them only where that has been rounded to bfloat16 before: here it has."""
+        for cls in FLOAT8:
+            for high_precision_wgrad in (False, True):
+                self._check(cls(compute="float8", high_precision_wgrad=high_precision_wgrad), ("inductor",))
 
 
 class TestChoice(unittest.TestCase):

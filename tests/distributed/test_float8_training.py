@@ -105,6 +105,15 @@ class TestFloat8Training(GlooTest):
 
             check_float8(Net(hidden=256), recipe, shard, mesh["gtp"], num_slices=2, steps=2)
 
+        def compiled(model: nn.Module) -> nn.Module:
+            shard(model)
+            for layer in model.layers:  # type: ignore[union-attr]
+                layer.compile(backend="aot_eager", fullgraph=True)
+            return model
+
+        torch.manual_seed(0)
+        check_float8(Net(hidden=256), recipe, compiled, mesh["gtp"], num_slices=2, steps=1)
+
     def test_fully_shard(self) -> None:
         mesh = self.gtp_mesh()
         for recipe in RECIPES:
