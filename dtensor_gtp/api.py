@@ -64,7 +64,8 @@ def gtp_shard(
             it so, a ``Replicate`` to keep it whole, or None for the default.
         mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is the dtype of the
             gather and of compute, ``reduce_dtype`` that of gradient reduction; inputs and outputs of ``module`` are
-            cast.
+            cast. Without a ``reduce_dtype`` gradients are reduced in ``param_dtype`` (``fully_shard`` of torch 2.15:
+            in the parameter's own).
         schedule: Prefetching. The policy of the outermost call counts.
         ignored_params: Parameters left as they are; nobody reduces their gradients.
 

@@ -29,6 +29,21 @@ class ReportRow(NamedTuple):
     storage: str = ""
 
 
+class PassReport(NamedTuple):
+    """The plan of one pass that computes gradients.
+
+    Args:
+        is_backward: Whether it is a backward; else the forward of an outermost module.
+        uses: Names of the weights in the order of their uses.
+        gathered_nbytes: For each use, the bytes of full weights that are in memory or on their way: the one in use and
+            those that are gathered ahead. What is kept from forward to backward is not in it.
+    """
+
+    is_backward: bool
+    uses: tuple[str, ...]
+    gathered_nbytes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ShardingReport:
     """Report of a sharded module; ``str()`` is the table.
@@ -37,11 +52,13 @@ class ShardingReport:
         mesh: Axes and sizes of the root's mesh.
         rows: One for each distinct parameter.
         schedule: The observed plan of each chain, as text; empty before the first forward.
+        passes: The same as data.
     """
 
     mesh: str
     rows: tuple[ReportRow, ...]
     schedule: str
+    passes: tuple[PassReport, ...] = ()
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
@@ -92,7 +109,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
                 nbytes = param.numel() * param.element_size()
                 ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
     rows = [_row(" = ".join(aliases[key]), managed, use, key in in_gemm) for key, (managed, use) in seen.items()]
-    return ShardingReport(_describe_mesh(binding), (*rows, *ignored), _schedule(binding))
+    return ShardingReport(_describe_mesh(binding), (*rows, *ignored), _schedule(binding), _passes(binding))
 
 
 def _row(name: str, managed: ManagedParam, use: str, in_gemm: bool) -> ReportRow:
@@ -148,3 +165,20 @@ def _schedule(binding: Binding) -> str:
             budget = format_nbytes(runtime.schedule.keep_nbytes)
             plans.append(f"  kept until backward ({total} of {budget}): {', '.join(names[index] for index in kept)}")
     return "\n".join(plans)
+
+
+def _passes(binding: Binding) -> tuple[PassReport, ...]:
+    runtime = binding.group.runtime
+    targets = runtime.gatherables
+    passes = []
+    for key, chain in runtime.chains.items():
+        plan = chain.plan
+        if not plan.uses or not key.is_grad_enabled:
+            continue
+        nbytes = []
+        for cursor, use in enumerate(plan.uses, start=1):
+            ahead = {plan.uses[position] for positions in plan.window(cursor) for position in positions}
+            nbytes.append(sum(targets[index].kept_nbytes for index in {use, *ahead}))
+        names = tuple(targets[use].weight.fqn for use in plan.uses)
+        passes.append(PassReport(key.is_backward, names, tuple(nbytes)))
+    return tuple(passes)

@@ -5,6 +5,7 @@ Importing torch is most of a small test's time. CUDA does not survive a fork, so
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 
 import torch
@@ -22,3 +23,8 @@ def pytest_configure() -> None:
                 "dtensor_gtp",
             ]
         )
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported is no garbage: the collector need not look at these hundreds of thousands of objects again.
+    gc.freeze()

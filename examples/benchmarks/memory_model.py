@@ -51,13 +51,17 @@ class Peak(NamedTuple):
     def total(self) -> int:
         return sum(self[1:])
 
+    def as_record(self) -> dict[str, int | str]:
+        """The parts and their sum by name."""
+        return self._asdict() | {"total": self.total}
+
     def describe(self, measured: int | None = None) -> str:
-        """The parts in GiB, and beside them what was measured if something was."""
-        parts = ", ".join(f"{name} {value / 2**30:.3f}" for name, value in zip(self._fields[1:], self[1:], strict=True))
-        text = f"peak in {self.moment}: {self.total / 2**30:.3f} GiB = {parts}"
+        """The parts in MiB, and beside them what was measured if something was."""
+        parts = ", ".join(f"{name} {value / 2**20:.1f}" for name, value in zip(self._fields[1:], self[1:], strict=True))
+        text = f"peak in {self.moment}: {self.total / 2**20:.1f} MiB = {parts}"
         if measured is None:
             return f"{text} (predicted; there is no counter here)"
-        return f"{text}; measured {measured / 2**30:.3f} GiB ({(measured / self.total - 1) * 100:+.1f}%)"
+        return f"{text}; measured {measured / 2**20:.1f} MiB ({(measured / self.total - 1) * 100:+.1f}%)"
 
 
 def predict_peak(uses: Sequence[Use], state: int, max_inflight: int, copies_in_flight: int = 1) -> Peak:

@@ -20,7 +20,7 @@ MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16")
 COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
-_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEARNING_RATE = 1e-5
 
 
@@ -180,7 +180,7 @@ def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Modul
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
         return model
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_REDUCE_DTYPES[reduce])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=REDUCE_DTYPES[reduce])
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
     if family in ("fsdp2", "torchao"):
         for layer in model.layers:

@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import dtensor_gtp
 from harness import Memory, World, median
+from memory_model import Peak
 from modes import COMPILED, RECIPE
 
 
@@ -32,6 +33,7 @@ class Measurement:
         memory: None on CPU.
         loss: of the first step from the initial weights of this phase, mean over the processes.
         grad_norm: total norm of that step's gradient; None where gradients are not reduced.
+        predicted: what the peak memory should be, and why; None for modes whose plan is not known.
     """
 
     mode: str
@@ -42,6 +44,7 @@ class Measurement:
     memory: Memory | None
     loss: float
     grad_norm: float | None
+    predicted: Peak | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -57,9 +60,7 @@ class Measurement:
         if memory is not None and later.memory is not None:
             pairs = zip(asdict(memory).values(), asdict(later.memory).values(), strict=True)
             memory = Memory(*(max(pair) for pair in pairs))
-        return Measurement(
-            *self.key, self.samples_ms + later.samples_ms, self.tokens_per_step, memory, self.loss, self.grad_norm
-        )
+        return replace(self, samples_ms=self.samples_ms + later.samples_ms, memory=memory)
 
 
 def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
@@ -99,11 +100,24 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
                 "resident_bytes": memory.resident if memory else None,
                 "reserved_bytes": memory.reserved if memory else None,
                 "leftover_bytes": memory.leftover if memory else None,
+                "predicted_peak": item.predicted._asdict() | {"total": item.predicted.total}
+                if item.predicted
+                else None,
                 "loss": item.loss,
                 "grad_norm": item.grad_norm,
             }
         )
     return records
+
+
+def memory_lines(measurements: Iterable[Measurement]) -> list[str]:
+    """For each measurement with a prediction, what its peak memory consists of."""
+    return [
+        f"{item.mode}, {item.phase}, T={item.seq_len}: "
+        + item.predicted.describe(item.memory.peak if item.memory else None)
+        for item in measurements
+        if item.predicted is not None
+    ]
 
 
 def markdown_table(header: list[str], lines: Iterable[list[str]]) -> str:

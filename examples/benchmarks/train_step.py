@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from explain_memory import explain_peak
 from harness import (
     MemoryMeter,
     World,
@@ -37,7 +38,7 @@ from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
 from launch import run
 from llama import LlamaConfig
 from modes import COMPILED, MODES, PRESETS, Workload, build_mode, build_optimizer, make_step, recipe_modes
-from report import Measurement, describe, environment, rows, step_table, write_json
+from report import Measurement, describe, environment, memory_lines, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
 
@@ -161,7 +162,8 @@ def measure(
     phase = FULL_STEP if optimizer else FORWARD_BACKWARD
     if arguments.trace and phase == FORWARD_BACKWARD:
         trace_steps(step, world, arguments.trace / f"{mode}.T{seq_len}.json")
-    return Measurement(mode, seq_len, phase, samples, workload.batch * seq_len, memory, loss, norms[0])
+    predicted = explain_peak(model, optimizer, mode, workload, seq_len, world)
+    return Measurement(mode, seq_len, phase, samples, workload.batch * seq_len, memory, loss, norms[0], predicted)
 
 
 def run_mode(
@@ -217,6 +219,8 @@ def run_modes(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
                 merged[item.key] = merged[item.key].merged(item) if item.key in merged else item
     results = rows(merged.values())
     world.say("\n" + describe(about) + "\n\n" + step_table(results))
+    if explained := memory_lines(merged.values()):
+        world.say("\n" + "\n".join(explained))
     for mode, error in errors.items():
         world.say(f"\n{mode} FAILED: {error}")
     settings = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ class GlooTest(MultiProcContinuousTest):
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
         torch.set_num_threads(1)
+        gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
         super()._init_pg(rank, world_size, rdvz_file)
 
     def gtp_mesh(self) -> DeviceMesh:

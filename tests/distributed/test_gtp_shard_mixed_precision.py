@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from common import ALL, GlooTest, full
 from runtime_common import counted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
@@ -94,7 +96,11 @@ class TestMixedPrecision(GlooTest):
         self, policy: MixedPrecisionPolicy, mesh: DeviceMesh, dtype: torch.dtype = FP32, microbatches: int = 1
     ) -> None:
         """Outputs, what forwards see, gradients and after-step parameters, bit by bit."""
-        models = [make(make_net(dtype), mesh, policy) for make in (by_fsdp, by_gtp)]
+        theirs = policy
+        if policy.reduce_dtype is None and hasattr(FSDPParam, "unsharded_grad_dtype"):
+            # fully_shard of torch 2.15 then reduces in the parameter's dtype, gtp_shard in that of compute, as before.
+            theirs = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
+        models = [by_fsdp(make_net(dtype), mesh, theirs), by_gtp(make_net(dtype), mesh, policy)]
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
         for step in range(2):
             outputs = []

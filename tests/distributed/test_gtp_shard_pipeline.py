@@ -349,6 +349,7 @@ class TestPipeline(GlooTest):
         for layout in (GPIPE, INTERLEAVED, ZERO_BUBBLE):
             reference, pipeline = make_parts(layout.num_parts), Pipeline(layout, stage_class=OncePerStep)
             train(pipeline, reference, steps=2)
+            pipeline.run(4)  # after an evaluation the ranks of torch 2.15 agree by an all-reduce of their own
             with counted() as calls:
                 pipeline.run(5)
             num_weights = sum(len(num_gathers(part)) for part in pipeline.parts.values())

@@ -150,8 +150,8 @@ class TestTraining(GlooTest):
                     Tied(), lambda m, s=shard, on=mesh: s(m, on), mesh, token_batch, next_token_loss, steps=2
                 )
                 model.assert_tied()
-                kinds = {str(param.placements[-1]) for param in model.parameters() if param.ndim == 2}
-                self.assertEqual(kinds, {"G(0)"})
+                kinds = {param.placements[-1] for param in model.parameters() if param.ndim == 2}
+                self.assertEqual(kinds, {GTPShard(0)})  # torch 2.15 may have it as Shard(0), which is equal
 
     def test_submodules_alone(self) -> None:
         """Without a call on the root each child runs by itself; what no call covers is the user's business."""

@@ -49,9 +49,9 @@ def test_without_uses(model: Any) -> None:
 
 def test_description_beside_a_measurement(model: Any) -> None:
     peak = model.Peak("backward of a", 2**30, 0, 2**29, 2**28, 2**28)
-    assert peak.describe(2**31 + 2**30).endswith("measured 3.000 GiB (+50.0%)")
+    assert peak.describe(2**31 + 2**30).endswith("measured 3072.0 MiB (+50.0%)")
     text = peak.describe()
-    assert text.startswith(
-        "peak in backward of a: 2.000 GiB = state 1.000, gradients 0.000, gathered 0.500, wgrad 0.250"
-    )
+    parts = "state 1024.0, gradients 0.0, gathered 512.0, wgrad 256.0, activations 256.0"
+    assert text.startswith(f"peak in backward of a: 2048.0 MiB = {parts}")
     assert text.endswith("(predicted; there is no counter here)")
+    assert peak.as_record()["total"] == 2**31

@@ -1,0 +1,64 @@
+"""What the plan says as data, and what a profiler's trace calls the things that are done for a weight."""
+
+from __future__ import annotations
+
+import unittest
+
+import torch
+import torch.nn as nn
+from common import fake_world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp.report import PassReport
+
+WIDTH, NBYTES = 8, 8 * 8 * 4
+ONE_AHEAD = SchedulePolicy(
+    prefetch_depth=1, prefetch_nbytes=0, coalesce_nbytes=0, coalesce_grad_nbytes=0, min_shard_numel=0
+)
+
+
+class TestPlanReport(unittest.TestCase):
+    def setUp(self) -> None:
+        self.enterContext(fake_world())
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.model = gtp_shard(nn.Sequential(*layers), mesh, schedule=ONE_AHEAD)
+
+    def step(self) -> None:
+        self.model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+
+    def test_passes(self) -> None:
+        self.assertEqual(sharding_report(self.model).passes, ())
+        with torch.no_grad():
+            self.model(torch.randn(2, WIDTH))
+        self.assertEqual(sharding_report(self.model).passes, ())
+        self.step()
+        names = ("0.weight", "1.weight", "2.weight")
+        two_in_memory = (2 * NBYTES, 2 * NBYTES, NBYTES)  # the last use has none ahead
+        self.assertEqual(
+            sharding_report(self.model).passes,
+            (PassReport(False, names, two_in_memory), PassReport(True, names[::-1], two_in_memory)),
+        )
+
+    def test_ranges(self) -> None:
+        self.step()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            self.step()
+        counts: dict[str, int] = {}
+        for event in profiler.events():
+            if event.name.startswith("GTP::"):
+                counts[event.name] = counts.get(event.name, 0) + 1
+        expected = {}
+        for name in ("0.weight", "1.weight", "2.weight"):
+            expected[f"GTP::all_gather ({name})"] = 1 if name == "2.weight" else 2  # kept at the turning point
+            expected[f"GTP::compute ({name})"] = 2  # forward, and the gradient of the input
+            expected[f"GTP::wgrad ({name})"] = 1
+            expected[f"GTP::reduce_scatter ({name})"] = 1
+        self.assertEqual(counts, expected)
+
+
+if __name__ == "__main__":
+    run_tests()
