@@ -62,15 +62,17 @@ def explain_peak(
     seq_len: int,
     world: World,
 ) -> Peak | None:
-    """The predicted peak of a mode after some steps; None for modes that are not of this package."""
+    """The predicted peak of a mode; None for modes that are not of this package, or whose plan is not known yet."""
     family, _, reduce = mode.removesuffix(COMPILED).partition(RECIPE)[0].partition("-")
     if family != "gtp":
         return None
     report = sharding_report(model)
-    forward = next(plan for plan in report.passes if not plan.is_backward)
-    backward = next(plan for plan in report.passes if plan.is_backward)
+    forward = next((plan for plan in report.passes if not plan.is_backward), None)
+    backward = next((plan for plan in report.passes if plan.is_backward), None)
+    if forward is None or backward is None:
+        return None
     in_backward = dict(zip(backward.uses, backward.gathered_nbytes, strict=True))
-    rows = {row.name: row for row in report.rows}
+    rows = {name: row for row in report.rows for name in row.name.split(" = ")}  # tied weights have several
     saved = saved_bytes(workload, seq_len, world.device)
     uses = []
     for name, gathered in zip(forward.uses, forward.gathered_nbytes, strict=True):
