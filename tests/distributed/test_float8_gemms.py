@@ -13,9 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from common import ALL, fake_world
+from common import ALL, environment, fake_world
 from float8_reference import Values, dgrad_operands, forward_operands, wgrad_operands
 from quant_common import wire_traffic
+from runtime_common import runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
@@ -233,6 +234,26 @@ class TestPlanes(unittest.TestCase):
                     scales = {"float8_rowwise": 4 * 512, "float8_blockwise": 4 * 4}.get(recipe.name, 0)
                     self.assertEqual(sum(nbytes for _, _, nbytes in gathers), (math.prod(shape) + scales) / 4)
                     self.assertTrue({dtype for _, dtype, _ in gathers} <= {torch.uint8, torch.int32})
+
+    def test_freed_planes_are_poisoned(self) -> None:
+        """With NaN of e4m3, once nobody holds them; who still does keeps them."""
+        with environment(DTENSOR_GTP_DEBUG="poison"), fake_world(world_size=2), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+            model = quantize_(nn.Linear(48, 32, bias=False), Float8Tensorwise(compute="float8"))
+            gtp_shard(model, mesh, schedule=ALL)
+            runtime = runtime_of(model)
+            (weight,) = runtime.weights
+            gathered = runtime.acquire(weight)
+            planes = gathered.quantized().planes
+            before = planes[0].view(torch.uint8).clone()
+            runtime.release(weight, gathered)
+            self.assertTrue(torch.equal(planes[0].view(torch.uint8), before))
+            gathered = runtime.acquire(weight)
+            buffer = gathered.buffer
+            runtime.release(weight, gathered)
+            self.assertTrue((buffer == 255).all())
+            self.assertTrue(buffer.view(torch.float8_e4m3fn).float().isnan().all())
 
     def test_native_weights(self) -> None:
         """Alone and under ``gtp_shard``, the data that are the parameter are what is multiplied with."""
