@@ -32,9 +32,11 @@ class ReplicaSavePlanner(DefaultSavePlanner):
         writer = max(range(len(replicas)), key=lambda index: (len(replicas[index].ranks), -index))
         self._is_writer = mesh.place.replica == writer
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any | None = None, is_coordinator: bool = False
+    ) -> None:
         """Leave out what another replica writes."""
-        super().set_up_planner(*args, **kwargs)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if not self._is_writer:
             state = self.state_dict
             self.state_dict = {key: value for key, value in state.items() if not isinstance(value, DTensor)}

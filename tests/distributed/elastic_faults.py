@@ -48,6 +48,8 @@ TIMEOUT = timedelta(seconds=6)
 # Of a rank that is silent. Threads of processes that share two cores with others may be late by a second.
 LIMIT = timedelta(seconds=3)
 GRACE = timedelta(seconds=60)
+# Between the steps of a job without an end.
+PAUSE = 0.2
 POINTS = ("forward", "backward", "sync", "optimizer", "updated", "checkpoint")
 
 
@@ -181,6 +183,8 @@ def train(job: Job, progress: Progress, setup: Setup, store: dist.Store, generat
             return True
         if int(news[0]):
             return False
+        if setup.num_steps is None:
+            time.sleep(PAUSE)
         if mesh.layout.num_ranks < setup.min_ranks and setup.num_steps is not None:  # type: ignore[union-attr]
             time.sleep(0.1)
             continue
@@ -241,6 +245,8 @@ def latest_checkpoint(path: Path | None) -> Path | None:
 
 def run_rank(setup: Setup, rank: int | None) -> None:
     torch.set_num_threads(1)
+    if setup.num_steps is None:
+        torch.set_default_dtype(torch.float64)  # over many steps another order of sums would show
     try:
         store = dist.TCPStore("localhost", setup.port, is_master=False, timeout=timedelta(seconds=60))
         go_on(setup, store, rank)

@@ -70,13 +70,14 @@ class TensorParallel(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention of five heads and a SwiGLU of eleven pairs of features: no size of tp above 1 divides them."""
+    """Attention and a SwiGLU of eleven pairs of features: no size of tp above 1 divides these, nor five heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_heads: int = 5) -> None:
         super().__init__()
+        width = num_heads * HEAD_DIM
         self.embedding = nn.Embedding(11, 6)
-        self.wq, self.wk, self.wv = (nn.Linear(6, 5 * HEAD_DIM, bias=name == "wq") for name in ("wq", "wk", "wv"))
-        self.wo = nn.Linear(5 * HEAD_DIM, 6)
+        self.wq, self.wk, self.wv = (nn.Linear(6, width, bias=name == "wq") for name in ("wq", "wk", "wv"))
+        self.wo = nn.Linear(width, 6)
         self.w1, self.w3 = (nn.Linear(6, 22, bias=False) for _ in range(2))
         self.w2 = nn.Linear(22, 6, bias=False)
         self.head = nn.Linear(6, 11, bias=False)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from elastic_faults import LIMIT, TIMEOUT, Fault, FaultyJob
+import torch.distributed.checkpoint as dcp
+from elastic_faults import LIMIT, POINTS, TIMEOUT, Fault, FaultyJob
+from test_elastic_checkpoint import Reference
+
+from dtensor_gtp.elastic import num_waiting
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="workers are forked")
 
 # How late a process may be that shares its core with others.
 SLACK = 10.0
+NUM_KILLS = 50
 
 
-def test_a_killed_rank_is_named_and_the_others_go_on() -> None:
-    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "sync")])
-    codes = job.wait()
-    assert codes == [0, -9, 0]
+def test_a_killed_rank_is_named_and_a_new_one_takes_its_place() -> None:
+    """The others go on in their processes. A repaired one joins, and the replica has its size again."""
+    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "sync")], min_ranks=3)
+    job.processes[1].join(60)
+    job.add()
+    assert job.wait() == [0, -9, 0, 0]
     errors = job.errors()
     assert set(errors) == {0, 2}
     for text, seconds in errors.values():
@@ -39,13 +49,72 @@ def test_a_stopped_rank_is_named_and_left_behind() -> None:
         assert errors[rank][0].startswith("rank 2 (replica 1, gtp 0, tp 0) was silent")
 
 
-def test_a_rank_that_raises_is_named_and_a_new_one_takes_its_place() -> None:
-    """Its process ends by its own error. A repaired one joins, and the replica has its size again."""
-    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "forward", "raise")], min_ranks=3)
-    job.processes[1].join(60)
-    job.add()
-    assert job.wait() == [0, 1, 0, 0]
+@pytest.mark.soak
+def test_a_rank_that_raises_is_named() -> None:
+    """Its process ends by its own error."""
+    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "forward", "raise")])
+    assert job.wait() == [0, 1, 0]
     errors = job.errors()
     assert set(errors) == {0, 2}
     for text, _ in errors.values():
         assert text.startswith("rank 1 (replica 0, gtp 1, tp 0) raised ValueError: struck in forward.")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_killed_at_each_point_of_a_step(point: str, rank: int, tmp_path: Path) -> None:
+    """One rank of a replica of two, and the only one of another. In memory the job ends like an undisturbed one (each
+    rank compares); the last checkpoint of it can be read, too."""
+    job = FaultyJob([[0, 1], [2]], [Fault(3, rank, point)], path=tmp_path)
+    codes = job.wait()
+    assert codes == [-9 if r == rank else 0 for r in range(3)], codes
+    check_checkpoint(tmp_path, 4)
+
+
+def check_checkpoint(path: Path, least: int) -> None:
+    """Every complete checkpoint can be read, and is that of an undisturbed run."""
+    found = sorted(int(p.name.partition("-")[2]) for p in path.glob("step-*"))
+    assert found, list(path.iterdir())
+    assert found[-1] >= least
+    reference = Reference(0)
+    done = 0
+    for step in found:
+        reference.train(range(done, step))
+        done = step
+        state = {"model": {name: torch.zeros_like(p) for name, p in reference.model.state_dict().items()}}
+        dcp.load(state, checkpoint_id=path / f"step-{step}", no_dist=True)
+        for name, value in reference.model.state_dict().items():
+            torch.testing.assert_close(state["model"][name], value)
+
+
+@pytest.mark.soak
+def test_random_ranks_are_killed_fifty_times(tmp_path: Path) -> None:
+    """At any time: in a step, while the others regroup, while a new rank joins. Whoever ends is replaced. The ranks
+    that are there at the end have the weights of an undisturbed run; where no replica was whole, by a checkpoint."""
+    job = FaultyJob([[0, 1], [2, 3]], path=tmp_path, num_steps=None)
+    chance = random.Random(0)
+    end = time.monotonic() + 3600
+    num_kills = 0
+    while num_kills < NUM_KILLS:
+        assert time.monotonic() < end
+        time.sleep(chance.uniform(1, 12))
+        alive = [process for process in job.processes if process.is_alive()]
+        assert alive, "all ranks are gone"
+        if len(alive) > 1:
+            chance.choice(alive).kill()
+            num_kills += 1
+            time.sleep(chance.uniform(0, 2))
+        for _ in range(4 - sum(process.is_alive() for process in job.processes)):
+            job.add()
+    settle = time.monotonic() + 120
+    while time.monotonic() < settle and num_waiting(job.store):
+        time.sleep(0.5)
+    job.store.set("stop", "1")
+    last = [process for process in job.processes if process.is_alive()]
+    job.wait(180)
+    codes = [process.exitcode for process in last]
+    assert codes.count(0) >= 1, codes
+    assert None not in codes, codes
+    assert int(job.store.get("steps")) > 10
+    print(f"{num_kills} kills, {int(job.store.get('steps'))} steps, exit codes {codes}")
