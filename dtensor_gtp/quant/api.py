@@ -33,8 +33,9 @@ def quantize_(
     before it is gathered. With *native* storage the parameters become the quantized (rowwise) data, and nothing is left
     in high precision: for frozen weights, inference, and training with :class:`dtensor_gtp.optim.MasterOptimizer`.
 
-    Output and gradient of the input are those of the dequantized weight; the gradient of the weight is that of a weight
-    that is not quantized (straight-through), in high precision. docs/low_precision.md has the formats.
+    Output and gradient of the input are those of the dequantized weight, or of float8 GEMMs where the recipe and the
+    hardware have them (``compute`` of the recipe); the gradient passes to the weight as if it had not been quantized
+    (straight-through), in high precision. docs/low_precision.md has the formats.
 
     Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
     after ``parallelize_module``. A second call replaces the recipe of what it matches. Tied weights stay tied, and all
