@@ -188,6 +188,14 @@ class CommContext:
         stream = self._gather_streams.get(groups.gather_name)
         return Done(work=work) if stream is None else Done(stream.record_event())
 
+    def scattering(self) -> AbstractContextManager[Any]:
+        """Context in which any other collective of the scatter group is launched, on the scatter stream."""
+        return self._fork(self._scatter_stream)
+
+    def scatter_done(self, work: dist.Work | Works | None) -> Done:
+        """When what was just launched on the scatter stream may be read."""
+        return Done(work=work) if self._scatter_stream is None else Done(self._scatter_stream.record_event())
+
     def wait(self, done: Done) -> None:
         """Make the compute stream (without streams: the host) wait. Waiting twice is harmless."""
         if done.event is not None:

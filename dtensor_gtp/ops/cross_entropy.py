@@ -33,7 +33,8 @@ from .._runtime.tokens import TokenExchange
 from .exchange import SUM, can_exchange, check_range
 
 _MAX = ReduceScale(dist.ReduceOp.MAX, None, None)
-# float32 logits of a chunk on a rank: large enough for efficient products, small beside a layer's activations.
+# float32 logits of a chunk on a rank: large enough for efficient products, small beside a layer's activations. So much
+# of hidden states of all ranks is kept for backward, too.
 CHUNK_NBYTES = 256 * 2**20
 # In the place of a target without a loss: no row, and none that a mistaken target could be.
 IGNORED = -(2**62)
@@ -167,21 +168,23 @@ class _Job:
     def reduce(self, values: torch.Tensor, scale: ReduceScale) -> torch.Tensor:
         """All-reduce over the gtp axis, in place, ready on the current stream."""
         weight, comm = self.weight, self.runtime.comm
-        with comm.gathering(weight.groups):
+        with comm.scattering():
             comm.before_collective("all_reduce", f"logits' statistics of {weight.fqn}", weight.groups)
-            work = collectives.all_reduce(values, scale, weight.groups.gather, comm.has_streams)
-            done = comm.gather_done(work, weight.groups)
+            done = comm.scatter_done(collectives.all_reduce(values, scale, weight.groups.scatter, comm.has_streams))
         comm.wait(done)
         return values
 
     def gather(self, part: torch.Tensor, what: str) -> tuple[torch.Tensor, Done]:
-        """All-gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``."""
+        """All-gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``.
+
+        Not in the group that gathers weights: when backward begins, those of the layers before are on their way.
+        """
         weight, comm = self.weight, self.runtime.comm
         received = part.new_empty((weight.layout.world * part.shape[0], *part.shape[1:]))
-        with comm.gathering(weight.groups):
+        with comm.scattering():
             comm.before_collective("all_gather", f"{what} for the loss over {weight.fqn}", weight.groups)
-            work = collectives.all_gather(received, part, weight.groups.gather, comm.has_streams)
-            return received, comm.gather_done(work, weight.groups)
+            work = collectives.all_gather(received, part, weight.groups.scatter, comm.has_streams)
+            return received, comm.scatter_done(work)
 
     def hidden_of_all(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Each chunk with its hidden states of all ranks; the next one is on its way meanwhile."""
@@ -195,6 +198,10 @@ class _Job:
             self.runtime.comm.wait(done)
             yield chunk, received
 
+    def keeps_hidden(self, hidden: torch.Tensor) -> bool:
+        """Whether the hidden states of all ranks stay from forward to backward: if they are no more than a chunk is."""
+        return self.targets.numel() * hidden.shape[1] * hidden.element_size() <= CHUNK_NBYTES
+
 
 class _VocabularyParallelLoss(torch.autograd.Function):
     @staticmethod
@@ -207,15 +214,15 @@ class _VocabularyParallelLoss(torch.autograd.Function):
             compat.unseen_by_checkpoint_policies(),
             torch.autocast(hidden.device.type, enabled=False),
         ):
-            losses, normalizers = _forward(job, hidden, bias)
-        ctx.save_for_backward(hidden, bias, normalizers)
+            losses, normalizers, kept = _forward(job, hidden, bias)
+        ctx.save_for_backward(hidden, bias, normalizers, *kept)
         return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job: _Job = ctx.job
-        hidden, bias, normalizers = ctx.saved_tensors
+        hidden, bias, normalizers, *kept = ctx.saved_tensors
         job.runtime.note_backward()
         check_unmodified(job.weight, ctx.version)
         job.weight.check_readable()
@@ -223,12 +230,14 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         needs_weight = needs_weight and compat.is_awaited(ctx, 1)
         with profiler_range("GTP::loss", job.weight.fqn), torch.autocast(hidden.device.type, enabled=False):
             backward = _Backward(job, hidden, bias, needs_hidden, needs_weight, needs_bias)
-            return *backward.run(grad_losses, normalizers), None
+            return *backward.run(grad_losses, normalizers, kept), None
 
 
-def _forward(job: _Job, hidden: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of this rank's tokens, shape ``(num_tokens,)``, and the logarithm of each token's sum of exponentials of
-    all ranks, shape ``(world, capacity)``."""
+def _forward(
+    job: _Job, hidden: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Losses of this rank's tokens, shape ``(num_tokens,)``; the logarithm of each token's sum of exponentials of all
+    ranks, shape ``(world, capacity)``; and what is kept of hidden states, by chunk."""
     layout = job.weight.layout
     shape = (layout.world, job.capacity)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -236,8 +245,11 @@ def _forward(job: _Job, hidden: torch.Tensor, bias: torch.Tensor | None) -> tupl
     largest = torch.full(shape, -torch.inf, dtype=dtype, device=hidden.device)
     # Sums of exponentials relative to the largest logit of this rank; logits of targets; sums of logits.
     exponentials, at_target, totals = sums = torch.zeros((3, *shape), dtype=dtype, device=hidden.device)
+    kept = []
     # A rank without rows takes part in the collectives all the same.
     for chunk, received in job.hidden_of_all(hidden):
+        if job.keeps_hidden(hidden):
+            kept.append(received)
         if not layout.local_rows:
             continue
         logits = job.logits(received, rows, bias)
@@ -260,7 +272,7 @@ def _forward(job: _Job, hidden: torch.Tensor, bias: torch.Tensor | None) -> tupl
         uniform = normalizers - totals / layout.num_rows
         losses = (1 - job.label_smoothing) * losses + job.label_smoothing * uniform
     losses = losses.masked_fill_(job.targets == IGNORED, 0)
-    return losses[job.rank, : job.num_tokens].clone(), normalizers
+    return losses[job.rank, : job.num_tokens].clone(), normalizers, kept
 
 
 class _Backward:
@@ -288,13 +300,15 @@ class _Backward:
             assert bias is not None
             self._grad_bias = torch.zeros(layout.num_rows, dtype=self._dtype, device=hidden.device)
 
-    def run(self, grad_losses: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def run(
+        self, grad_losses: torch.Tensor, normalizers: torch.Tensor, kept: list[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
         job, comm = self._job, self._job.runtime.comm
         own = _padded(grad_losses.to(self._dtype), job.capacity)
         grads, done = job.gather(own, "gradients")
         comm.wait(done)
         grads = grads.view(job.targets.shape).masked_fill(job.targets == IGNORED, 0)
-        for chunk, received in job.hidden_of_all(self._hidden):
+        for chunk, received in zip(job.chunks(), kept, strict=True) if kept else job.hidden_of_all(self._hidden):
             logits = job.logits(received, self._rows, self._bias)
             self._chunk(chunk, received, logits, grads[:, chunk], normalizers[:, chunk])
         if self._wgrad is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
+from typing import Literal
 
 # Axes of every root mesh, before a draw puts them in its own order.
 AXES = ("dp", "replicate", "gtp", "tp")
@@ -115,6 +116,7 @@ class Draw:
     expert_blocks_ahead: int = 1
     keep_nbytes: int = 0
     min_shard_numel: int = 0
+    embedding: Literal["gather", "exchange", "auto"] = "gather"
     reshard_after_forward: bool = True
     reshard_after_backward: bool = True
     mixed: str = ""
@@ -366,6 +368,7 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         coalesce_nbytes=rng.choice((0, 600, 2000, 64 << 20)),
         expert_blocks_ahead=rng.choice((0, 1, 1, 2)),
         keep_nbytes=rng.choice((0, 0, 600, 1 << 20)),
+        embedding=rng.choice(("gather", "exchange", "auto")) if vocabulary else "gather",
     )
 
 

@@ -127,6 +127,7 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
             coalesce_nbytes=draw.coalesce_nbytes,
             expert_blocks_ahead=draw.expert_blocks_ahead,
             keep_nbytes=draw.keep_nbytes,
+            embedding=draw.embedding,
         ),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):

@@ -151,6 +151,7 @@ class TestEmbeddingExchange(GlooTest):
                 getattr(model, setter)(False)
                 for module, tokens in ((reference, make_tokens(7)), (model, rows_of_rank(make_tokens(7), mesh))):
                     lookup_loss(module, tokens).backward()
+                self.assertIsNone(model.table.weight.grad)
                 getattr(model, setter)(True)
                 train_two(reference, model, mesh)
             model.set_gradient_divide_factor(2.0)

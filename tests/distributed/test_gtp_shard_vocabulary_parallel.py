@@ -158,6 +158,18 @@ class TestVocabularyParallel(GlooTest):
         assert_same_params(model, reference, "grad", rtol=0.05, atol=2e-3)
         self.assertEqual(sum(num_gathers(model).values()), 2)  # of the body, in forward and backward
 
+        # 20 tokens, logits of zero: sums of 0.25 * (1 + 1/128) that bf16 cannot hold, in one chunk and over chunks.
+        for size in (1, 100):
+            head = nn.Linear(WIDTH, 4, bias=False)
+            nn.init.zeros_(head.weight)
+            model = shard_copy(nn.Sequential(head), mesh, mp_policy=policy)
+            hidden = torch.full((5, WIDTH), 1 + 1 / 128, dtype=torch.bfloat16)
+            with chunks_of(size):
+                losses = linear_cross_entropy(hidden, model[0], torch.zeros(5, dtype=torch.long), reduction="none")
+            losses.backward(torch.ones(5))
+            expected = torch.tensor([-0.75, 0.25, 0.25, 0.25]).unsqueeze(1).expand(4, WIDTH) * (20 * (1 + 1 / 128) / 4)
+            self.assertEqual(full(model[0].weight.grad), expected, rtol=0, atol=0)
+
     def test_neither_weight_nor_logits_are_whole(self) -> None:
         mesh = self.gtp_mesh()
         torch.manual_seed(0)
