@@ -277,6 +277,12 @@ class GTPModule:
         for param in self._params():
             param.flags.gradient_divide_factor = float(factor)
 
+    def reset_exchanges(self) -> None:
+        """Forget how many tokens exchanges of activations carry (see ``SchedulePolicy.embedding``): ranks compare
+        theirs again in the next use. All ranks of the mesh call it, where all will have fewer tokens from now on."""
+        for weight in self._weights():
+            weight.lookups = weight.losses = None
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one before ``.grad`` is read. False leaves gradients in flight."""
         self._runtime().is_last_backward = is_last_backward

@@ -149,7 +149,12 @@ def _schedule(binding: Binding) -> str:
     runtime = binding.group.runtime
     columnwise = {id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight}
     names = [t.weight.fqn + " (columnwise)" * (id(t) in columnwise) for t in runtime.gatherables]
-    plans = []
+    plans = [
+        f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
+        for weight in runtime.weights
+        for exchange in (weight.lookups, weight.losses)
+        if exchange is not None
+    ]
     for key, chain in runtime.chains.items():
         if not chain.plan.uses:
             continue

@@ -11,6 +11,7 @@ arXiv:2002.05202.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 INIT_STD = 0.02
+
+Head = Callable[[torch.Tensor, nn.Linear], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -195,14 +198,16 @@ class Llama(nn.Module):
             elif isinstance(module, RotaryEmbedding):
                 module.reset_buffers()
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, head: Head | None = None) -> torch.Tensor:
         """Predicts the next token at every position.
 
         Args:
             tokens: ids of shape (batch, sequence), an integer dtype; the sequence is at most ``max_seq_len`` long.
+            head: called with the last hidden states, of shape (batch, sequence, dim), and the output projection, in
+                the place of the latter: a loss that needs no logits, for example.
 
         Returns:
-            Logits of shape (batch, sequence, vocab_size).
+            Logits of shape (batch, sequence, vocab_size), or what ``head`` returns.
 
         Raises:
             ValueError: if the sequence is longer than ``max_seq_len``.
@@ -212,4 +217,5 @@ class Llama(nn.Module):
         x_BTC = self.embedding(tokens)
         for layer in self.layers:
             x_BTC = layer(x_BTC)
-        return self.output(self.norm(x_BTC))
+        x_BTC = self.norm(x_BTC)
+        return self.output(x_BTC) if head is None else head(x_BTC, self.output)

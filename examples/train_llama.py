@@ -6,6 +6,7 @@ needs no argument, no download and no GPU: the text is the source code of Python
 small model trains for about a minute on gloo; with one GPU per process a larger one trains in bf16 on NCCL, by the same
 code. ``python examples/train_llama.py`` runs it in a single process. ``--resume`` continues from the last complete
 checkpoint on any number of processes, with the same data order; on as many processes as before, bit for bit.
+``--exchange`` leaves the embedding and the output projection sharded while they are used.
 
     torchrun --max-restarts 3 --nproc-per-node 7 examples/train_llama.py --elastic 4
 
@@ -26,9 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import training
 from checkpoints import TrainState
 from dtensor_gtp import SchedulePolicy, elastic, gtp_shard
+from dtensor_gtp.nn.functional import linear_cross_entropy
 from launch import Farewell, Place, UsageError, run, start
 from llama import Llama, LlamaConfig
-from text_data import VOCAB_SIZE, Corpus, load_corpus
+from text_data import VOCAB_SIZE, Batch, Corpus, load_corpus
 from training import MAX_GRAD_NORM, Preset, add_options, mixed_precision, use_deterministic_kernels
 
 PRESETS = {
@@ -58,6 +60,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--preset", choices=PRESETS, help="model and defaults; gpu where each process has a GPU, else cpu")
     add("--replicate", type=int, default=1, help="copies of the sharded model: the mesh becomes (replicate, gtp)")
     add("--elastic", type=int, metavar="N", help="replicas of N processes, the last one of what is left; auto-resume")
+    add("--exchange", action="store_true", help="exchange activations, not weights, for the embedding and the loss")
     add_options(parser, "checkpoints/train_llama")
     return parser.parse_args(arguments)
 
@@ -94,7 +97,8 @@ def build_model(config: LlamaConfig, mesh: DeviceMesh, place: Place, options: ar
     """
     with torch.device("meta"):
         model = Llama(config)
-    schedule = SchedulePolicy(prefetch_depth=options.prefetch_depth)
+    embedding = "exchange" if options.exchange else "gather"
+    schedule = SchedulePolicy(prefetch_depth=options.prefetch_depth, embedding=embedding)
     gtp_shard(model, mesh, mp_policy=mixed_precision(place), schedule=schedule)
     model.to_empty(device=place.device)
     torch.manual_seed(options.seed)
@@ -109,6 +113,9 @@ class Trainer(training.Trainer):
 
     def __init__(self, options: argparse.Namespace, preset: Preset[LlamaConfig], place: Place, corpus: Corpus) -> None:
         self.replicas: elastic.ElasticMesh | None = None
+        self.exchanges = options.exchange
+        if options.exchange and options.elastic is not None:
+            raise UsageError("--exchange needs equal replicas: leave out --elastic.")
         share = None
         if options.elastic is None:
             mesh = build_mesh(place, options.replicate)
@@ -184,6 +191,12 @@ class Trainer(training.Trainer):
         state.load_state_dict(values)
         self.place.print_once(f"recovered step {self.step} from memory")
         return True
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        if not self.exchanges:
+            return super().loss(batch)
+        # The vocabulary stays sharded: logits are never whole.
+        return self.model(batch.inputs, lambda hidden, output: linear_cross_entropy(hidden, output, batch.targets))
 
     def clip_grad_norm(self) -> torch.Tensor:
         if self.replicas is None:

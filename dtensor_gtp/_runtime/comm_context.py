@@ -192,7 +192,7 @@ class CommContext:
         """Context in which any other collective of the scatter group is launched, on the scatter stream."""
         return self._fork(self._scatter_stream)
 
-    def scatter_done(self, work: dist.Work | Works | None) -> Done:
+    def scatter_done(self, work: Waitable | None) -> Done:
         """When what was just launched on the scatter stream may be read."""
         return Done(work=work) if self._scatter_stream is None else Done(self._scatter_stream.record_event())
 

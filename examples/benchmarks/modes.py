@@ -16,7 +16,8 @@ from dtensor_gtp.quant import Recipe, resolve_recipe
 from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
 
-MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16")
+MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-exchange")
+EXCHANGE = "-exchange"
 COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
@@ -140,8 +141,9 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
         mode: "compute": whole bf16 weights and no communication, the bound; "fsdp2-R": ``fully_shard`` on each block
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
             "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-R@RECIPE": the linear layers of the
-            blocks with that recipe; "torchao-R": the same layers as torchao's float8 with float8 all-gather, under
-            ``fully_shard``. With the suffix "-compiled" each block is compiled, with ``fullgraph=True``.
+            blocks with that recipe; "gtp-bf16-exchange": activations cross the wire in the place of the weights of
+            embedding and output projection; "torchao-R": the same layers as torchao's float8 with float8 all-gather,
+            under ``fully_shard``. With the suffix "-compiled" each block is compiled, with ``fullgraph=True``.
         workload: the model.
         world: the processes.
 
@@ -175,7 +177,7 @@ def _to_torchao(model: nn.Module, world: World) -> None:
 
 def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Module:
     """Prepares the whole model for ``mode``, one of :data:`MODES` or :data:`PEERS`."""
-    family, _, reduce = mode.partition("-")
+    family, _, reduce = mode.removesuffix(EXCHANGE).partition("-")
     if family == "compute":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
@@ -187,7 +189,10 @@ def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Modul
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    return gtp_shard(model, mesh, mp_policy=policy, schedule=SchedulePolicy(**workload.schedule))
+    schedule = SchedulePolicy(**workload.schedule)
+    if mode.endswith(EXCHANGE):
+        schedule = replace(schedule, embedding="exchange")
+    return gtp_shard(model, mesh, mp_policy=policy, schedule=schedule)
 
 
 def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Optimizer:
@@ -208,12 +213,13 @@ def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Op
 
 
 def make_step(
-    model: nn.Module, workload: Workload, world: World, seq_len: int, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, mode: str, workload: Workload, world: World, seq_len: int, optimizer: torch.optim.Optimizer | None
 ) -> Callable[..., torch.Tensor]:
     """One training step on fixed random tokens, next-token loss.
 
     Args:
         model: as :func:`build_mode` returns it.
+        mode: what it was built for.
         workload: gives batch size and seed.
         world: the processes.
         seq_len: tokens per sequence.
@@ -227,10 +233,21 @@ def make_step(
     shape = (workload.batch, seq_len + 1)
     precompute_scales = _scales_of_torchao(model)
     tokens = torch.randint(workload.config.vocab_size, shape, device=world.device, generator=generator)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+
+    def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    if mode.removesuffix(COMPILED).partition(RECIPE)[0].endswith(EXCHANGE):
+        from dtensor_gtp.nn.functional import linear_cross_entropy
+
+        model.reset_exchanges()  # they carry as many tokens as the longest sequence had so far
+
+        def loss_of(inputs: torch.Tensor) -> torch.Tensor:
+            return model(inputs, lambda hidden, output: linear_cross_entropy(hidden, output, targets))
 
     def step(inspect: Callable[[], None] | None = None) -> torch.Tensor:
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets)
+        loss = loss_of(inputs)
         loss.backward()
         if optimizer is not None:
             optimizer.step()

@@ -111,7 +111,7 @@ def _positive(text: str) -> int:
 
 
 def resolve_modes(names: Iterable[str]) -> list[str]:
-    """Replaces a family by its modes: "gtp" by "gtp-fp32" and "gtp-bf16".
+    """Replaces a family by its modes: "fsdp2" by "fsdp2-fp32" and "fsdp2-bf16".
 
     Raises:
         ValueError: if a name is neither a mode nor a family.
@@ -149,7 +149,7 @@ def measure(
     arguments: argparse.Namespace,
 ) -> Measurement:
     """Warms up, times and, if asked, traces one mode at one length; with an optimizer, the full step."""
-    step = make_step(model, workload, world, seq_len, optimizer)
+    step = make_step(model, mode, workload, world, seq_len, optimizer)
     norms: list[float | None] = []
     loss = world.mean(step(lambda: norms.append(gradient_norm(model, world))).item())
     if not math.isfinite(loss):

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "benchmarks" / "train_step.py"
-MODES = ["compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16"]
+MODES = ["compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-exchange"]
 PHASES = ["forward+backward", "full step"]
 SEQ_LENS = [16, 32]
 
@@ -84,7 +84,9 @@ def test_modes_compute_the_same_thing(everything: tuple[str, dict[str, Any]]) ->
     for seq_len in SEQ_LENS:
         records = {r["mode"]: r for r in results if r["seq_len"] == seq_len}
         losses = {mode: r["loss"] for mode, r in records.items()}
-        assert losses == dict.fromkeys(MODES, pytest.approx(losses["compute"], rel=1e-5))
+        # Its loss is float32, that of the others bf16, as their logits are.
+        assert losses.pop("gtp-bf16-exchange") == pytest.approx(losses["compute"], rel=1e-2)
+        assert losses == dict.fromkeys(MODES[:-1], pytest.approx(losses["compute"], rel=1e-5))
         assert records["compute"]["grad_norm"] is None
         norms = {mode: records[mode]["grad_norm"] for mode in MODES[1:]}
         assert norms == dict.fromkeys(MODES[1:], pytest.approx(norms["fsdp2-fp32"], rel=1e-3))

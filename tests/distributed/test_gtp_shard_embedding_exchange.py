@@ -211,6 +211,9 @@ class TestEmbeddingExchange(GlooTest):
                 reference.zero_grad()
                 model.zero_grad()
         self.assertEqual(weight_of(model, "table.weight").lookups.capacity, 7 * 5)
+        model.reset_exchanges()
+        model(tokens[: 1 + self.rank % 2])
+        self.assertEqual(weight_of(model, "table.weight").lookups.capacity, 2 * 5)
 
     def test_too_many_tokens_raise_on_all_ranks(self) -> None:
         mesh = self.gtp_mesh()

@@ -194,13 +194,16 @@ class TestResume:
     def test_other_number_of_processes_continues_the_run(
         self, uninterrupted: Result, killed: Result, folder: Path, num_processes: int | None
     ) -> None:
+        """Also where embedding and loss exchange activations, which a checkpoint does not know."""
         name = f"on_{num_processes}"
         shutil.copytree(folder / "killed", folder / name)
-        result = launch([SCRIPT, *tiny(folder / name, "--resume", "--json", folder / f"{name}.json")], num_processes)
+        options = ("--resume", *(("--exchange",) if num_processes else ()), "--json", folder / f"{name}.json")
+        result = launch([SCRIPT, *tiny(folder / name, *options)], num_processes)
         assert result.status == 0, result.output
         assert "saved by 2 processes" in result.output
         whole, resumed = metrics(folder / "whole.json"), metrics(folder / f"{name}.json")
         assert resumed["world_size"] == (num_processes or 1)
+        assert ("loss of output.weight: exchange of up to 128 tokens" in result.output) == bool(num_processes)
         assert [step for step, _ in resumed["losses"]] == [3, 4, 5, 6]
         for (_, loss), (_, expected) in zip(resumed["losses"], whole["losses"][2:], strict=True):
             assert loss == pytest.approx(expected, abs=1e-5)

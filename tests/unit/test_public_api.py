@@ -108,6 +108,7 @@ GTPModule.set_requires_all_reduce(requires_all_reduce, *, recurse=True)
 GTPModule.set_reshard_after_forward(reshard_after_forward, recurse=True)
 GTPModule.set_reshard_after_backward(reshard_after_backward, *, recurse=True)
 GTPModule.set_gradient_divide_factor(factor)
+GTPModule.reset_exchanges()
 GTPModule.set_is_last_backward(is_last_backward)
 UnshardHandle.wait()
 CapturedStep.reset()""",
