@@ -107,7 +107,7 @@ def recipe_modes(modes: list[str], recipes: list[str]) -> list[str]:
     if recipes and not gtp:
         raise ValueError(f"recipe_modes expects a gtp mode for the recipes {', '.join(recipes)}, but got {modes}.")
     has_peer = importlib.util.find_spec("torchao") and any(name.startswith("float8") for name in recipes)
-    peers = [f"torchao-{mode.partition('-')[2]}" for mode in gtp] if has_peer else []
+    peers = [f"torchao-{mode.partition('-')[2]}" for mode in gtp if not mode.endswith(EXCHANGE)] if has_peer else []
     with_recipes = [[mode, *(mode + RECIPE + name for name in recipes if mode in gtp)] for mode in modes]
     return [*peers, *(name for names in with_recipes for name in names)]
 
