@@ -8,6 +8,7 @@ from .float8_blockwise import Float8Blockwise
 from .float8_rowwise import Float8Rowwise
 from .float8_tensorwise import Float8Tensorwise
 from .mxfp8 import MXFP8
+from .native import NativeWeight
 from .nvfp4 import NVFP4
 from .recipes import RECIPES, resolve_recipe
 
@@ -19,6 +20,7 @@ __all__ = [
     "Float8Blockwise",
     "Float8Rowwise",
     "Float8Tensorwise",
+    "NativeWeight",
     "PlaneSpec",
     "Quantized",
     "Recipe",
