@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+from common import ALL, fake_world
+
+from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedLinear, convert_grouped_state_dict
 
 SPLITS = ([4, 3, 5, 0], [0, 0, 0, 12], [1, 0, 2, 3], [0, 0, 0, 0], [3, 3, 3, 3])
@@ -119,6 +127,29 @@ def test_r32_a_gradient_that_is_not_contiguous() -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+def test_r32_a_gradient_buffer_that_is_not_contiguous() -> None:
+    """A ``.grad`` of the user's own strides is added to, sharded as it is unsharded: nobody needs it contiguous."""
+    reference, x, splits = make(torch.float32), torch.randn(12, 8), torch.tensor([4, 3, 4, 0])
+    loop(reference, x, splits.tolist(), None).square().sum().backward()
+    with fake_world(world_size=1):
+        layers = [
+            make(torch.float32),
+            gtp_shard(make(torch.float32), init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",)), schedule=ALL),
+        ]
+        for layer in layers:
+            strided = torch.ones(8, 4, 16).permute(1, 2, 0)
+            assert not strided.is_contiguous()
+            sharded = isinstance(layer.weight, DTensor)
+            layer.weight.grad = (
+                DTensor.from_local(strided, layer.weight.device_mesh, layer.weight.placements, run_check=False)
+                if sharded
+                else strided
+            )
+            layer(x, splits).square().sum().backward()
+            grad = layer.weight.grad.to_local() if sharded else layer.weight.grad
+            torch.testing.assert_close(grad - 1, reference.weight.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_two_uses_in_one_step_and_recomputation() -> None:

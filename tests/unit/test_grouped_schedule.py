@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from common import _mesh, fake_world
+from common import fake_world
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp.nn import GroupedMLP
@@ -59,7 +60,9 @@ def test_the_second_gather_hides_behind_the_first_gemm(depth: int) -> None:
         min_shard_numel=0, prefetch_depth=depth, prefetch_nbytes=0, coalesce_nbytes=0, coalesce_grad_nbytes=0
     )
     with fake_world():
-        model = gtp_shard(GroupedMLP(GROUPS, DIM, HIDDEN), _mesh((4,), ("gtp",)), schedule=schedule)
+        model = gtp_shard(
+            GroupedMLP(GROUPS, DIM, HIDDEN), init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",)), schedule=schedule
+        )
         x, splits = torch.zeros(ROWS, DIM, requires_grad=True), torch.tensor([3, 0, 5])
         for _ in range(3):  # the plan is observed in the first step
             with Order() as order:
