@@ -660,6 +660,45 @@ def nccl_options(min_ctas: int, max_ctas: int) -> Any:
     return options
 
 
+def missing_for_zero_cta(device: torch.device) -> str | None:
+    """Why NCCL cannot gather without kernels here, None if it can."""
+    if device.type != "cuda":
+        return f"a {device.type} device has no NCCL"
+    if not hasattr(dist.ProcessGroupNCCL.Options().config, "cta_policy"):
+        return f"torch {torch.__version__} does not know NCCL's CTA policy"
+    version = torch.cuda.nccl.version()
+    if version < (2, 28):
+        return f"NCCL {'.'.join(map(str, version))} does not gather by copy engines, 2.28 does"
+    return None
+
+
+def nccl_zero_cta_options() -> Any:
+    """Options of an NCCL process group whose collectives take no block of a GPU where copy engines can do the work."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+    options._timeout = distributed_c10d._get_default_timeout(dist.Backend("nccl"))
+    return options
+
+
+class RegisteredBuffer:
+    """Bytes that are registered with an NCCL communicator as symmetric. Made by all of its ranks together.
+
+    Args:
+        nbytes: The same on all ranks.
+        device: This rank's GPU.
+        group_name: Of the process group, which has communicated before.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
+        self.nbytes = nbytes
+        backend: Any = resolve_group(group_name)._get_backend(device)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool, device):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        backend.register_mem_pool(self._pool, symm=True)
+
+
 def symmetric_memory_backend(device: torch.device) -> str | None:
     """What allocates symmetric memory on ``device`` ("CUDA", "NVSHMEM", "NCCL"), None if there is none."""
     try:
@@ -682,13 +721,16 @@ class SymmetricBuffer:
         self.nbytes = nbytes
         self._own = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group_name)
         self._handle = memory.rendezvous(self._own, group_name)
+        self._views: dict[tuple[int, int, torch.Size, torch.dtype], torch.Tensor] = {}
         if self._handle is None:
             raise RuntimeError(f"no symmetric memory for the ranks of process group '{group_name}'")
 
     def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the buffer of ``rank``, ``offset`` bytes from its begin, a multiple of the dtype's size."""
-        buffer: torch.Tensor = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
-        return buffer
+        key = (rank, offset, shape, dtype)
+        if key not in self._views:  # the same few, again and again
+            self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
+        return self._views[key]
 
     def barrier(self, timeout_ms: int) -> None:
         """Wait on the current stream until the streams of all ranks have come here. Nobody but them waits."""
@@ -762,6 +804,7 @@ __all__ = [
     "OutputSharding",
     "PrefixStore",
     "Propagate",
+    "RegisteredBuffer",
     "Store",
     "StridedShard",
     "SymmetricBuffer",
@@ -809,10 +852,12 @@ __all__ = [
     "make_wrapper_subclass",
     "maybe_run_for_local_tensor",
     "mesh_coordinate",
+    "missing_for_zero_cta",
     "muon_adjust_lr",
     "muon_orthogonalize",
     "named_group",
     "nccl_options",
+    "nccl_zero_cta_options",
     "op_dispatcher",
     "own_part",
     "pipeline_stage_class",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
 ReduceScatterKind = Literal["ring", "all_to_all", "copy_engine"]
-GatherBackendName = Literal["process_group", "copy_engine", "auto"]
+GatherBackendName = Literal["process_group", "copy_engine", "zero_cta", "auto"]
 
 
 class GatherBackend(Protocol):
@@ -94,8 +94,10 @@ class SchedulePolicy:
             ``reshard_after_forward=False`` says.
         gather_backend: Who gathers. ``"process_group"``: the process group of the mesh. ``"copy_engine"``: the copy
             engines of GPUs of one host, through symmetric memory, which leaves all SMs to the GEMMs but costs the host
-            a launch for each peer. ``"auto"``: the faster of these in a short measurement at the first forward, which
-            is logged. A class: one of these is made for each communicator, see :class:`GatherBackend`.
+            a launch for each peer. ``"zero_cta"``: copy engines started by NCCL (2.28 and later), between GPUs of one
+            host: one launch, but each gathered weight is copied once more. ``"auto"``: the faster of the first two in a
+            short measurement at the first forward, which is logged. A class: one of these is made for each
+            communicator, see :class:`GatherBackend`.
         gather_ctas: Least and most blocks (CTAs) of a GPU that NCCL may take for a gather, by a communicator of its
             own. None: the process group of the mesh as it is.
         scatter_ctas: The same for reduce-scatters.

@@ -21,6 +21,7 @@ from ..policy import GatherBackend, SchedulePolicy
 from . import collectives
 from .collectives import Works
 from .copy_engine import CopyEngine
+from .zero_cta import ZeroCTA
 
 T = TypeVar("T")
 
@@ -65,12 +66,13 @@ def refuse_unavailable(schedule: SchedulePolicy, device_type: str, backend: str)
     Raises:
         ValueError: The policy asks by name for what there is not.
     """
-    asked = [name for name in ("gather_backend", "reduce_scatter") if getattr(schedule, name) == "copy_engine"]
-    if asked and device_type != "cuda":
-        raise ValueError(
-            f"gtp_shard expects a mesh of GPUs with SchedulePolicy({asked[0]}='copy_engine'), but got one of "
-            f"'{device_type}', which has no copy engines. Leave it at its default there."
-        )
+    for name in ("gather_backend", "reduce_scatter"):
+        asked = getattr(schedule, name)
+        if asked in ("copy_engine", "zero_cta") and device_type != "cuda":
+            raise ValueError(
+                f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='{asked}'), but got one of "
+                f"'{device_type}', which has no copy engines. Leave it at its default there."
+            )
     limited = [name for name in ("gather_ctas", "scatter_ctas") if getattr(schedule, name) is not None]
     if limited and backend != "nccl":
         raise ValueError(
@@ -94,7 +96,7 @@ def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGro
         return Choice(process_group, "asked for")
     if asked != "auto":
         factory: Callable[[dist.ProcessGroup, torch.device], GatherBackend]
-        factory = CopyEngine if isinstance(asked, str) else asked
+        factory = asked if isinstance(asked, type) else CopyEngine if asked == "copy_engine" else ZeroCTA
         return Choice(_make_on_all_ranks(factory, groups, device), "asked for")
     try:
         copies = _make_on_all_ranks(CopyEngine, groups, device)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,35 +42,79 @@ _ALIGNMENT = 16
 _TIMEOUT_MS = 600_000
 
 
-class CopyEngine:
-    """One communicator's stage and its copies. Collective over ``group``.
+class Stage(Protocol):
+    """Memory that is made by all ranks of a communicator together."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Stage)
+
+
+class Staged(Generic[S]):
+    """A stage that grows, see [Note: rules of the copy engine]. Collective over ``group``.
 
     Args:
         group: Ranks of one host, one GPU each. Its name is kept, see ``Groups``.
         device: This rank's GPU.
-
-    Raises:
-        RuntimeError: There is no symmetric memory for these ranks. Raised on each rank that has a reason.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_name = group.group_name
         self._device = device
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._stage: compat.SymmetricBuffer | None = None
-        self._captured: list[compat.SymmetricBuffer] = []
-        refuse_without_symmetric_memory(group, device)
         # Ranks that cannot map each other's memory find out now, not in the first forward.
-        self._stage = self._allocate(_ALIGNMENT)
+        self._stage: S | None = self._allocate(_ALIGNMENT)
+        self._captured: list[S] = []
 
-    def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
-        return compat.SymmetricBuffer(nbytes, self._device, self._group_name)
+    def _allocate(self, nbytes: int) -> S:
+        raise NotImplementedError
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _wait_on_host(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
+
+    def _reserve(self, nbytes: int) -> S:
+        """The stage, which has at least so many bytes on all ranks."""
+        stage = self._stage
+        if stage is None or stage.nbytes < nbytes:
+            stage = self._grow(nbytes)
+        if self._is_capturing() and stage not in self._captured:
+            self._captured.append(stage)
+        return stage
+
+    def _grow(self, nbytes: int) -> S:
+        if self._is_capturing():
+            raise RuntimeError(
+                f"The gather backend needs a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
+                "captured. Run the step eagerly before it is captured; capture_step does."
+            )
+        self._wait_on_host()
+        dist.barrier(group=compat.resolve_group(self._group_name))
+        self._stage = None
+        stage = self._stage = self._allocate(nbytes)
+        return stage
+
+
+class CopyEngine(Staged[compat.SymmetricBuffer]):
+    """One communicator's stage and its copies. Collective over ``group``.
+
+    Args:
+        group, device: As for ``Staged``.
+
+    Raises:
+        RuntimeError: There is no symmetric memory for these ranks. Raised on each rank that has a reason.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        refuse_without_symmetric_memory(group, device)
+        super().__init__(group, device)
+
+    def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
+        return compat.SymmetricBuffer(nbytes, self._device, self._group_name)
 
     def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
         """Copy each rank's shards into the outputs, on the current stream.
@@ -108,28 +153,11 @@ class CopyEngine:
     def _fill(self, sources: list[torch.Tensor], places: list[int]) -> compat.SymmetricBuffer:
         """Steps 1 to 3 of [Note: rules of the copy engine]."""
         stage = self._reserve(places[-1])
-        if self._is_capturing() and stage not in self._captured:
-            self._captured.append(stage)
         stage.barrier(_TIMEOUT_MS)
         for source, place in zip(sources, places, strict=False):
             stage.view(self._rank, place, source.shape, source.dtype).copy_(source)
         stage.barrier(_TIMEOUT_MS)
         return stage
-
-    def _reserve(self, nbytes: int) -> compat.SymmetricBuffer:
-        stage = self._stage
-        if stage is not None and stage.nbytes >= nbytes:
-            return stage
-        if self._is_capturing():
-            raise RuntimeError(
-                f"The copy engine needs a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
-                "captured. Run the step eagerly before it is captured; capture_step does."
-            )
-        self._wait_on_host()
-        dist.barrier(group=compat.resolve_group(self._group_name))
-        self._stage = None
-        self._stage = self._allocate(nbytes)
-        return self._stage
 
 
 def offsets(sizes: list[int]) -> list[int]:
@@ -145,7 +173,13 @@ def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.devi
     RuntimeError: The ranks of ``group`` cannot have memory that all of them map, as far as can be told beforehand.
         Raised on all ranks of the group if on one.
     """
-    reason = _missing(device)
+    refuse_on_all_ranks(group, _missing(device))
+
+
+def refuse_on_all_ranks(group: dist.ProcessGroup, reason: str | None) -> None:
+    """Raises:
+    RuntimeError: Some rank of ``group`` has a reason to, or they are on several hosts. Raised on all of them.
+    """
     told: list[tuple[str | None, str]] = [(None, "")] * group.size()
     dist.all_gather_object(told, (reason, host_name()), group=group)
     reasons = sorted({other for other, _ in told if other is not None})

@@ -115,6 +115,7 @@ class Draw:
     coalesce_nbytes: int = 0
     expert_blocks_ahead: int = 1
     keep_nbytes: int = 0
+    reduce_scatter: Literal["ring", "all_to_all"] = "ring"
     min_shard_numel: int = 0
     embedding: Literal["gather", "exchange", "auto"] = "gather"
     reshard_after_forward: bool = True
@@ -369,6 +370,7 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         expert_blocks_ahead=rng.choice((0, 1, 1, 2)),
         keep_nbytes=rng.choice((0, 0, 600, 1 << 20)),
         embedding=rng.choice(("gather", "exchange", "auto")) if vocabulary else "gather",
+        reduce_scatter=rng.choice(("ring", "ring", "all_to_all")),
     )
 
 

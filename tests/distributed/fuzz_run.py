@@ -128,6 +128,7 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
             expert_blocks_ahead=draw.expert_blocks_ahead,
             keep_nbytes=draw.keep_nbytes,
             embedding=draw.embedding,
+            reduce_scatter=draw.reduce_scatter,
         ),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):

@@ -23,6 +23,7 @@ from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import copy_engine
 from dtensor_gtp._runtime.copy_engine import CopyEngine
 
@@ -70,7 +71,10 @@ class TestCudaComm(MultiProcContinuousTest):
 
     def test_every_gather_backend_has_the_same_bits(self) -> None:
         expected = self.train()
-        for options in ({"gather_backend": "copy_engine"}, {"gather_backend": "auto"}, {"gather_ctas": (1, 4)}):
+        names = ["copy_engine", "auto"]
+        if compat.missing_for_zero_cta(torch.device("cuda")) is None:
+            names.append("zero_cta")
+        for options in (*({"gather_backend": name} for name in names), {"gather_ctas": (1, 4)}):
             self.assert_same(self.train(**options), expected, f"{options}")
             for seed in range(2):
                 with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):

@@ -32,8 +32,10 @@ from runtime_common import (
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import backends, copy_engine
 from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp._runtime.zero_cta import ZeroCTA
 from dtensor_gtp.quant import NVFP4
 
 
@@ -115,6 +117,32 @@ class OnFile(CopyEngine):
         return super()._peers()
 
 
+class _Memory:
+    """Stands for ``RegisteredBuffer``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.tensor = torch.full((nbytes,), 0x7F, dtype=torch.uint8)
+
+
+class OnGloo(ZeroCTA):
+    """The stage of the zero-CTA backend, over gloo."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        with (
+            mock.patch.object(compat, "missing_for_zero_cta", return_value=None),
+            mock.patch.object(compat, "nccl_zero_cta_options", return_value=None),
+        ):
+            super().__init__(group, device)
+
+    def _allocate(self, nbytes: int) -> Any:
+        self._registered.append(_Memory(nbytes * self._num_ranks))  # type: ignore[arg-type]
+        return self._registered[-1]
+
+    def _wait_on_host(self) -> None:
+        pass
+
+
 class TestGatherBackends(GlooTest):
     def test_a_class_of_the_users(self) -> None:
         """Plain, uneven, replicated and quantized weights; the very bits of the process group."""
@@ -144,6 +172,16 @@ class TestGatherBackends(GlooTest):
         torch.manual_seed(0)
         model = check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1)
         assert_idle(model)
+
+    def test_stage_of_zero_cta_changes_no_bit(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Net(num_pairs=1)
+        expected = train_record(shard_copy(reference, mesh), mesh, steps=2)
+        schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnGloo)
+        assert_bit_equal(train_record(shard_copy(reference, mesh, schedule=schedule), mesh, steps=2), expected, "stage")
+        torch.manual_seed(0)
+        assert_idle(check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1))
 
     def test_copy_engine_exchanges_slices(self) -> None:
         group = self.gtp_mesh().get_group()
@@ -179,6 +217,7 @@ class TestGatherBackends(GlooTest):
                 {"reduce_scatter": "copy_engine"},
                 r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'",
             ),
+            ({"gather_backend": "zero_cta"}, r"\(gather_backend='zero_cta'\), but got one of 'cpu'"),
             ({"gather_ctas": (1, 4)}, r"\(gather_ctas=...\), but got 'gloo'"),
             ({"scatter_ctas": (1, 4)}, r"\(scatter_ctas=...\), but got 'gloo'"),
         ):

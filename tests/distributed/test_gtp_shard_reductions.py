@@ -23,6 +23,7 @@ from runtime_common import (
     square_step,
     token_step,
 )
+from test_elastic import Elastic, _replicas
 from test_gtp_shard_gradients import Scaled, assert_grads_are
 from torch.testing._internal.common_utils import run_tests
 
@@ -143,6 +144,11 @@ class TestReductions(GlooTest):
         recipe = Float8Rowwise()
         torch.manual_seed(0)
         check(QuantNet(), recipe, gtp(recipe, mesh, schedule=ALL_TO_ALL), mesh, steps=1)
+
+    def test_unequal_replicas(self) -> None:
+        """What the receiving rank has added goes on to the sums over replicas in float32."""
+        mesh = _replicas(((0, 1, 2), (3,)), 1)
+        Elastic(mesh, apply=lambda model, mesh: gtp_shard(model, mesh.weights, schedule=ALL_TO_ALL)).train(steps=2)
 
     def test_bits_do_not_depend_on_time(self) -> None:
         """Delays and the number of reductions in flight change no bit."""

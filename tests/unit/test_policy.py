@@ -75,7 +75,9 @@ def test_schedule_policy_refuses_numbers_of_tokens_that_are_none(tokens: object,
 
 @pytest.mark.parametrize("value", ["nccl", None, object()])
 def test_schedule_policy_refuses_unknown_gather_backends(value: object) -> None:
-    expected = "SchedulePolicy expects 'process_group' or 'copy_engine' or 'auto' as gather_backend, but got "
+    expected = (
+        "SchedulePolicy expects 'process_group' or 'copy_engine' or 'zero_cta' or 'auto' as gather_backend, but got "
+    )
     with pytest.raises(ValueError, match=expected):
         SchedulePolicy(gather_backend=value)  # type: ignore[arg-type]
 
