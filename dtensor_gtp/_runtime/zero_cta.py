@@ -45,6 +45,9 @@ class ZeroCTA(Staged[compat.RegisteredBuffer]):
         last = self._registered[-1].nbytes
         return super()._grow(max(nbytes, 2 * last) // self._num_ranks)
 
+    def _gather(self, full: torch.Tensor, own: torch.Tensor) -> None:
+        collectives.all_gather(full, own, compat.resolve_group(self._group_name), stream=True)
+
     def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
         """Gather each rank's shards into the outputs, on the current stream; as :meth:`CopyEngine.all_gather`."""
         places = offsets([shard.nbytes for shard in shards])
@@ -53,7 +56,7 @@ class ZeroCTA(Staged[compat.RegisteredBuffer]):
         own = full[self._rank]
         for shard, place in zip(shards, places, strict=False):
             _part(own, place, shard).copy_(shard)
-        collectives.all_gather(full.view(-1), own, compat.resolve_group(self._group_name), stream=True)
+        self._gather(full.view(-1), own)
         for output, shard, place in zip(outputs, shards, places, strict=False):
             output.view(self._num_ranks, *shard.shape).copy_(_part(full, place, shard))
 

@@ -139,6 +139,10 @@ class OnGloo(ZeroCTA):
         self._registered.append(_Memory(nbytes * self._num_ranks))  # type: ignore[arg-type]
         return self._registered[-1]
 
+    def _gather(self, full: torch.Tensor, own: torch.Tensor) -> None:
+        group = compat.resolve_group(self._group_name)
+        dist.all_gather_into_tensor(full, own, group=group)  # which waits: there is no stream that would
+
     def _wait_on_host(self) -> None:
         pass
 

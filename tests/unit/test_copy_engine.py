@@ -1,0 +1,204 @@
+"""The copies of the gather backends with a stage, with a thread for each rank: places, growth, padding, dtypes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._runtime import copy_engine, zero_cta
+from dtensor_gtp._runtime.copy_engine import CopyEngine, offsets
+from dtensor_gtp._runtime.zero_cta import ZeroCTA
+
+NUM_RANKS = 4
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """Threads that act as ranks, and what they share."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(NUM_RANKS, timeout=20)
+        self.memory: dict[tuple[int, int], torch.Tensor] = {}
+        self.num_stages = [0] * NUM_RANKS
+
+    def run(self, job: Callable[[Any], None]) -> None:
+        errors: list[BaseException] = []
+
+        def guarded(rank: int) -> None:
+            try:
+                job(Group(self, rank))
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(NUM_RANKS)]
+        with (
+            mock.patch.object(copy_engine, "refuse_on_all_ranks"),
+            mock.patch.object(zero_cta, "refuse_on_all_ranks"),
+            mock.patch.object(copy_engine.dist, "barrier", lambda group: group.ranks.barrier.wait()),
+            mock.patch.object(compat, "resolve_group", lambda name: name),
+            mock.patch.object(compat, "twin_group", lambda group, device, desc, options: group),
+            mock.patch.object(compat, "nccl_zero_cta_options"),
+        ):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        for error in real or errors:
+            raise error
+
+
+class Group:
+    """Stands for a process group; it is its own name."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks = ranks
+        self._rank = rank
+        self.group_name = self
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return NUM_RANKS
+
+    def new_stage(self, nbytes: int) -> torch.Tensor:
+        """Uninitialized memory that all ranks can find, filled with what must not be read."""
+        self.ranks.num_stages[self._rank] += 1
+        stage = torch.full((nbytes,), 0x7F, dtype=torch.uint8)
+        self.ranks.memory[self._rank, nbytes] = stage
+        self.ranks.barrier.wait()
+        return stage
+
+
+class Shared:
+    """Stands for ``SymmetricBuffer``."""
+
+    def __init__(self, nbytes: int, group: Group) -> None:
+        self.nbytes, self.group = nbytes, group
+        group.new_stage(nbytes)
+
+    def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        stage = self.group.ranks.memory[rank, self.nbytes]
+        return stage[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def barrier(self, timeout_ms: int) -> None:
+        self.group.ranks.barrier.wait()
+
+
+class Engine(CopyEngine):
+    def _allocate(self, nbytes: int) -> Any:
+        return Shared(nbytes, self._group_name)  # type: ignore[arg-type]
+
+    def _wait_on_host(self) -> None:
+        pass
+
+
+class Registered:
+    """Stands for ``RegisteredBuffer``."""
+
+    def __init__(self, nbytes: int, group: Group) -> None:
+        self.nbytes, self.tensor = nbytes, group.new_stage(nbytes)
+
+
+class Zero(ZeroCTA):
+    def _allocate(self, nbytes: int) -> Any:
+        self._registered.append(Registered(nbytes * NUM_RANKS, self._group_name))  # type: ignore[arg-type]
+        return self._registered[-1]
+
+    def _wait_on_host(self) -> None:
+        pass
+
+
+def gather_in_place(output: torch.Tensor, shard: torch.Tensor, group: Any, stream: bool) -> None:
+    ranks = group.ranks
+    ranks.memory[group.rank(), -1] = shard
+    ranks.barrier.wait()
+    for rank, part in enumerate(output.chunk(NUM_RANKS)):
+        if rank != group.rank():
+            part.copy_(ranks.memory[rank, -1])
+    ranks.barrier.wait()
+
+
+def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype, turn: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * turn + 10 * rank + len(shape))
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+SHARDS = [
+    [((3, 5), torch.float32)],
+    [((1, 7), torch.bfloat16), ((3,), torch.uint8), ((2, 3, 2), torch.float64)],
+    [((200, 3), torch.bfloat16)],
+    [((1,), torch.uint8)],
+    [((0, 4), torch.float32), ((64, 4), torch.int16)],
+]
+
+
+@pytest.mark.parametrize("kind", [Engine, Zero])
+def test_gathers_of_several_tensors(kind: Any) -> None:
+    ranks = Ranks()
+
+    def job(group: Group) -> None:
+        backend = kind(group, CPU)
+        for turn, shapes in enumerate(SHARDS * 2):
+            shards = [value(group.rank(), shape, dtype, turn) for shape, dtype in shapes]
+            outputs = [torch.full((NUM_RANKS * s.shape[0], *s.shape[1:]), 111, dtype=s.dtype) for s in shards]
+            if turn % 2:  # in place, as shards that had to be cast are
+                for output, shard in zip(outputs, shards, strict=True):
+                    output.view(NUM_RANKS, *shard.shape)[group.rank()].copy_(shard)
+                shards = [output.chunk(NUM_RANKS)[group.rank()] if output.numel() else output for output in outputs]
+            backend.all_gather(outputs, shards)
+            for output, (shape, dtype) in zip(outputs, shapes, strict=True):
+                want = torch.cat([value(rank, shape, dtype, turn) for rank in range(NUM_RANKS)])
+                assert torch.equal(output, want), f"rank {group.rank()}, turn {turn}, {shape}"
+
+    with mock.patch.object(zero_cta.collectives, "all_gather", gather_in_place):
+        ranks.run(job)
+    # The first one, and each time that a gather is larger than all before.
+    assert ranks.num_stages == [4] * NUM_RANKS
+
+
+def test_exchange_of_slices() -> None:
+    def job(group: Group) -> None:
+        engine = Engine(group, CPU)
+        for turn, (dtype, rows) in enumerate([(torch.bfloat16, 3), (torch.float32, 1), (torch.uint8, 40)]):
+            sent = value(group.rank(), (NUM_RANKS * rows, 5), dtype, turn)
+            received = torch.empty_like(sent)
+            engine.all_to_all(received, sent)
+            others = [value(rank, (NUM_RANKS * rows, 5), dtype, turn) for rank in range(NUM_RANKS)]
+            want = torch.cat([other.chunk(NUM_RANKS)[group.rank()] for other in others])
+            assert torch.equal(received, want), f"rank {group.rank()}, turn {turn}"
+
+    Ranks().run(job)
+
+
+def test_a_stage_does_not_grow_within_a_graph_and_outlives_it() -> None:
+    def job(group: Group) -> None:
+        engine = Engine(group, CPU)
+        output, shard = torch.empty(NUM_RANKS * 8), torch.ones(8)
+        engine.all_gather([output], [shard])
+        stage = engine._stage
+        engine._is_capturing = lambda: True  # type: ignore[method-assign]
+        engine.all_gather([output], [shard])
+        with pytest.raises(
+            RuntimeError, match="needs a stage of 128 bytes, which cannot be allocated while a CUDA graph"
+        ):
+            engine.all_gather([torch.empty(NUM_RANKS * 32)], [torch.ones(32)])
+        engine._is_capturing = lambda: False  # type: ignore[method-assign]
+        engine.all_gather([torch.empty(NUM_RANKS * 32)], [torch.ones(32)])
+        assert engine._captured == [stage]
+        assert engine._stage is not stage
+
+    Ranks().run(job)
+
+
+def test_parts_lie_aligned_one_behind_the_other() -> None:
+    assert offsets([]) == [0]
+    assert offsets([1, 16, 17, 0, 4]) == [0, 16, 32, 64, 64, 80]
