@@ -23,7 +23,8 @@ from ._runtime.wire import make_wire
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
 from .quant.compute import check_forced
-from .quant.native import NativeWeight, recipe_groups
+from .quant.native import NativeWeight
+from .quant.native_parts import recipe_groups
 from .quant.placement import place_quantized
 from .quant.tensor import master_of, recipe_of
 

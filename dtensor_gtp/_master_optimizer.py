@@ -15,7 +15,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from .quant.native import NativeWeight, groups_of, native_of, quantize_parts
+from .quant.native import NativeWeight, native_of
+from .quant.native_parts import groups_of, quantize_parts
 
 _KEY = "master"
 

@@ -25,15 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from .quant.base import Direction, Quantized, Recipe
-from .quant.native import (
-    PLANE_NAMES,
-    NativeWeight,
-    groups_of,
-    native_block_of,
-    native_of,
-    native_planes,
-    quantize_parts,
-)
+from .quant.native import NativeWeight, native_of
+from .quant.native_parts import PLANE_NAMES, groups_of, native_block_of, native_planes, quantize_parts
 from .quant.recipes import RECIPES
 
 _PLANE_KEY = re.compile(

@@ -21,7 +21,8 @@ from ..quant.base import Direction, PlaneSpec, Quantized, Recipe
 from ..quant.compute import ComputePath, choose_path, warn_dequantized
 from ..quant.float8_gemms import Float8GEMMs
 from ..quant.fsdp import GatheredWeight
-from ..quant.native import NativeWeight, recipe_groups
+from ..quant.native import NativeWeight
+from ..quant.native_parts import recipe_groups
 from .collectives import all_reduce, reduce_scale
 from .comm_context import CommContext
 from .gathered import Version

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .base import Direction, Quantized, Recipe
-from .native import NativeWeight, native_block_of
+from .native import NativeWeight
+from .native_parts import native_block_of
 from .tensor import MasterWeight, WeightWithRecipe
 
 aten = torch.ops.aten

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .. import _torch_compat as compat
 from ..placement import GTPShard
 from .base import PlaneSpec, Quantized, Recipe
-from .native import PLANE_NAMES, NativeInfo, NativeWeight, groups_of, native_of, native_planes, quantize_parts
+from .native import NativeWeight, native_of
+from .native_parts import PLANE_NAMES, NativeInfo, groups_of, native_planes, quantize_parts
 from .recipes import RECIPES
 
 _NAMES = (*PLANE_NAMES, "amax")

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ..placement import GTPShard
 from .base import Recipe
-from .native import native_block_of, native_of
+from .native import native_of
+from .native_parts import native_block_of
 
 
 def place_quantized(fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None) -> GTPShard:
