@@ -66,10 +66,10 @@ def test_a_rank_that_raises_is_named() -> None:
 def test_killed_at_each_point_of_a_step(point: str, rank: int, tmp_path: Path) -> None:
     """One rank of a replica of two, and the only one of another. In memory the job ends like an undisturbed one (each
     rank compares); the last checkpoint of it can be read, too."""
-    job = FaultyJob([[0, 1], [2]], [Fault(3, rank, point)], path=tmp_path)
+    job = FaultyJob([[0, 1], [2]], [Fault(3, rank, point)], path=tmp_path, num_steps=6)
     codes = job.wait()
     assert codes == [-9 if r == rank else 0 for r in range(3)], codes
-    check_checkpoint(tmp_path, 4)
+    check_checkpoint(tmp_path, 6)
 
 
 def check_checkpoint(path: Path, least: int) -> None:
