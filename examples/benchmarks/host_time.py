@@ -4,11 +4,11 @@ A stack of small ``nn.Linear`` layers is so cheap on the device that a step's wa
 kernels, Python, autograd. The same stack runs plain and sharded; a layer has two uses of its weight in a step, one in
 forward and one in backward (the input of the stack requires a gradient, so the first layer too computes dgrad), and
 
-    host time per use = (sharded step - plain step - collectives of a step * bare c10d call) / (2 * layers)
+    host time per use = (sharded step - plain step - c10d calls) / (2 * layers)
 
-The collectives of a step are counted by running one under ``CommDebugMode``; a bare call is the median time that
-enqueueing a gather or a reduction of the same size takes, in a loop of nothing else.
-The time is taken from the start of forward to the return of ``backward()``, without waiting for the device, which is
+The c10d calls are timed where they are made: the methods of the process group, between entry and return. (In a loop of
+nothing else they would look cheaper than in the midst of kernels for several streams.) They are counted, too. The time
+is taken from the start of forward to the return of ``backward()``, without waiting for the device, which is
 idle at the start. (On a CPU, the device is the host: copies of the data count.)
 
 Under ``torchrun`` the collectives are real. A single process started without it acts as rank 0 of a fake process group
@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 from harness import World, median, release_memory, trace_steps
 from report import describe, environment, markdown_table
@@ -35,7 +34,6 @@ from report import describe, environment, markdown_table
 FAKE_WORLD_SIZE = 2
 _LAYERS = 32
 _FEATURES = 64
-_BARE_CALLS = 200
 # lets a schedule that is learned in the first steps settle
 _WARMUP = 5
 
@@ -72,86 +70,91 @@ def make_step(model: nn.Module, world: World) -> Callable[[], None]:
     return lambda: model(x).sum().backward()
 
 
-def host_us(model: nn.Module, world: World, steps: int) -> float:
-    """Median microseconds of the host in forward and backward, the slowest process's."""
+class StepTime(NamedTuple):
+    """Medians over the steps, in microseconds, each the slowest process's, and calls in one step."""
+
+    step_us: float
+    c10d_us: float
+    collectives: dict[str, int]
+
+
+def time_host(model: nn.Module, world: World, steps: int) -> StepTime:
+    """The host's time in forward and backward, and in the collectives that they call."""
     step = make_step(model, world)
-    samples = []
+    samples, calls = [], []
     for _ in range(_WARMUP + steps):
         world.barrier()
-        begin = time.perf_counter()
-        step()
-        samples.append((time.perf_counter() - begin) * 1e6)
+        with CollectiveClock() as clock:
+            begin = time.perf_counter()
+            step()
+            samples.append((time.perf_counter() - begin) * 1e6)
+        calls.append(clock.seconds * 1e6)
         world.synchronize()
         for parameter in model.parameters():
             parameter.grad = None
-    return world.slowest([median(samples[_WARMUP:])])[0]
+    slowest = world.slowest([median(samples[_WARMUP:]), median(calls[_WARMUP:])])
+    return StepTime(slowest[0], slowest[1], clock.counts)
 
 
-def count_collectives(model: nn.Module, world: World) -> dict[str, int]:
-    """How often each kind of collective is called in one step."""
-    counter = CommDebugMode()
-    with counter:
-        make_step(model, world)()
-    for parameter in model.parameters():
-        parameter.grad = None
-    counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-    for op, count in counter.get_comm_counts().items():
-        name = str(op).lower().replace("_", "")
-        kind = next((kind for kind in counts if kind.replace("_", "") in name), None)
-        if kind is None:
-            raise RuntimeError(f"count_collectives expects gathers and reductions only, but got {op}.")
-        counts[kind] += count
-    return counts
+class CollectiveClock:
+    """Counts the collectives that this process calls within the context, and adds up the time until they return.
 
-
-def bare_call_us(mesh: DeviceMesh, world: World, dtype: torch.dtype) -> dict[str, float]:
-    """Median microseconds to enqueue one collective of a layer's size.
-
-    By the methods of the process group: the public functions check their arguments first, in Python, and a library
-    that spares itself the checks is not to be credited with their time.
+    By the methods of the process group, which all public functions end in. Reductions of single tensors and of several
+    are told apart from gathers by name.
     """
-    group = mesh.get_group()
-    gather, scatter, reduce = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
-    for options in (gather, scatter, reduce):
-        options.asyncOp = False
-    whole = torch.zeros(_FEATURES * _FEATURES, device=world.device, dtype=dtype)
-    shard = torch.zeros(whole.numel() // world.size, device=world.device, dtype=dtype)
-    calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: group._allgather_base(whole, shard, gather),
-        "reduce_scatter": lambda: group._reduce_scatter_base(shard, whole, scatter),
-        "all_reduce": lambda: group.allreduce([whole], reduce),
+
+    _METHODS: ClassVar = {
+        "_allgather_base": "all_gather",
+        "all_gather_single": "all_gather",  # its name since torch 2.13
+        "allgather_into_tensor_coalesced": "all_gather",
+        "_reduce_scatter_base": "reduce_scatter",
+        "reduce_scatter_single": "reduce_scatter",
+        "reduce_scatter_tensor_coalesced": "reduce_scatter",
+        "alltoall_base": "reduce_scatter",
+        "allreduce": "all_reduce",
     }
-    return {name: _enqueue_us(call, world) for name, call in calls.items()}
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(self._METHODS.values(), 0)
+        self.seconds = 0.0
+        self._originals: dict[str, Any] = {}
+
+    def __enter__(self) -> "CollectiveClock":
+        for method, kind in self._METHODS.items():
+            if method not in dist.ProcessGroup.__dict__:
+                continue  # not in this release of torch
+            # as the class holds it: read as its attribute, it would not bind an object any more when it is put back
+            self._originals[method] = dist.ProcessGroup.__dict__[method]
+            setattr(dist.ProcessGroup, method, self._timed(getattr(dist.ProcessGroup, method), kind))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for method, original in self._originals.items():
+            setattr(dist.ProcessGroup, method, original)
+
+    def _timed(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+                self.counts[kind] += 1
+
+        return timed
 
 
-def _enqueue_us(call: Callable[[], object], world: World) -> float:
-    samples = []
-    for i in range(_WARMUP + _BARE_CALLS):
-        if i % 16 == 0:
-            # a full device queue would make the host wait in the call
-            world.barrier()
-        begin = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - begin) * 1e6)
-    world.barrier()
-    return world.slowest([median(samples[_WARMUP:])])[0]
-
-
-def measure_stack(
-    stack: nn.Module, plain_us: float, call_us: dict[str, float], world: World, steps: int, trace: Path | None
-) -> dict[str, Any]:
-    """Measures one sharded stack against the plain one's time and those of bare collective calls."""
-    step_us = host_us(stack, world, steps)
-    counts = count_collectives(stack, world)
+def measure_stack(stack: nn.Module, plain_us: float, world: World, steps: int, trace: Path | None) -> dict[str, Any]:
+    """Measures one sharded stack against the plain one's time."""
+    measured = time_host(stack, world, steps)
     if trace is not None:
         trace_steps(make_step(stack, world), world, trace)
-    c10d_us = sum(count * call_us[kind] for kind, count in counts.items())
     return {
-        "step_us": step_us,
+        "step_us": measured.step_us,
         "plain_step_us": plain_us,
-        "collectives_per_step": counts,
-        "c10d_call_us": call_us,
-        "us_per_weight_use": (step_us - plain_us - c10d_us) / (2 * _LAYERS),
+        "collectives_per_step": measured.collectives,
+        "c10d_us": measured.c10d_us,
+        "us_per_weight_use": (measured.step_us - plain_us - measured.c10d_us) / (2 * _LAYERS),
     }
 
 
@@ -178,14 +181,13 @@ def measure_host_time(world: World, steps: int, trace: Path | None = None) -> di
     errors: dict[str, str] = {}
     for policy_name, policy in _POLICIES.items():
         dtype = policy.param_dtype or torch.float32
-        plain_us = host_us(build_stack(world, dtype), world, steps)
-        call_us = bare_call_us(mesh, world, dtype)
+        plain_us = time_host(build_stack(world, dtype), world, steps).step_us
         for library, shard in (("gtp", shard_with_gtp), ("fsdp2", shard_with_fsdp2)):
             name = f"{library}-{policy_name}"
             file = trace / f"{name}.json" if trace else None
             stack, error = world.guarded(name, partial(shard, build_stack(world), mesh, policy))
             if stack is not None:
-                work = partial(measure_stack, stack, plain_us, call_us, world, steps, file)
+                work = partial(measure_stack, stack, plain_us, world, steps, file)
                 record, error = world.guarded(name, work)
                 if record is not None:
                     results.append({"library": library, "policy": policy_name, **record})
@@ -197,13 +199,14 @@ def measure_host_time(world: World, steps: int, trace: Path | None = None) -> di
 
 
 def print_host_time(world: World, content: dict[str, Any]) -> None:
-    header = ["library", "policy", "step us", "plain us", "gathers", "scatters", "us per weight use"]
+    header = ["library", "policy", "step us", "plain us", "c10d us", "gathers", "scatters", "us per weight use"]
     lines = [
         [
             r["library"],
             r["policy"],
             f"{r['step_us']:.0f}",
             f"{r['plain_step_us']:.0f}",
+            f"{r['c10d_us']:.0f}",
             str(r["collectives_per_step"]["all_gather"]),
             str(r["collectives_per_step"]["reduce_scatter"]),
             f"{r['us_per_weight_use']:.1f}",
