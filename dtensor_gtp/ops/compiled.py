@@ -409,7 +409,7 @@ def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dt
     if weight.wire is not None:
         weight.wire.note_read(weight)
     gathered = runtime.acquire(weight)
-    full = gathered.contiguous()
+    full = gathered.contiguous().detach()  # an owner of the memory, also to who poisons what nobody owns any more
     runtime.release(weight, gathered)
     # The compiler takes what an op returns for its own, and may write to it after the last use.
     is_shared = gathered.is_alias or gathered.holds > 0 or weight.kept is gathered

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import num_gathers, shard_copy
+from common import ALL, GlooTest, assert_same_params, environment, full, rows_of_rank
+from runtime_common import Raw, num_gathers, shard_copy
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import run_tests
@@ -404,6 +404,16 @@ class TestCompile(GlooTest):
         sgd([model.layers[2].down.weight]).step()
         with self.assertRaisesRegex(RuntimeError, r"'layers\.2\.down\.weight' .* modified by an inplace operation"):
             loss.backward()
+
+    def test_poison_spares_what_compiled_code_has_read(self) -> None:
+        """A weight read as an attribute is the compiled code's own, also where the runtime lets go of it at once."""
+        reference = self.fresh(lambda: Raw(DIM))
+        with environment(DTENSOR_GTP_DEBUG="poison"):
+            model = in_place(shard_copy(reference, self.gtp_mesh()))
+        batch = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0))
+        for module, rows in ((reference, batch), (model, rows_of_rank(batch, self.gtp_mesh()))):
+            module(rows).square().mean().backward()
+        assert_same_params(model, reference, "grad")
 
     def test_gradients_of_inputs_alone_leave_weights_alone(self) -> None:
         reference = self.fresh(Block)
