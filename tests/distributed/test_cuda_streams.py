@@ -1,0 +1,313 @@
+"""The runtime's streams, memory and kernels on one GPU, as one rank of a process group that communicates nothing.
+
+Collectives are copies here, on the stream that they are launched on: a gather puts this rank's rows in the place of
+every rank, a reduce-scatter takes this rank's rows of its own gradient. What a wrong order of streams would change in
+real ones changes in them, and results are the same in every run. What ranks tell each other is the matter of
+``test_cuda``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from common import environment, fake_world
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
+from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp.nn import GroupedLinear
+
+WORLD_SIZE = 4
+WIDTH = 512
+VOCABULARY = 1000
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "on demand": {"prefetch_depth": 0, "prefetch_nbytes": 0, "coalesce_nbytes": 0},
+    "default": {},
+    "one by one": {"prefetch_depth": 3, "prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0},
+    "together": {"coalesce_nbytes": 8 << 20, "coalesce_grad_nbytes": 8 << 20},
+    "kept": {"keep_nbytes": 2 << 20},
+}
+
+
+class Block(nn.Module):
+    """Fused, generic, dim-1 (grouped) and whole parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.experts = GroupedLinear(4, WIDTH, WIDTH, bias=False)
+        self.raw = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.register_buffer("split_sizes", torch.tensor([60, 0, 68, 100], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        x = x + self.experts(x, self.split_sizes)
+        return x + torch.tanh(x @ self.raw)
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return F.cross_entropy(self.head(x).float(), tokens)
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (256,), device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+
+
+def local_values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local().clone() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+
+
+def _all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> None:
+    for chunk in output.chunk(group.size()):
+        chunk.copy_(input)
+
+
+def _all_gathers(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool
+) -> None:
+    for output, input in zip(outputs, inputs, strict=True):
+        _all_gather(output, input, group, async_op=async_op)
+
+
+def _reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
+) -> None:
+    output.copy_(input.chunk(group.size())[group.rank()])
+
+
+def _reduce_scatters(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: dist.ProcessGroup, *, async_op: bool
+) -> None:
+    for output, input in zip(outputs, inputs, strict=True):
+        _reduce_scatter(output, input, op, group, async_op=async_op)
+
+
+def _all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> None:
+    output.copy_(input)
+
+
+LOOPBACK = {
+    "all_gather_base": _all_gather,
+    "all_gather_coalesced": _all_gathers,
+    "reduce_scatter_base": _reduce_scatter,
+    "reduce_scatter_coalesced": _reduce_scatters,
+    "all_to_all_base": _all_to_all,
+}
+
+
+@contextlib.contextmanager
+def one_of(*shape: int) -> Iterator[DeviceMesh]:
+    """The mesh of a world in which this process is the first rank."""
+    with fake_world(0, math.prod(shape)), mock.patch.multiple(compat, **LOOPBACK):
+        names = ("replicate", "gtp")[-len(shape) :]
+        yield init_device_mesh("cuda", shape, mesh_dim_names=names)
+
+
+def train(
+    mesh: DeviceMesh,
+    steps: int = 4,
+    prepare: Callable[[nn.Module], object] | None = None,
+    is_checkpointed: bool = False,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """Shards after some steps of two microbatches."""
+    model = Net(is_checkpointed=is_checkpointed).cuda()
+    if prepare is not None:
+        prepare(model)
+    gtp_shard(model, mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for step in range(steps):
+        for microbatch in range(2):
+            model(tokens_of(2 * step + microbatch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return local_values(model)
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+class TestStreams(unittest.TestCase):
+    def assert_same(self, actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+        for got, want in zip(actual, expected, strict=True):
+            self.assertFalse(got.isnan().any(), what)
+            self.assertTrue(torch.equal(got, want), what)
+
+    def _check_bits(self, mesh: DeviceMesh, what: str, seeds: int = 2, **options: Any) -> None:
+        expected = train(mesh, **options, **SCHEDULES["on demand"])
+        for name, schedule in SCHEDULES.items():
+            self.assert_same(train(mesh, **options, **schedule), expected, f"{what}, {name}")
+            for seed in range(seeds):
+                with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                    self.assert_same(train(mesh, **options, **schedule), expected, f"{what}, {name}, delay {seed}")
+
+    def test_schedules_delays_and_poison_change_no_bit(self) -> None:
+        """Blocks of one shape share the memory of freed buffers: any overtaking shows as NaN or as other bits."""
+        with one_of(WORLD_SIZE) as mesh:
+            self._check_bits(mesh, "plain", seeds=3)
+            self._check_bits(mesh, "checkpointed", is_checkpointed=True)
+
+    def test_with_replicas(self) -> None:
+        with one_of(2, 2) as mesh:
+            self._check_bits(mesh, "replicas")
+
+    def test_all_to_all(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            self._check_bits(mesh, "all to all", reduce_scatter="all_to_all")
+
+    def test_quantized(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            for recipe in ("float8_tensorwise", "float8_rowwise", "float8_blockwise", "mxfp8", "nvfp4"):
+                with self.subTest(recipe):
+                    self._check_bits(mesh, recipe, seeds=1, prepare=lambda model, r=recipe: quantize_(model, r))
+
+    def test_compiled_blocks(self) -> None:
+        """Each schedule has the same bits, and the values are those of eager up to bf16."""
+
+        def compile_blocks(model: nn.Module) -> None:
+            for block in model.blocks:
+                block.compile(fullgraph=True)
+
+        with one_of(WORLD_SIZE) as mesh:
+            eager, compiled = train(mesh, 1), train(mesh, 1, prepare=compile_blocks)
+            for got, want in zip(compiled, eager, strict=True):
+                # after one AdamW step every element has moved by lr: what differs is the sign of tiny gradients
+                self.assertLess((got - want).abs().gt(1e-4).float().mean().item(), 0.02)
+            expected = train(mesh, prepare=compile_blocks, **SCHEDULES["on demand"])
+            for name, schedule in SCHEDULES.items():
+                with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
+                    actual = train(mesh, prepare=compile_blocks, **schedule)
+                self.assert_same(actual, expected, name)
+
+    def test_grouped_gradients_equal_a_loop(self) -> None:
+        """grouped_mm on a weight that was gathered on dim 1, against a loop over the groups in fp32."""
+        with one_of(2) as mesh:
+            torch.manual_seed(0)
+            layer = gtp_shard(GroupedLinear(4, WIDTH, WIDTH, bias=False).cuda().bfloat16(), mesh)
+            weight = layer.weight.full_tensor().detach().float().requires_grad_()
+            x = torch.randn(300, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            sizes = torch.tensor([60, 0, 68, 100], dtype=torch.int32, device="cuda")
+            out = layer(x, sizes)
+            grad = torch.randn_like(out)
+            out.backward(grad)
+            x_ref = x.detach().float().requires_grad_()
+            parts = [rows @ w.t() for rows, w in zip(x_ref[:228].split([60, 0, 68, 100]), weight, strict=True)]
+            want = F.pad(torch.cat(parts), (0, 0, 0, 72))
+            want.backward(grad.float())
+            assert x.grad is not None
+            assert x_ref.grad is not None
+            assert weight.grad is not None
+            assert layer.weight.grad is not None
+            for got, ref in ((out, want), (x.grad, x_ref.grad)):
+                torch.testing.assert_close(got.float(), ref, rtol=2e-2, atol=2e-2 * ref.abs().max().item())
+            # this rank's rows of each group, as they are
+            rows = weight.grad[:, : WIDTH // 2]
+            error = (layer.weight.grad.to_local().float() - rows).abs().max() / rows.abs().max()
+            self.assertLess(error.item(), 2e-2)
+
+    def test_steady_state_never_waits_on_the_host(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            for name, schedule in SCHEDULES.items():
+                model = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**schedule), mp_policy=BF16)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+                tokens = tokens_of(0)
+
+                def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+                    model(tokens).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                for _ in range(2):
+                    step(model, optimizer, tokens)
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    with self.subTest(name):
+                        step(model, optimizer, tokens)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+    def test_memory_does_not_grow(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            for name, schedule in SCHEDULES.items():
+                model = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**schedule), mp_policy=BF16)
+                for step in range(4):
+                    model(tokens_of(step)).backward()
+                    model.zero_grad()
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                for step in range(20):
+                    model(tokens_of(step)).backward()
+                    model.zero_grad()
+                torch.cuda.synchronize()
+                with self.subTest(name):
+                    self.assertEqual((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()), before)
+                del model
+
+    def _captured(self, mesh: DeviceMesh, **options: Any) -> None:
+        """A captured step replays to the bits of eager, with changing data and weights."""
+        make = {"schedule": SchedulePolicy(**options), "mp_policy": BF16}
+        model, eager = (gtp_shard(Net().cuda(), mesh, **make) for _ in range(2))
+        tokens = tokens_of(0)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                model(tokens).backward()
+                model.zero_grad()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(tokens).backward()
+        for replay in range(20):
+            tokens.copy_(tokens_of(replay))
+            graph.replay()
+            eager(tokens).backward()
+            with torch.no_grad():
+                for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+                    assert a.grad is not None
+                    assert b.grad is not None
+                    got, want = (g.to_local() if isinstance(g, DTensor) else g for g in (a.grad, b.grad))
+                    self.assertTrue(torch.equal(got, want), f"replay {replay}, {options}")
+                    a -= 0.1 * a.grad
+                    b -= 0.1 * b.grad
+            eager.zero_grad()
+
+    def test_step_in_a_cuda_graph(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            for name, schedule in SCHEDULES.items():
+                with self.subTest(name):
+                    self._captured(mesh, **schedule)
+            with self.subTest("all to all"):
+                self._captured(mesh, reduce_scatter="all_to_all")
+
+
+if __name__ == "__main__":
+    run_tests()
