@@ -87,7 +87,8 @@ class NativeWeight(StoredWeight):
     def dequantized_to(self, dtype: torch.dtype) -> torch.Tensor:
         """The values, computed in float32 and rounded once to ``dtype``."""
         values = self.recipe.dequantize(self._quantized, self._matrix, Direction.ROWWISE, dtype)
-        return values.view(self.shape)
+        # As this tensor says that it is: torch 2.11 gathers what is contiguous only, and padding has just been cut off.
+        return values.contiguous().view(self.shape)
 
     def quantized_for(self, direction: Direction) -> Quantized:
         return self._quantized

@@ -106,6 +106,7 @@ class TestArithmetic(unittest.TestCase):
             lambda w: torch.cat([w, w]),
         ):
             self.assertTrue(torch.equal(read(weight.detach()), read(values)))
+        self.assertTrue(native(make(), "nvfp4")[0].weight.dense().is_contiguous())
         for make_like in (torch.zeros_like, torch.ones_like, torch.randn_like):
             self.assertIs(type(make_like(weight)), torch.Tensor)
         self.assertTrue(torch.equal(torch.zeros_like(weight), torch.zeros_like(values)))
