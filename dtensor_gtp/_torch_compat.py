@@ -62,6 +62,14 @@ except ImportError:  # a helper of a mode that simulates several ranks in one pr
 
 _HOST_BACKENDS = frozenset({"gloo", "fake"})
 
+# torch 2.11 has these collectives under other names, which later releases warn of.
+_all_gather_autograd: Callable[..., torch.Tensor] = (
+    getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+)
+_reduce_scatter_autograd: Callable[..., torch.Tensor] = (
+    getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+)
+
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
@@ -429,20 +437,17 @@ def all_to_all_rows(
     Args:
         received, sent: Rows from and to each rank of the group; None for equal parts.
     """
-    result: torch.Tensor = complete_collectives(funcol.all_to_all_single_autograd(rows, received, sent, group))
-    return result
+    return _with_contiguous_grad(funcol.all_to_all_single_autograd(rows, received, sent, group))
 
 
 def all_gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Differentiable gather of as many rows (dim 0) of each rank; its gradient is the sum over the ranks."""
-    result: torch.Tensor = complete_collectives(funcol.all_gather_tensor_autograd(rows, 0, group))
-    return result
+    return _with_contiguous_grad(_all_gather_autograd(rows, 0, group))
 
 
 def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Differentiable sum over the ranks, of which each keeps its equal part of the rows (dim 0)."""
-    result: torch.Tensor = complete_collectives(funcol.reduce_scatter_tensor_autograd(rows, "sum", 0, group))
-    return result
+    return _with_contiguous_grad(_reduce_scatter_autograd(rows, "sum", 0, group))
 
 
 def completed_local(tensor: DTensor) -> torch.Tensor:
@@ -453,6 +458,23 @@ def completed_local(tensor: DTensor) -> torch.Tensor:
 
 def _is_pending(tensor: torch.Tensor) -> bool:
     return isinstance(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor, AsyncCollectiveTensor)
+
+
+def _with_contiguous_grad(result: torch.Tensor) -> torch.Tensor:
+    """What a differentiable collective returns, waited for. Its backward communicates the gradient, which torch 2.11
+    does not make contiguous (that of a sum is expanded)."""
+    completed: torch.Tensor = _ContiguousGrad.apply(complete_collectives(result))  # type: ignore[no-untyped-call]
+    return completed
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
 
 
 class _Completed(torch.autograd.Function):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+from common import fake_world
+
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.nn import (
     GroupedExperts,
     GroupedLinear,
@@ -256,6 +263,21 @@ def test_no_token_at_all() -> None:
     x = torch.zeros(0, DIM, dtype=torch.float64, requires_grad=True)
     experts(x, torch.zeros(0, TOP_K, dtype=torch.int64), torch.zeros(0, TOP_K)).sum().backward()
     assert all(param.grad is not None and not param.grad.any() for param in experts.parameters())
+
+
+def test_gradients_that_are_not_contiguous_are_exchanged() -> None:
+    """That of a sum is expanded, which the collectives of torch 2.11 refuse."""
+    with fake_world(world_size=2):
+        group = dist.group.WORLD
+        assert group is not None
+        for exchange in (
+            lambda rows: compat.reduce_scatter_rows(rows, group),
+            lambda rows: compat.all_gather_rows(rows, group),
+            lambda rows: compat.all_to_all_rows(rows, [1, 3], [2, 2], group),
+        ):
+            x = torch.randn(4, 3, requires_grad=True)
+            exchange(x).sum().backward()
+            assert x.grad is not None
 
 
 def test_bad_arguments_are_refused() -> None:
