@@ -660,6 +660,16 @@ def abort_device_groups() -> None:
             group.abort()
 
 
+def restart_group_names() -> None:
+    """Without a default group, count names of groups from the beginning.
+
+    The name of the default group is part of the addresses in the store. An attempt to make it that failed has used one
+    up: ranks that failed unequally often would look for each other under different names.
+    """
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
+
+
 def leave_process_groups() -> None:
     """Abort all process groups of this process, some of whose ranks may be gone: nothing waits for them.
 
@@ -892,6 +902,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_rows",
     "resolve_group",
+    "restart_group_names",
     "root_mesh",
     "saved_tensors_hooks_enabled",
     "seed_dtensor_rng",

@@ -272,6 +272,7 @@ def _members_of(text: str) -> Membership:
 
 def _start(store: compat.Store, members: Membership, rank: int, backend: str, timeout: timedelta | None) -> bool:
     """Make the default group; False if some of its ranks are lost by now."""
+    compat.restart_group_names()
     try:
         dist.init_process_group(
             backend,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from expecttest import TestCase
 
 from dtensor_gtp.elastic import RanksLostError, RankWatch, join, num_waiting, replicas_of
-from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of
+from dtensor_gtp.elastic.regroup import _start, agree_on_survivors, members_of
 from dtensor_gtp.elastic.watch import is_peer_lost
 
 
@@ -92,6 +92,21 @@ class TestSurvivors(TestCase):
         self.assertEqual(members.layout.num_ranks, 9)
         self.assertEqual(str(members.seen_by(8)), "9 ranks are left, without any loss, with new ranks [6, 7, 8]")
         self.assertEqual(members_of(layout, [0, 1, 2, 3, 4], [1]).replicas, ((0, 1, 2, 3), (4, 5)))
+
+
+class TestStart(TestCase):
+    def test_failed_attempts_leave_no_trace_in_names(self) -> None:
+        """The name of the default group is part of its addresses: a rank that failed more often would be alone."""
+        members = members_of(replicas_of([[0, 1, 2]]), [0, 2])
+        names = []
+        for num_failures in (0, 1, 3):
+            for _ in range(num_failures):
+                self.assertFalse(_start(dist.HashStore(), members, 0, "gloo", timedelta(seconds=0.2)))
+            alone = members_of(replicas_of([[0]]), [0])
+            self.assertTrue(_start(dist.HashStore(), alone, 0, "gloo", timedelta(seconds=5)))
+            names.append(dist.group.WORLD.group_name)
+            dist.destroy_process_group()
+        self.assertEqual(len(set(names)), 1, names)
 
 
 class TestWatch(TestCase):
