@@ -104,8 +104,13 @@ def e5m2_scale(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(largest: torch.Tensor, element_max: float) -> torch.Tensor:
-    scale = (largest / element_max).clamp(min=SMALLEST_SCALE)
+    scale = _divided(largest, element_max).clamp(min=SMALLEST_SCALE)
     return torch.where(largest.isfinite(), scale, _NAN)
+
+
+def _divided(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``values / divisor``, rounded once. By a tensor: to divide by a number, CUDA multiplies with its reciprocal."""
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -169,13 +174,13 @@ def e8m0_reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 def nvfp4_tensor_scale(largest: torch.Tensor) -> torch.Tensor:
     """The float32 scale of a whole weight: maps ``largest`` to 448 * 6, at least 2^-117."""
-    scale = (largest / (E4M3_MAX * E2M1_MAX)).clamp(min=SMALLEST_TENSOR_SCALE)
+    scale = _divided(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_TENSOR_SCALE)
     return torch.where(largest.isfinite(), scale, float("nan"))
 
 
 def nvfp4_block_scale(largest: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
     """e4m3 scales of blocks, relative to that of the weight: ``largest / 6 / tensor_scale``, at least 2^-9."""
-    return to_e4m3((largest / E2M1_MAX / tensor_scale).clamp(min=E4M3_MIN))
+    return to_e4m3((_divided(largest, E2M1_MAX) / tensor_scale).clamp(min=E4M3_MIN))
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
