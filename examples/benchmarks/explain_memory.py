@@ -13,7 +13,7 @@ from dtensor_gtp import SchedulePolicy, sharding_report
 from harness import World, state_bytes
 from llama import Llama
 from memory_model import Peak, Use, predict_peak
-from modes import COMPILED, RECIPE, REDUCE_DTYPES, Workload
+from modes import COMPILED, GRAPH, RECIPE, REDUCE_DTYPES, Workload
 
 
 def saved_bytes(workload: Workload, seq_len: int, device: torch.device) -> dict[str, int]:
@@ -63,7 +63,7 @@ def explain_peak(
     world: World,
 ) -> Peak | None:
     """The predicted peak of a mode; None for modes that are not of this package, or whose plan is not known yet."""
-    family, _, reduce = mode.removesuffix(COMPILED).partition(RECIPE)[0].partition("-")
+    family, _, reduce = mode.removesuffix(GRAPH).removesuffix(COMPILED).partition(RECIPE)[0].partition("-")
     if family != "gtp":
         return None
     report = sharding_report(model)

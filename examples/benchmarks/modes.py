@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
+from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_
 from dtensor_gtp.quant import Recipe, resolve_recipe
 from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
@@ -19,6 +19,7 @@ from llama import Llama, LlamaConfig
 MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-exchange")
 EXCHANGE = "-exchange"
 COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
+GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA graph
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -143,13 +144,15 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
             "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-R@RECIPE": the linear layers of the
             blocks with that recipe; "gtp-bf16-exchange": activations cross the wire in the place of the weights of
             embedding and output projection; "torchao-R": the same layers as torchao's float8 with float8 all-gather,
-            under ``fully_shard``. With the suffix "-compiled" each block is compiled, with ``fullgraph=True``.
+            under ``fully_shard``. With the suffix "-compiled" each block is compiled, with ``fullgraph=True``; with
+            "-graph" after it, which only :func:`make_step` heeds, steps of gtp modes are CUDA graphs.
         workload: the model.
         world: the processes.
 
     Raises:
         ValueError: if there is no such mode.
     """
+    mode = mode.removesuffix(GRAPH)
     plain = mode.removesuffix(COMPILED)
     base, _, recipe = plain.partition(RECIPE)
     if base not in (*MODES, *PEERS):
@@ -202,7 +205,8 @@ def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Op
     with fixed gradients. Updating the whole weights on each process would be more work than any sharded mode does.
     """
     if mode.removesuffix(COMPILED) != "compute":
-        return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
+        is_captured = mode.endswith(GRAPH)
+        return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True, capturable=is_captured)
     stand_ins = []
     for parameter in model.parameters():
         share = torch.empty(-(-parameter.numel() // world.size), device=world.device)
@@ -238,7 +242,7 @@ def make_step(
     def loss_of(inputs: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    if mode.removesuffix(COMPILED).partition(RECIPE)[0].endswith(EXCHANGE):
+    if mode.removesuffix(GRAPH).removesuffix(COMPILED).partition(RECIPE)[0].endswith(EXCHANGE):
         from dtensor_gtp.nn.functional import linear_cross_entropy
 
         model.reset_exchanges()  # they carry as many tokens as the longest sequence had so far
@@ -258,7 +262,11 @@ def make_step(
             parameter.grad = None
         return loss.detach()
 
-    return step
+    if not mode.endswith(GRAPH):
+        return step
+    captured = capture_step(step, model, [optimizer] if optimizer is not None else [])
+    # what is inspected is a tensor of an eager step
+    return lambda inspect=None: captured() if inspect is None else step(inspect)
 
 
 def _scales_of_torchao(model: nn.Module) -> Callable[[], None]:

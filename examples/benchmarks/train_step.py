@@ -37,10 +37,13 @@ from harness import (
 from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
 from launch import run
 from llama import LlamaConfig
-from modes import COMPILED, MODES, PRESETS, Workload, build_mode, build_optimizer, make_step, recipe_modes
+from modes import COMPILED, GRAPH, MODES, PRESETS, Workload, build_mode, build_optimizer, make_step, recipe_modes
 from report import Measurement, describe, environment, memory_lines, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
+
+# eager calls before capture_step records, and the recording
+_CAPTURE_CALLS = 4
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -63,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--full-step", action=argparse.BooleanOptionalAction, default=True, help="measure with the optimizer too")
     add("--free-running", action="store_true", help="let the host run ahead between steps")
     add("--compile", action="store_true", help="measure each mode again with compiled blocks")
+    add("--graph", action="store_true", help="measure each gtp mode again with steps that are CUDA graphs")
     add(
         "--recipe",
         nargs="+",
@@ -84,14 +88,25 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
     add("--trace", type=Path, metavar="DIR", help="write a trace of some steps of each mode, DIR/MODE.T.json")
+    add(
+        "--fake-ranks",
+        type=_positive,
+        metavar="N",
+        help="without torchrun: be one of so many processes whose collectives communicate nothing, to see what is left "
+        "without a wire: compute, host, memory. Forward and backward only",
+    )
     add("--host-time", action="store_true", help="measure the host's time per weight use instead")
     arguments = parser.parse_args()
     try:
         arguments.modes = recipe_modes(resolve_modes(arguments.modes), arguments.recipe)
         if arguments.compile:
             arguments.modes = [name for mode in arguments.modes for name in (mode, mode + COMPILED)]
+        if arguments.graph:
+            arguments.modes += [mode + GRAPH for mode in arguments.modes if mode.startswith("gtp")]
     except ValueError as error:
         parser.error(str(error))
+    if arguments.fake_ranks is not None:
+        arguments.full_step = False  # an optimizer would step on what no reduce-scatter has written
     return arguments
 
 
@@ -151,10 +166,11 @@ def measure(
     """Warms up, times and, if asked, traces one mode at one length; with an optimizer, the full step."""
     step = make_step(model, mode, workload, world, seq_len, optimizer)
     norms: list[float | None] = []
-    loss = world.mean(step(lambda: norms.append(gradient_norm(model, world))).item())
+    is_reduced = arguments.fake_ranks is None  # else gradients are what was in memory
+    loss = world.mean(step(lambda: norms.append(gradient_norm(model, world) if is_reduced else None)).item())
     if not math.isfinite(loss):
         raise ArithmeticError(f"mode {mode} has a loss of {loss} at T={seq_len}: times of such a step mean nothing.")
-    for _ in range(arguments.warmup - 1):
+    for _ in range(arguments.warmup - 1 + (_CAPTURE_CALLS if mode.endswith(GRAPH) else 0)):
         step()
     meter = MemoryMeter(world, model, optimizer, leftover)
     samples = time_steps(step, world, arguments.steps, free_running=arguments.free_running)
@@ -242,7 +258,7 @@ def run_modes(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    world = init_world(arguments.device, fake_size=FAKE_WORLD_SIZE if arguments.host_time else None)
+    world = init_world(arguments.device, fake_size=FAKE_WORLD_SIZE if arguments.host_time else arguments.fake_ranks)
     if arguments.host_time:
         content = measure_host_time(world, arguments.steps, arguments.trace)
         print_host_time(world, content)
