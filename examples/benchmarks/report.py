@@ -30,7 +30,7 @@ class Measurement:
         phase: "forward+backward" or "full step".
         samples_ms: milliseconds of each timed step, the slowest process's.
         tokens_per_step: tokens that one process takes per step.
-        memory: None on CPU.
+        memory: None on CPU and for CUDA graphs.
         loss: of the first step from the initial weights of this phase, mean over the processes.
         grad_norm: total norm of that step's gradient; None where gradients are not reduced.
         predicted: what the peak memory should be, and why; None for modes whose plan is not known.
