@@ -384,7 +384,8 @@ class TestChoice(unittest.TestCase):
             "dequantized for the GEMM (the compute dtype is float32, not bfloat16)",
         )
         self.assertEqual(
-            self._choose(Float8Tensorwise(), (9, 0), shape=(2, 16, 16)), "dequantized for the GEMM (grouped)"
+            self._choose(Float8Tensorwise(), (9, 0), shape=(2, 16, 16)),
+            "dequantized for the GEMM (no grouped GEMMs of float8_tensorwise)",
         )
 
     def test_forced_raises_where_it_is_impossible(self) -> None:
