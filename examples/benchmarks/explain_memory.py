@@ -13,7 +13,7 @@ from dtensor_gtp import SchedulePolicy, sharding_report
 from harness import World, state_bytes
 from llama import Llama
 from memory_model import Peak, Use, predict_peak
-from modes import COMPILED, GRAPH, RECIPE, REDUCE_DTYPES, Workload
+from modes import Mode, Workload
 
 
 def saved_bytes(workload: Workload, seq_len: int, device: torch.device) -> dict[str, int]:
@@ -63,8 +63,8 @@ def explain_peak(
     world: World,
 ) -> Peak | None:
     """The predicted peak of a mode; None for modes that are not of this package, or whose plan is not known yet."""
-    family, _, reduce = mode.removesuffix(GRAPH).removesuffix(COMPILED).partition(RECIPE)[0].partition("-")
-    if family != "gtp":
+    parsed = Mode.parse(mode)
+    if parsed.family != "gtp":
         return None
     report = sharding_report(model)
     forward = next((plan for plan in report.passes if not plan.is_backward), None)
@@ -82,7 +82,7 @@ def explain_peak(
                 name=name,
                 gathered=gathered,
                 gathered_in_backward=in_backward.get(name, 0),
-                wgrad=torch.Size(row.shape).numel() * REDUCE_DTYPES[reduce].itemsize,
+                wgrad=torch.Size(row.shape).numel() * parsed.reduce_dtype.itemsize,
                 grad=row.local_nbytes,
                 saved=saved.get(name.rpartition(".")[0], 0),
             )

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -22,7 +22,7 @@ COMPILED = "-compiled"  # a mode's name with this suffix is the same with each b
 GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA graph
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
-REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEARNING_RATE = 1e-5
 
 
@@ -135,6 +135,43 @@ def build_model(workload: Workload, world: World) -> Llama:
     return model
 
 
+class Mode(NamedTuple):
+    """What the name of a mode says.
+
+    Args:
+        base: one of :data:`MODES` or :data:`PEERS`.
+        recipe: of its linear layers, or empty.
+    """
+
+    base: str
+    recipe: str
+    is_compiled: bool
+    is_captured: bool
+
+    @classmethod
+    def parse(cls, mode: str) -> "Mode":
+        """Raises:
+        ValueError: if there is no such mode.
+        """
+        plain = mode.removesuffix(GRAPH).removesuffix(COMPILED)
+        base, _, recipe = plain.partition(RECIPE)
+        if base not in (*MODES, *PEERS):
+            raise ValueError(f"Mode expects one of {', '.join((*MODES, *PEERS))}, but got {mode!r}.")
+        return cls(base, recipe, mode.removesuffix(GRAPH).endswith(COMPILED), mode.endswith(GRAPH))
+
+    @property
+    def family(self) -> str:
+        return self.base.partition("-")[0]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return _REDUCE_DTYPES[self.base.removesuffix(EXCHANGE).partition("-")[2]]
+
+    @property
+    def is_exchanging(self) -> bool:
+        return self.base.endswith(EXCHANGE)
+
+
 def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     """Builds the model and prepares it for one of :data:`MODES`.
 
@@ -152,22 +189,18 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     Raises:
         ValueError: if there is no such mode.
     """
-    mode = mode.removesuffix(GRAPH)
-    plain = mode.removesuffix(COMPILED)
-    base, _, recipe = plain.partition(RECIPE)
-    if base not in (*MODES, *PEERS):
-        raise ValueError(f"build_mode expects one of {', '.join((*MODES, *PEERS))}, but got {mode!r}.")
+    parsed = Mode.parse(mode)
     model = build_model(workload, world)
-    if recipe:
-        quantize_(model, make_recipe(recipe), filter_fn=_in_blocks)
-    if base in PEERS:
+    if parsed.recipe:
+        quantize_(model, make_recipe(parsed.recipe), filter_fn=_in_blocks)
+    if parsed.base in PEERS:
         _to_torchao(model, world)
-    if plain != mode:
+    if parsed.is_compiled:
         torch._dynamo.reset()  # what an earlier mode has compiled must neither help this one nor be in its way
         for index, layer in enumerate(model.layers):
             # before fully_shard, whose hooks do not compile; gtp_shard takes modules compiled before or after
             model.layers[index] = torch.compile(layer, fullgraph=True)
-    return shard(model, base, workload, world)
+    return shard(model, parsed, workload, world)
 
 
 def _to_torchao(model: nn.Module, world: World) -> None:
@@ -178,22 +211,21 @@ def _to_torchao(model: nn.Module, world: World) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=_in_blocks)
 
 
-def shard(model: Llama, mode: str, workload: Workload, world: World) -> nn.Module:
-    """Prepares the whole model for ``mode``, one of :data:`MODES` or :data:`PEERS`."""
-    family, _, reduce = mode.removesuffix(EXCHANGE).partition("-")
-    if family == "compute":
+def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Module:
+    """Prepares the whole model for ``mode``."""
+    if mode.family == "compute":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
         return model
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=REDUCE_DTYPES[reduce])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=mode.reduce_dtype)
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
-    if family in ("fsdp2", "torchao"):
+    if mode.family in ("fsdp2", "torchao"):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh, mp_policy=policy)
 
     schedule = SchedulePolicy(**workload.schedule)
-    if mode.endswith(EXCHANGE):
+    if mode.is_exchanging:
         schedule = replace(schedule, embedding="exchange")
     return gtp_shard(model, mesh, mp_policy=policy, schedule=schedule)
 
@@ -204,9 +236,9 @@ def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Op
     The compute mode, the bound of the others, updates stand-ins: fp32 tensors of this process's share of every weight,
     with fixed gradients. Updating the whole weights on each process would be more work than any sharded mode does.
     """
-    if mode.removesuffix(COMPILED) != "compute":
-        is_captured = mode.endswith(GRAPH)
-        return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True, capturable=is_captured)
+    parsed = Mode.parse(mode)
+    if parsed.family != "compute":
+        return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True, capturable=parsed.is_captured)
     stand_ins = []
     for parameter in model.parameters():
         share = torch.empty(-(-parameter.numel() // world.size), device=world.device)
@@ -242,7 +274,7 @@ def make_step(
     def loss_of(inputs: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    if mode.removesuffix(GRAPH).removesuffix(COMPILED).partition(RECIPE)[0].endswith(EXCHANGE):
+    if Mode.parse(mode).is_exchanging:
         from dtensor_gtp.nn.functional import linear_cross_entropy
 
         model.reset_exchanges()  # they carry as many tokens as the longest sequence had so far
@@ -262,7 +294,7 @@ def make_step(
             parameter.grad = None
         return loss.detach()
 
-    if not mode.endswith(GRAPH):
+    if not Mode.parse(mode).is_captured:
         return step
     captured = capture_step(step, model, [optimizer] if optimizer is not None else [])
     # what is inspected is a tensor of an eager step

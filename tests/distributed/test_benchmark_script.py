@@ -163,6 +163,16 @@ def test_host_time_counts_the_gathers_of_each_layer(tmp_path: Path) -> None:
         assert record["us_per_weight_use"] == pytest.approx(expected)
 
 
+def test_what_is_left_without_a_wire(tmp_path: Path) -> None:
+    arguments = ("--preset=tiny", "--seq-lens=16", "--steps=2", "--warmup=2", "--fake-ranks=4")
+    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-bf16", *arguments)
+    assert status == 0, output
+    assert content["environment"]["backend"] == "fake"
+    assert content["environment"]["world_size"] == 4
+    measured = [(r["mode"], r["phase"], r["grad_norm"]) for r in content["results"]]
+    assert measured == [(mode, "forward+backward", None) for mode in ("compute", "gtp-bf16")]
+
+
 def test_an_unknown_mode_is_named() -> None:
     result = subprocess.run(
         [sys.executable, SCRIPT, "--modes", "gpt"],
