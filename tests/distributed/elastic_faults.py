@@ -268,7 +268,9 @@ class FaultyJob:
             self.add(rank)
 
     def add(self, rank: int | None = None) -> Any:
-        process = multiprocessing.get_context("fork").Process(target=run_rank, args=(self.setup, rank), daemon=True)
+        # not forked from this process, whose threads (torch's, the store's) may hold locks at that moment
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=run_rank, args=(self.setup, rank), daemon=True)
         process.start()
         self.processes.append(process)
         return process
