@@ -12,17 +12,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, check_training, environment, rows_of_rank
+from cuda_common import BF16, NUM_GPUS, CudaTest
 from test_gtp_shard_training import Zoo, next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._runtime.modules import binding_of
-
-NUM_GPUS = min(torch.cuda.device_count(), 8) if torch.cuda.is_available() else 0
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Stack(nn.Module):
@@ -43,24 +40,9 @@ def square_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestCuda(MultiProcContinuousTest):
-    world_size = NUM_GPUS
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "nccl"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        super()._init_pg(rank, world_size, rdvz_file)
-
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
-
+class TestCuda(CudaTest):
     def test_zoo_equals_one_process(self) -> None:
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
 
         def batch(generator: torch.Generator) -> torch.Tensor:
@@ -106,7 +88,7 @@ class TestCuda(MultiProcContinuousTest):
 
     def test_prefetch_delays_and_poison_change_no_bit(self) -> None:
         """Same-shape layers share memory of freed buffers: any overtaking would show as NaN or as other bits."""
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         expected = self._steps(mesh, SchedulePolicy(prefetch_depth=0))
         one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0}
         for seed in range(8):
@@ -150,7 +132,7 @@ class TestCuda(MultiProcContinuousTest):
 
     def test_next_forward_uses_the_new_weight(self) -> None:
         """A prefetch must not read what a late optimizer is still to write."""
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         model = gtp_shard(Stack().cuda(), mesh)
         x = torch.randn(64, 1024, device="cuda")
@@ -162,7 +144,7 @@ class TestCuda(MultiProcContinuousTest):
         torch.testing.assert_close(model(x), x, rtol=0, atol=0)
 
     def test_steady_state_never_waits_on_the_host(self) -> None:
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         model = gtp_shard(Zoo().cuda(), mesh, schedule=ALL, mp_policy=BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -185,7 +167,7 @@ class TestCuda(MultiProcContinuousTest):
 
     def test_memory_is_that_of_the_window(self) -> None:
         """Above shards and gradients: the weights of the window, and two send buffers; nothing grows."""
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         width, depth, prefetch = 2048, 16, 2
         schedule = SchedulePolicy(prefetch_depth=prefetch, prefetch_nbytes=0, coalesce_nbytes=0)
         model = gtp_shard(Stack(width, depth).cuda(), mesh, schedule=schedule)
@@ -212,7 +194,7 @@ class TestCuda(MultiProcContinuousTest):
 
     def test_equals_fully_shard(self) -> None:
         """bf16 compute with fp32 reduction: the same gradients as fully_shard up to the order of the sums."""
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         reference = Stack().cuda()
         ours = gtp_shard(copy.deepcopy(reference), mesh, mp_policy=BF16)
@@ -229,7 +211,7 @@ class TestCuda(MultiProcContinuousTest):
 
     def test_step_in_a_cuda_graph(self) -> None:
         """A captured forward and backward replays to the same bits as eager, with changing data and weights."""
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         model = gtp_shard(Stack().cuda(), mesh, mp_policy=BF16)
         eager = gtp_shard(_same_weights(Stack().cuda(), model), mesh, mp_policy=BF16)

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import environment, full
-from test_cuda import BF16, NUM_GPUS, Stack, square_loss
+from cuda_common import BF16, NUM_GPUS, CudaTest
+from test_cuda import Stack, square_loss
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
@@ -32,22 +31,7 @@ LATE = 80_000_000
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestCudaComm(MultiProcContinuousTest):
-    world_size = NUM_GPUS
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "nccl"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        super()._init_pg(rank, world_size, rdvz_file)
-
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
-
+class TestCudaComm(CudaTest):
     def rows(self, seed: int) -> torch.Tensor:
         generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
         return torch.randn(256, 1024, device="cuda", generator=generator)
@@ -55,7 +39,7 @@ class TestCudaComm(MultiProcContinuousTest):
     def train(self, between: Callable[[nn.Module, int], None] | None = None, **options: Any) -> list[torch.Tensor]:
         """Parameters after four steps."""
         torch.manual_seed(0)
-        model = gtp_shard(Stack().cuda(), self.mesh(), schedule=SchedulePolicy(**options), mp_policy=BF16)
+        model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=SchedulePolicy(**options), mp_policy=BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         for step in range(4):
             square_loss(model, self.rows(step)).backward()
@@ -100,7 +84,7 @@ class TestCudaComm(MultiProcContinuousTest):
 
     def test_slow_peer_in_bare_gathers(self) -> None:
         """Gathers of changing values in a row; each rank in turn is late before, between and after."""
-        group = self.mesh().get_group()
+        group = self.gtp_mesh().get_group()
         engine = CopyEngine(group, torch.device("cuda", self.rank))
         shard = torch.empty(1 << 20, device="cuda")
         outputs = []
@@ -118,7 +102,7 @@ class TestCudaComm(MultiProcContinuousTest):
         """One rank's optimizer is late: its peers gather its new weights, nobody a mixture."""
         torch.manual_seed(0)
         schedule = SchedulePolicy(gather_backend="copy_engine")
-        model = gtp_shard(Stack().cuda(), self.mesh(), schedule=schedule)
+        model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule)
         x = torch.randn(64, 1024, device="cuda")
         for _ in range(2):
             square_loss(model, x).backward()
@@ -134,8 +118,8 @@ class TestCudaComm(MultiProcContinuousTest):
         """The owner replaces its shards right after a forward that a peer is still busy with."""
         torch.manual_seed(0)
         schedule = SchedulePolicy(gather_backend="copy_engine")
-        model = gtp_shard(Stack().cuda(), self.mesh(), schedule=schedule)
-        expected = gtp_shard(Stack().cuda(), self.mesh())
+        model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule)
+        expected = gtp_shard(Stack().cuda(), self.gtp_mesh())
         expected.load_state_dict(model.state_dict())
         x = self.rows(0)
         with torch.no_grad():
@@ -153,7 +137,7 @@ class TestCudaComm(MultiProcContinuousTest):
                 self.assertTrue(torch.equal(got, want), f"turn {turn}")
 
     def test_stage_grows_and_is_gone_with_the_model(self) -> None:
-        group = self.mesh().get_group()
+        group = self.gtp_mesh().get_group()
         engine = CopyEngine(group, torch.device("cuda", self.rank))
         for numel in (16, 1 << 16, 1 << 10, 1 << 18):
             shards = [torch.full((numel, 3), self.rank, dtype=d, device="cuda") for d in (torch.uint8, torch.float32)]
@@ -165,7 +149,7 @@ class TestCudaComm(MultiProcContinuousTest):
 
     def test_copy_engine_in_a_cuda_graph(self) -> None:
         """Replays, eager gathers and a stage that grows in between do not disturb each other."""
-        group = self.mesh().get_group()
+        group = self.gtp_mesh().get_group()
         engine = CopyEngine(group, torch.device("cuda", self.rank))
         shard = torch.zeros(1 << 16, device="cuda")
         output = torch.empty(self.world_size << 16, device="cuda")
@@ -189,7 +173,7 @@ class TestCudaComm(MultiProcContinuousTest):
 
     def test_launches_of_a_weight_use(self) -> None:
         """The GEMM writes wgrad in fp32 into the buffer that is sent; copies are those of this rank's shard alone."""
-        model = gtp_shard(linears().cuda(), self.mesh(), schedule=SCHEDULE, mp_policy=MIXED)
+        model = gtp_shard(linears().cuda(), self.gtp_mesh(), schedule=SCHEDULE, mp_policy=MIXED)
         forward, backward = launches(model, rows(torch.bfloat16).detach().cuda().requires_grad_()).splitlines()
         self.assertEqual(forward, "forward: copy_, GATHER, copy_, GATHER, mm, mm")
         self.assertEqual(backward, f"backward: copy_, GATHER, {', '.join(['mm.dtype_out, SCATTER, mm'] * 2)}")
@@ -199,7 +183,7 @@ class TestCudaComm(MultiProcContinuousTest):
         for kind in ("all_to_all", "copy_engine"):
             torch.manual_seed(0)
             schedule = SchedulePolicy(min_shard_numel=0, reduce_scatter=kind)
-            model = gtp_shard(nn.Linear(64, 64, bias=False).cuda().bfloat16(), self.mesh(), schedule=schedule)
+            model = gtp_shard(nn.Linear(64, 64, bias=False).cuda().bfloat16(), self.gtp_mesh(), schedule=schedule)
             x = torch.ones(1, 64, device="cuda", dtype=torch.bfloat16)
             (model(x).sum() * (1.0 if self.rank == 0 else 2.0**-9)).backward()
             exact = torch.tensor((1 + (self.world_size - 1) * 2.0**-9) / self.world_size).bfloat16()

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import assert_same_params, environment, rows_of_rank
-from test_cuda import BF16, NUM_GPUS
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from cuda_common import BF16, NUM_GPUS, CudaTest
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
@@ -44,28 +43,13 @@ def make_tokens(seed: int, rows: int) -> torch.Tensor:
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestCudaExchange(MultiProcContinuousTest):
-    world_size = NUM_GPUS
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "nccl"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        super()._init_pg(rank, world_size, rdvz_file)
-
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
-
+class TestCudaExchange(CudaTest):
     def sharded(self, reference: nn.Module, mesh: DeviceMesh, policy: Any = BF16, depth: int = 2) -> nn.Module:
         schedule = SchedulePolicy(prefetch_depth=depth, embedding="exchange")
         return gtp_shard(copy.deepcopy(reference), mesh, mp_policy=policy, schedule=schedule)
 
     def test_equals_one_process(self) -> None:
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         reference = LM().cuda()
         model = self.sharded(reference, mesh, MixedPrecisionPolicy())
@@ -86,7 +70,7 @@ class TestCudaExchange(MultiProcContinuousTest):
         return [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
 
     def test_delays_and_poison_change_no_bit(self) -> None:
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         expected = self._steps(mesh, 0)
         for seed in range(4):
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
@@ -96,7 +80,7 @@ class TestCudaExchange(MultiProcContinuousTest):
 
     def test_no_wait_of_the_host_and_cuda_graphs(self) -> None:
         """Also with fewer tokens than were agreed on; a captured step replays to the bits of an eager one."""
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         reference = LM().cuda()
         model, eager = self.sharded(reference, mesh), self.sharded(reference, mesh)
@@ -130,7 +114,7 @@ class TestCudaExchange(MultiProcContinuousTest):
                 self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()))  # type: ignore[attr-defined]
 
     def test_all_ranks_may_have_more_tokens(self) -> None:
-        mesh = self.mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         reference = LM().cuda()
         model = self.sharded(reference, mesh, MixedPrecisionPolicy())

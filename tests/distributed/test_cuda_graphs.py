@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from cuda_common import BF16, NUM_GPUS, CudaTest
 from runtime_common import assert_idle
-from test_cuda import BF16, NUM_GPUS, Stack, square_loss
+from test_cuda import Stack, square_loss
 from test_gtp_shard_training import Zoo, next_token_loss
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard
@@ -51,22 +51,7 @@ class Job:
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestCudaGraphs(MultiProcContinuousTest):
-    world_size = NUM_GPUS
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "nccl"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        super()._init_pg(rank, world_size, rdvz_file)
-
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
-
+class TestCudaGraphs(CudaTest):
     def rows(self, seed: int, num: int = 256) -> torch.Tensor:
         generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
         return torch.randn(num, WIDTH, device="cuda", generator=generator)
@@ -75,7 +60,7 @@ class TestCudaGraphs(MultiProcContinuousTest):
         jobs = []
         for _ in range(2):
             torch.manual_seed(0)
-            jobs.append(Job(self.mesh(), make().cuda(), loss_fn, **{"mp_policy": BF16} | options))
+            jobs.append(Job(self.gtp_mesh(), make().cuda(), loss_fn, **{"mp_policy": BF16} | options))
         return jobs
 
     def assert_same(self, captured: Job, eager: Job, what: str) -> None:

@@ -13,8 +13,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import assert_same_params
+from cuda_common import BF16, CudaTest
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
@@ -22,7 +22,6 @@ from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, paralleliz
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 
 NUM_GPUS = min(torch.cuda.device_count(), 8) // 2 * 2 if torch.cuda.is_available() else 0
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
 
 
@@ -46,18 +45,8 @@ def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestCudaMoE(MultiProcContinuousTest):
+class TestCudaMoE(CudaTest):
     world_size = NUM_GPUS
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "nccl"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        super()._init_pg(rank, world_size, rdvz_file)
 
     def mesh(self) -> WeightMesh:
         return init_weight_mesh("cuda", gtp=self.world_size, ep=2, expert_gtp=self.world_size // 2)

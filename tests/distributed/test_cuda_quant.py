@@ -10,10 +10,9 @@ from functools import partial
 import torch
 import torch.nn as nn
 from common import ALL, environment, rows_of_rank
-from test_cuda import NUM_GPUS, square_loss
+from cuda_common import BF16, NUM_GPUS, CudaTest
+from test_cuda import square_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
@@ -21,7 +20,6 @@ from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.float8_gemms import Float8GEMMs
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FLOAT8 = tuple(
     cls(high_precision_wgrad=wgrad)
     for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise)
@@ -93,18 +91,7 @@ class TestKernels(unittest.TestCase):
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestTraining(MultiProcContinuousTest):
-    world_size = NUM_GPUS
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "nccl"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
-        super()._init_pg(rank, world_size, rdvz_file)
-
+class TestTraining(CudaTest):
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment, fake_world
+from cuda_common import BF16
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +33,6 @@ from dtensor_gtp.nn import GroupedLinear
 WORLD_SIZE = 4
 WIDTH = 512
 VOCABULARY = 1000
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "on demand": {"prefetch_depth": 0, "prefetch_nbytes": 0, "coalesce_nbytes": 0},
     "default": {},
