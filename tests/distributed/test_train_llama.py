@@ -6,6 +6,7 @@ processes and on one. Faults are put in by wrapper scripts that patch the exampl
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -285,14 +286,14 @@ class TestFailure:
     @staticmethod
     def read_pids(job: subprocess.Popen[str], started: float) -> list[int]:
         assert job.stdout is not None
-        pids: list[int] = []
-        while len(pids) < 2:
-            line = job.stdout.readline()
-            assert line, "the job ended early"
-            assert time.monotonic() - started < TIMEOUT_S
-            if line.startswith("process "):
-                pids.append(int(line.split()[1]))
-        return pids
+        said = ""
+        while len(pids := re.findall(r"process (\d+)\n", said)) < 2:
+            assert time.monotonic() - started < TIMEOUT_S, said
+            # as it comes: processes that write to one pipe do not always leave whole lines to each other
+            chunk = os.read(job.stdout.fileno(), 65536)
+            assert chunk, f"the job ended early: {said}"
+            said += chunk.decode()
+        return [int(pid) for pid in pids]
 
 
 @pytest.fixture
