@@ -20,7 +20,7 @@ from .. import _torch_compat as compat
 from .base import Direction, Quantized, Recipe
 from .native import NativeWeight
 from .native_parts import native_block_of
-from .tensor import MasterWeight, WeightWithRecipe
+from .tensor import MasterWeight, StoredWeight, WeightWithRecipe
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ class GatherInfo:
 
 
 def pre_all_gather(
-    shard: MasterWeight | NativeWeight, mesh: DeviceMesh, outer_size: torch.Size
+    shard: StoredWeight, mesh: DeviceMesh, outer_size: torch.Size
 ) -> tuple[tuple[torch.Tensor], GatherInfo]:
     """``fsdp_pre_all_gather`` of a weight with a recipe.
 
@@ -68,6 +68,7 @@ def pre_all_gather(
     if isinstance(shard, NativeWeight):
         native = GatherInfo(shard, mesh.get_group().group_name, world, Direction.ROWWISE, shard.quantized.amax)
         return (_packed(native, Direction.ROWWISE),), native
+    assert isinstance(shard, MasterWeight)
     in_backward = compat.current_graph_task_id() != -1
     direction = recipe.direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
     group = mesh.get_group()
@@ -79,7 +80,7 @@ def pre_all_gather(
     return (_packed(info, direction),), info
 
 
-def _check_shards(shard: MasterWeight | NativeWeight, outer_size: torch.Size, world: int) -> None:
+def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> None:
     if shard.ndim != 2:
         raise NotImplementedError(
             f"fully_shard gathers quantized weights with 2 dims, but got one of shape {tuple(outer_size)}. Use "

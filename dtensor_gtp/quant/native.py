@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
@@ -143,34 +141,6 @@ class NativeWeight(StoredWeight):
         if length != self.shape[dim] and dim - self.ndim in self.recipe.amax_dims:
             part._info = self._info._replace(groups=None)
         return part
-
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Called by ``fully_shard``: the bytes of this shard."""
-        from .fsdp import pre_all_gather  # not at the top: it needs this class
-
-        inputs, info = pre_all_gather(self, mesh, outer_size)
-        return inputs, (info, outer_size)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Called by ``fully_shard``: the unsharded parameter."""
-        from .fsdp import post_all_gather  # not at the top: it needs this class
-
-        info, outer_size = metadata
-        return post_all_gather(all_gather_outputs, info, param_dtype, outer_size, out)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -136,6 +136,34 @@ class StoredWeight(WeightWithRecipe):
         """The most precise values there are, an ordinary tensor."""
         raise NotImplementedError
 
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Called by ``fully_shard``: the quantized bytes of this shard."""
+        from .fsdp import pre_all_gather  # not at the top: it needs this class
+
+        inputs, info = pre_all_gather(self, mesh, outer_size)
+        return inputs, (info, outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Called by ``fully_shard``: the unsharded parameter."""
+        from .fsdp import post_all_gather  # not at the top: it needs this class
+
+        info, outer_size = metadata
+        return post_all_gather(all_gather_outputs, info, param_dtype, outer_size, out)
+
 
 class MasterWeight(StoredWeight):
     """High-precision values and a recipe.
@@ -174,34 +202,6 @@ class MasterWeight(StoredWeight):
     def dequantize_for(self, direction: Direction) -> torch.Tensor:
         quantized, direction = self.quantized_for(direction), self._recipe.direction(direction)
         return self._recipe.dequantize(quantized, self._master.shape, direction, self._master.dtype)
-
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Called by ``fully_shard``: the quantized bytes of this shard."""
-        from .fsdp import pre_all_gather  # not at the top: it needs this class
-
-        inputs, info = pre_all_gather(self, mesh, outer_size)
-        return inputs, (info, outer_size)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Called by ``fully_shard``: the unsharded parameter."""
-        from .fsdp import post_all_gather  # not at the top: it needs this class
-
-        info, outer_size = metadata
-        return post_all_gather(all_gather_outputs, info, param_dtype, outer_size, out)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
