@@ -18,17 +18,15 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, shared_directory
+from cuda_common import NUM_GPUS, CudaTest
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
-
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 class Net(nn.Module):
@@ -295,18 +293,8 @@ def run_job(folder: Path, device_type: str, world_size: int) -> subprocess.Compl
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestCuda(MultiProcContinuousTest):
-    world_size = min(NUM_GPUS // 2 * 2, 8)
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "nccl"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        super()._init_pg(rank, world_size, rdvz_file)
+class TestCuda(CudaTest):
+    world_size = NUM_GPUS // 2 * 2
 
     def mesh(self, **arguments: int) -> WeightMesh:
         with environment(LOCAL_RANK=str(self.rank)):
