@@ -238,8 +238,11 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Fail if ``condition`` is false: at once on a CPU, when the device comes to it elsewhere."""
-    torch._assert_async(condition, message)
+    """Fail if ``condition`` is false: at once on a CPU, when the device comes to it elsewhere.
+
+    Kernels take messages of less than 255 characters: what is beyond is left out.
+    """
+    torch._assert_async(condition, message[:254])
 
 
 def sleep_stream(cycles: int) -> None:

@@ -192,8 +192,9 @@ class TestCuda(CudaTest):
         self.assertLess(torch.cuda.max_memory_allocated() - before, limit)
         self.assertEqual(torch.cuda.memory_allocated(), before)
 
-    def test_equals_fully_shard(self) -> None:
-        """bf16 compute with fp32 reduction: the same gradients as fully_shard up to the order of the sums."""
+    def test_no_further_from_the_truth_than_fully_shard(self) -> None:
+        """bf16 compute with fp32 reduction. The two round at other places (fully_shard rounds each rank's gradient to
+        bf16), so both are compared with the gradient of one process in float64."""
         mesh = self.gtp_mesh()
         torch.manual_seed(0)
         reference = Stack().cuda()
@@ -202,12 +203,15 @@ class TestCuda(CudaTest):
         x = torch.randn(self.world_size * 64, 1024, device="cuda")
         for model in (ours, theirs):
             square_loss(model, rows_of_rank(x, mesh)).backward()
-        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        exact = reference.double()
+        exact(x.double()).pow(2).mean().backward()
+        for (name, a), b, c in zip(ours.named_parameters(), theirs.parameters(), exact.parameters(), strict=True):
             assert a.grad is not None
             assert b.grad is not None
-            torch.testing.assert_close(
-                a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-2, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            assert c.grad is not None
+            errors = [(p.grad.full_tensor() - c.grad).norm() / c.grad.norm() for p in (a, b)]
+            self.assertLess(errors[1].item(), 1e-2, name)
+            self.assertLess(errors[0].item(), 1.01 * errors[1].item(), name)
 
     def test_step_in_a_cuda_graph(self) -> None:
         """A captured forward and backward replays to the same bits as eager, with changing data and weights."""

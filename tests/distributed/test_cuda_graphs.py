@@ -5,6 +5,7 @@ Needs 2 to 8 GPUs of one host.
 
 from __future__ import annotations
 
+import gc
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -152,23 +153,31 @@ class TestCudaGraphs(CudaTest):
             self.assertTrue(torch.equal(*results), f"step {index}")
 
     def test_memory_of_a_captured_step(self) -> None:
-        """Within ten percent of the eager one's; graphs of several shapes share it."""
+        """Within ten percent of the eager one's, beside the workspaces of its stream; graphs of several shapes share
+        it."""
         peaks = []
         for is_captured in (False, True):
-            (job,) = self.jobs(lambda: Stack(2048, 16), schedule=SchedulePolicy())[:1]
+            torch.manual_seed(0)
+            job = Job(self.gtp_mesh(), Stack(2048, 16).cuda(), square_loss, mp_policy=BF16)
             step = capture_step(job.step, job.model, job.optimizer) if is_captured else job.step
             generator = torch.Generator(device="cuda").manual_seed(0)
             batches = [torch.randn(num, 2048, device="cuda", generator=generator) for num in (2048, 1024)]
-            for _ in range(3):
+            for round_ in range(4):
+                if round_ == 3:  # graphs have been recorded
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
                 for x in batches:
                     for _ in range(2):
                         step(x)
             torch.cuda.synchronize()
             peaks.append(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
             del job, step, batches
+            gc.collect()
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        self.assertLess(peaks[1], 1.1 * peaks[0])
+        # cuBLAS has one for each stream that it was ever used on.
+        workspace = torch.cuda.memory_allocated()
+        self.assertLess(peaks[1], 1.1 * peaks[0] + workspace)
 
     def test_errors(self) -> None:
         """Each is raised on all ranks, before anything is recorded."""

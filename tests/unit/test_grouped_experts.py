@@ -6,6 +6,7 @@ import copy
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -296,6 +297,14 @@ def test_bad_arguments_are_refused() -> None:
 
 
 # --- sizes of groups on the device ------------------------------------------------------------------------------------
+
+
+def test_what_the_device_says_is_cut_to_what_kernels_take() -> None:
+    """The CUDA kernel refuses messages of 255 characters and more."""
+    with mock.patch.object(torch, "_assert_async") as kernel:
+        compat.assert_on_device(torch.tensor(True), "expects " + "x" * 400)
+    ((_, message), _) = kernel.call_args
+    assert message == "expects " + "x" * 246
 
 
 @pytest.mark.parametrize("splits", [[4, 4, 4, 1], [4, -1, 4, 1]])
