@@ -56,7 +56,7 @@ MAKES_MESHES = {
     "elastic/regroup.py": ("init_process_group", "get_backend"),
 }
 # To abandon all process groups of a process, of which some ranks are gone, is not to communicate in any of them.
-LEAVES_THEM = {"_torch_compat.py": ("_world",)}
+LEAVES_THEM = {"_torch_compat/groups.py": ("_world",)}
 GROUP_IS_FIRST = {"get_backend", "get_group_rank", "get_process_group_ranks", "get_world_size"}
 
 

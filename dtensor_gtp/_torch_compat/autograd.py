@@ -1,0 +1,96 @@
+"""Autograd's graph, its tasks, its hooks, and transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.autograd import Variable
+
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
+
+
+def ignores_saved_weight() -> bool:
+    """Whether the node of autograd's graph that runs now is a convolution's whose input needs no gradient: it unpacks
+    the weight that it has saved, and does not look at the values."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("ConvolutionBackward") and node.next_functions[0][0] is None
+
+
+def current_graph_task_id() -> int:
+    """Id of the autograd graph task that runs on this thread, -1 outside of backward."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has ended, on the caller's current streams."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def grad_dtype(param: torch.Tensor) -> torch.dtype:
+    """That of ``param.grad``: as a rule the parameter's, but ``fully_shard`` of torch 2.15 wants its reduction's."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if dtype is None else dtype
+
+
+def is_awaited(ctx: Any, index: int) -> bool:
+    """Whether the backward that runs now wants the gradient of a leaf: ``ctx.needs_input_grad`` does not know that
+    ``torch.autograd.grad`` or ``backward(inputs=...)`` asked for others only.
+
+    Args:
+        ctx: Context of a ``torch.autograd.Function`` in its backward.
+        index: Index of the leaf among the tensor arguments of its forward; the leaf needs a gradient.
+    """
+    return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+
+
+def accumulate_node(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def is_node_awaited(node: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that runs now comes to ``node``; as :func:`is_awaited`, without a context."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def push_saved_tensors_hooks(pack: PackHook, unpack: UnpackHook) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:
+    """The innermost active pair of saved-tensor hooks, or None."""
+    return cast("tuple[PackHook, UnpackHook] | None", torch._C._autograd._top_saved_tensors_default_hooks(False))
+
+
+def saved_tensors_hooks_enabled() -> bool:
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def post_accumulate_grad_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Hooks registered with ``Tensor.register_post_accumulate_grad_hook``, in order."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Hooks registered with ``Tensor.register_hook``, in order."""
+    hooks = getattr(tensor, "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def in_func_transform() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_profiling() -> bool:
+    """True while a profiler records; ``record_function`` costs microseconds also when nobody listens."""
+    return bool(torch._C._autograd._profiler_enabled())

@@ -1,0 +1,153 @@
+"""Collectives without their checks, differentiable ones, and tensors that wait for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from .dtensor import dtensor_spec, local_tensor, wrap_local
+
+# torch 2.11 has these collectives under other names, which later releases warn of.
+_all_gather_autograd: Callable[..., torch.Tensor] = (
+    getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+)
+_reduce_scatter_autograd: Callable[..., torch.Tensor] = (
+    getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+)
+
+
+def all_gather_base(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``dist.all_gather_into_tensor`` without its argument checks, which cost as much as the launch."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return group._allgather_base(output, input, options)
+
+
+def all_gather_coalesced(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Several ``all_gather_base`` in one call; dtypes and shapes may differ."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return group.allgather_into_tensor_coalesced(outputs, inputs, options)
+
+
+def reduce_scatter_base(
+    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``dist.reduce_scatter_tensor`` without its argument checks."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return group._reduce_scatter_base(output, input, options)
+
+
+def reduce_scatter_coalesced(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Several ``reduce_scatter_base`` in one call."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+
+
+def all_to_all_base(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """``dist.all_to_all_single`` of equal slices, without its argument checks."""
+    options = AllToAllOptions()
+    options.asyncOp = async_op
+    return group.alltoall_base(output, input, [], [], options)
+
+
+def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+    options = AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return group.allreduce([tensor], options)
+
+
+def all_to_all_rows(
+    rows: torch.Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Differentiable exchange of rows (dim 0).
+
+    Args:
+        received, sent: Rows from and to each rank of the group; None for equal parts.
+    """
+    return _with_contiguous_grad(funcol.all_to_all_single_autograd(rows, received, sent, group))
+
+
+def all_gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Differentiable gather of as many rows (dim 0) of each rank; its gradient is the sum over the ranks."""
+    return _with_contiguous_grad(_all_gather_autograd(rows, 0, group))
+
+
+def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Differentiable sum over the ranks, of which each keeps its equal part of the rows (dim 0)."""
+    return _with_contiguous_grad(_reduce_scatter_autograd(rows, "sum", 0, group))
+
+
+def complete_collectives(tree: Any) -> Any:
+    """``tree`` (nested containers) with all tensors waited for that a functional collective has yet to fill.
+
+    For the inputs of compiled code. torch 2.13 drops the gradient of such an input, because it takes the tensor out of
+    its wrapper and with it out of the graph (pytorch 191113), and does not look for one inside of a DTensor (180614).
+    """
+    return tree_map_only(torch.Tensor, lambda t: _Completed.apply(t) if _is_pending(t) else t, tree)  # type: ignore[no-untyped-call]
+
+
+def completed_local(tensor: DTensor) -> torch.Tensor:
+    """The local tensor of ``tensor``, without a wrapper around it that would wait when it is used first."""
+    local = local_tensor(tensor)
+    return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _is_pending(tensor: torch.Tensor) -> bool:
+    return isinstance(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor, AsyncCollectiveTensor)
+
+
+def _with_contiguous_grad(result: torch.Tensor) -> torch.Tensor:
+    """What a differentiable collective returns, waited for. Its backward communicates the gradient, which torch 2.11
+    does not make contiguous (that of a sum is expanded)."""
+    completed: torch.Tensor = _ContiguousGrad.apply(complete_collectives(result))  # type: ignore[no-untyped-call]
+    return completed
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
+class _Completed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return wrap_local(completed_local(tensor), dtensor_spec(tensor))
+        completed: torch.Tensor = tensor.trigger_wait()
+        return completed.view_as(completed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

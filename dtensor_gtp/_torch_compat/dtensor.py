@@ -1,0 +1,125 @@
+"""DTensor: its parts, its dispatcher, its planner, its checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import _random as dtensor_random
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+try:
+    from torch.distributed._local_tensor import maybe_run_for_local_tensor as maybe_run_for_local_tensor
+except ImportError:  # a helper of a mode that simulates several ranks in one process; real ranks run without it
+
+    def maybe_run_for_local_tensor(func: Callable[_P, _R]) -> Callable[_P, _R]:
+        return func
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local shard itself, without the autograd node that ``to_local`` adds."""
+    return tensor._local_tensor
+
+
+def dtensor_spec(tensor: DTensor) -> DTensorSpec:
+    return tensor._spec
+
+
+def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:
+    """What ``torch.distributed.checkpoint`` has to read for one part of a stored tensor."""
+    chunk = ChunkStorageMetadata(torch.Size(offsets), sizes)
+    return list(create_read_items_for_chunk_list(key, metadata, [chunk]))
+
+
+def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """A DTensor around ``local``; unlike ``DTensor.from_local`` it does not check, so it costs microseconds."""
+    # Its __init__ does nothing but leave torch.compile, which costs more than all the rest.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's shard and where it begins in the logical tensor."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+def make_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Spec of a contiguous logical tensor of ``shape``."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def own_part(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """This rank's part of ``full`` under ``placements``, without communication."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            parts, _ = placement._split_tensor(full, mesh.size(axis), with_padding=False, contiguous=False)
+            full = parts[coordinate[axis]]
+    return full
+
+
+def distribute_tensor_modules() -> list[Any]:
+    """Modules of torch that hold ``distribute_tensor``, the one that defines it first."""
+    names = ("tensor._api", "tensor", "_state_dict_utils")
+    return [import_module(f"torch.distributed.{name}") for name in names]
+
+
+Propagate = Callable[[OpSchema], OutputSharding]
+
+
+def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSharding]) -> None:
+    """Ask ``wrapper(what_was_there, op_schema)`` how DTensor's ops are sharded, from now on in this process."""
+    propagator = op_dispatcher().sharding_propagator
+    before = propagator.propagate_op_sharding_non_cached
+    propagator.propagate_op_sharding_non_cached = functools.wraps(before)(functools.partial(wrapper, before))
+    make_cache = type(propagator.propagate_op_sharding)
+    propagator.propagate_op_sharding = make_cache(propagator.propagate_op_sharding_non_cached)
+
+
+def op_dispatcher() -> Any:
+    """DTensor's one dispatcher; it owns the table of sharding strategies."""
+    return DTensor._op_dispatcher
+
+
+# What torch.amp.GradScaler runs on all gradients at once: (grads, found_inf, inv_scale), in place.
+unscale_grads_op: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def set_dtensor_handler(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Let ``handler(op, args, kwargs)`` run ``op`` whenever one of its arguments is a DTensor."""
+    op_dispatcher()._custom_op_handlers[op] = handler
+
+
+@contextmanager
+def stock_dtensor_dispatch(op: Any) -> Iterator[None]:
+    """Run ``op`` as DTensor does without the handler that ``set_dtensor_handler`` gave it."""
+    handlers = op_dispatcher()._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        yield
+    finally:
+        handlers[op] = handler
+
+
+def seed_dtensor_rng(seed: int, mesh: DeviceMesh) -> None:
+    """Give DTensor its RNG tracker for the device of ``mesh`` now, and seed torch with ``seed``.
+
+    DTensor's first random op would make the tracker otherwise, and overwrite every rank's state with that of rank 0.
+    """
+    dtensor_random.manual_seed(seed, mesh)

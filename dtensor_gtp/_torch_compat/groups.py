@@ -1,0 +1,134 @@
+"""Process groups: how they are made, named, left, and what NCCL's are told."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.tensor import _redistribute as redistribute_module
+
+from .dtensor import op_dispatcher
+
+_HOST_BACKENDS = frozenset({"gloo", "fake"})
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The live process group of that name."""
+    return _resolve_process_group(cast("Any", name))
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the communication backend of ``group`` for ``device``, e.g. "nccl", "gloo", "fake"."""
+    return str(group._get_backend(device).name()).lower()
+
+
+def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str, options: Any = None) -> dist.ProcessGroup:
+    """A second communicator of the ranks of ``group``. Collective over them, and over nobody else.
+
+    ``options`` are those of an NCCL process group.
+
+    ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the process
+    knows. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet; and a name
+    could come twice after a group has been destroyed. So the ranks agree on a name first.
+    """
+    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, options)
+
+
+def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
+    """A name that no process group has yet. Collective over ``group``."""
+    name = torch.tensor(secrets.randbits(62), device=device)
+    dist.broadcast(name, group=group, group_src=0)
+    return f"{prefix}_{int(name):x}"
+
+
+def named_group(ranks: list[int], name: str, desc: str, options: Any = None) -> dist.ProcessGroup:
+    """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and over nobody
+    else.
+
+    Where the default group is bound to a device, torch would split its communicator, which waits for all of its ranks:
+    so it is told that there is nothing to split.
+    """
+    backend = None if options is None else "nccl"
+    with (
+        mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
+        mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
+    ):
+        group = dist.new_group(
+            ranks, backend=backend, pg_options=options, use_local_synchronization=True, group_desc=desc
+        )
+        return cast("dist.ProcessGroup", group)
+
+
+def clone_store(store: Store) -> Store:
+    """Another client of the same store, for another thread: a client serves one request at a time."""
+    return cast("Any", store).clone()  # type: ignore[no-any-return]
+
+
+def abort_device_groups() -> None:
+    """Abort the collectives of all process groups on devices, from any thread: who waits for one returns or raises.
+
+    Gloo has none to abort: its collectives end when a connection breaks or their time limit passes.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        backends = {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
+        if not backends <= _HOST_BACKENDS:
+            group.abort()
+
+
+def restart_group_names() -> None:
+    """Without a default group, count names of groups from the beginning.
+
+    The name of the default group is part of the addresses in the store. An attempt to make it that failed has used one
+    up: ranks that failed unequally often would look for each other under different names.
+    """
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
+
+
+def leave_process_groups() -> None:
+    """Abort all process groups of this process, some of whose ranks may be gone: nothing waits for them.
+
+    DTensor keeps results of its planner by mesh, and meshes of equal ranks are equal: an operation on a mesh that is
+    made later would be given one whose groups are no more. So they are forgotten.
+    """
+    distributed_c10d._abort_process_group()
+    op_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    redistribute_module._gen_transform_infos.cache_clear()
+    redistribute_module.clear_redistribute_planner_cache()
+
+
+def nccl_options(min_ctas: int, max_ctas: int) -> Any:
+    """Options of an NCCL process group whose kernels take between ``min_ctas`` and ``max_ctas`` blocks of a GPU."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = min_ctas
+    options.config.max_ctas = max_ctas
+    options._timeout = distributed_c10d._get_default_timeout(dist.Backend("nccl"))
+    return options
+
+
+def missing_for_zero_cta(device: torch.device) -> str | None:
+    """Why NCCL cannot gather without kernels here, None if it can."""
+    if device.type != "cuda":
+        return f"a {device.type} device has no NCCL"
+    if not hasattr(dist.ProcessGroupNCCL.Options().config, "cta_policy"):
+        return f"torch {torch.__version__} does not know NCCL's CTA policy"
+    version = torch.cuda.nccl.version()
+    if version < (2, 28):
+        return f"NCCL {'.'.join(map(str, version))} does not gather by copy engines, 2.28 does"
+    return None
+
+
+def nccl_zero_cta_options() -> Any:
+    """Options of an NCCL process group whose collectives take no block of a GPU where copy engines can do the work."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+    options._timeout = distributed_c10d._get_default_timeout(dist.Backend("nccl"))
+    return options

@@ -1,0 +1,66 @@
+"""Memory that several ranks can read, or that NCCL knows beforehand."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from .groups import resolve_group
+
+
+class RegisteredBuffer:
+    """Bytes that are registered with an NCCL communicator as symmetric. Made by all of its ranks together.
+
+    Args:
+        nbytes: The same on all ranks.
+        device: This rank's GPU.
+        group_name: Of the process group, which has communicated before.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
+        self.nbytes = nbytes
+        backend: Any = resolve_group(group_name)._get_backend(device)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool, device):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        backend.register_mem_pool(self._pool, symm=True)
+
+
+def symmetric_memory_backend(device: torch.device) -> str | None:
+    """What allocates symmetric memory on ``device`` ("CUDA", "NVSHMEM", "NCCL"), None if there is none."""
+    try:
+        return import_module("torch.distributed._symmetric_memory").get_backend(device)  # type: ignore[no-any-return]
+    except (ImportError, RuntimeError):
+        return None
+
+
+class SymmetricBuffer:
+    """Bytes on each rank of a group that all of them can read. Made collectively.
+
+    Args:
+        nbytes: The same on all ranks.
+        device: This rank's GPU.
+        group_name: Of the process group.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
+        memory = torch._C._distributed_c10d._SymmetricMemory
+        self.nbytes = nbytes
+        self._own = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group_name)
+        self._handle = memory.rendezvous(self._own, group_name)
+        self._views: dict[tuple[int, int, torch.Size, torch.dtype], torch.Tensor] = {}
+        if self._handle is None:
+            raise RuntimeError(f"no symmetric memory for the ranks of process group '{group_name}'")
+
+    def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the buffer of ``rank``, ``offset`` bytes from its begin, a multiple of the dtype's size."""
+        key = (rank, offset, shape, dtype)
+        if key not in self._views:  # the same few, again and again
+            self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
+        return self._views[key]
+
+    def barrier(self, timeout_ms: int) -> None:
+        """Wait on the current stream until the streams of all ranks have come here. Nobody but them waits."""
+        self._handle.barrier(0, timeout_ms)

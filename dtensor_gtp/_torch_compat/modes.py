@@ -1,0 +1,74 @@
+"""What watches the ops that run: selective checkpoints and the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from types import CodeType
+from typing import Any, cast
+
+import torch
+from torch.utils import _python_dispatch as python_dispatch
+from torch.utils import checkpoint as checkpoint_module
+
+# What is active in the forward, and in the recomputation, of a checkpoint with a policy.
+POLICY_MODES: tuple[type[Any], ...] = (
+    checkpoint_module._CachingTorchDispatchMode,
+    checkpoint_module._CachedTorchDispatchMode,
+)
+
+
+def asks_checkpoint_policy() -> bool:
+    """Whether a selective checkpoint asks its policy about the ops that run now."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and any(isinstance(torch._C._get_dispatch_stack_at(i), POLICY_MODES) for i in range(depth))
+
+
+def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
+    """A context whose ops selective activation checkpointing neither counts nor caches nor skips.
+
+    It expects a recomputation to run the very ops of the forward, which is not so for ops that serve later uses.
+    """
+    if not asks_checkpoint_policy():
+        return nullcontext()
+    return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
+
+
+def is_tracing() -> bool:
+    """Whether the ops that run now are recorded in a graph by the compiler."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """A context in which no mode, that of a tracing compiler among them, sees the ops."""
+    return cast("AbstractContextManager[Any]", python_dispatch._disable_current_modes())
+
+
+@contextmanager
+def _without_checkpoint_modes(modes: list[Any]) -> Iterator[None]:
+    others = [mode for mode in modes if not isinstance(mode, POLICY_MODES)]
+    _replace_dispatch_modes(len(modes), others)
+    try:
+        yield
+    finally:
+        _replace_dispatch_modes(len(others), modes)
+
+
+def _replace_dispatch_modes(num_modes: int, modes: list[Any]) -> None:
+    for _ in range(num_modes):
+        python_dispatch._pop_mode()
+    for mode in modes:
+        python_dispatch._push_mode(mode)
+
+
+# Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
+set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def skip_code(code: CodeType, *, recursive: bool = False) -> None:
+    """Let the compiler leave frames of ``code`` alone, and what they call too if ``recursive``; they may be inlined."""
+    eval_frame = import_module("torch._dynamo.eval_frame")
+    action = eval_frame.FrameAction
+    strategy = eval_frame.FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
+    eval_frame.set_code_exec_strategy(code, strategy)

@@ -1,0 +1,109 @@
+"""Other kinds of parallelism around the weights: ``fully_shard``, DDP, pipelines."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import _composable_state as composable_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .dtensor import local_tensor
+
+
+def fully_shard_group_class() -> Any:
+    """The class of the parameter groups of ``fully_shard`` (also of ``replicate``), None if a release has another."""
+    try:
+        group_class = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
+    except (ImportError, AttributeError):
+        return None
+    known = ("post_backward", "_to_sharded", "_to_unsharded", "is_sharded")
+    return group_class if all(hasattr(group_class, name) for name in known) else None
+
+
+class FullyShardCut(NamedTuple):
+    """How a parameter group of ``fully_shard`` cuts its parameters; ``num_shards`` is 1 for ``replicate``."""
+
+    mesh: DeviceMesh
+    num_shards: int
+    placement_fn: Callable[[torch.nn.Parameter], Any] | None
+
+    @classmethod
+    def from_arguments(cls, init: Callable[..., None], *args: Any, **kwargs: Any) -> FullyShardCut:
+        """Of the arguments of a group's ``__init__``."""
+        named = inspect.signature(init).bind(*args, **kwargs).arguments
+        mesh_info = named["mesh_info"]
+        return cls(mesh_info.mesh, getattr(mesh_info, "shard_mesh_size", 1), named["shard_placement_fn"])
+
+    def dim_of(self, param: torch.nn.Parameter) -> int:
+        """The dim of ``param`` that is cut."""
+        asked = self.placement_fn(param) if self.placement_fn is not None else None
+        placement = getattr(asked, "placement", asked)  # it may come with a mesh of its own
+        return 0 if placement is None else int(placement.dim) % param.ndim
+
+
+def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
+    """Module and attribute name of each parameter of a group."""
+    infos = [param._module_info for param in group.fsdp_params]
+    return [(info.module, info.param_name) for info in infos]
+
+
+@contextmanager
+def empty_grads_set_aside(group: Any) -> Iterator[None]:
+    """Around the post-backward of a parameter group: it cannot reduce gradients without elements.
+
+    They are not reduced; all ranks of its mesh, whose shards are alike, leave out the same ones. The sharded parameter
+    gets one all the same, so that all ranks of the other axes have a gradient of the same parameters.
+    """
+    empty = []
+    for param in group.fsdp_params:
+        unsharded: Any = getattr(param, "_unsharded_param", None)
+        grad = None if unsharded is None else unsharded.grad
+        if isinstance(grad, DTensor) and not local_tensor(grad).numel():
+            unsharded.grad = None
+            empty.append(param)
+    yield
+    for param in empty:
+        param.sharded_param.grad = param.to_sharded_dtensor(torch.zeros_like(local_tensor(param.sharded_param)))
+
+
+def fully_shard_params() -> list[torch.Tensor]:
+    """What all ``fully_shard`` and ``replicate`` calls of this process have registered as sharded parameters."""
+    states = [ref() for ref in list(composable_state._module_state_mapping.values())]
+    groups = [group for state in states for group in _groups_of_state(state)]
+    return [param.sharded_param for group in groups for param in group.fsdp_params]
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
+    """Have ``DistributedDataParallel`` around ``module`` leave parameters alone."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def localizing_module() -> Any:
+    """The module of torch with ``_localize_dtensor``, by which DDP and ``replicate`` get at the shards of DTensors."""
+    return import_module("torch.distributed.tensor.parallel.ddp")
+
+
+def is_replicated_by_ddp(module: torch.nn.Module) -> bool:
+    """Whether the ``replicate`` that is built on DDP was called on ``module``."""
+    return isinstance(module, import_module("torch.distributed._composable.replicate").DDP)
+
+
+def pipeline_stage_class() -> Any | None:
+    """Base class of the stages of ``torch.distributed.pipelining``; None as long as nobody has imported that."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    return getattr(module, "_PipelineStageBase", None)

@@ -1,0 +1,54 @@
+"""Tensor subclasses, storages and single launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+_T = TypeVar("_T", bound=torch.Tensor)
+
+
+def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` as if no argument had a ``__torch_function__``; what it returns is not converted to a subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def make_wrapper_subclass(cls: type[torch.Tensor], shape: tuple[int, ...], **options: Any) -> Any:
+    """A tensor of class ``cls`` that has no memory of its own; the options are strides, dtype and device."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+def wrapper_tensor(cls: type[_T], like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
+    """A contiguous tensor of class ``cls``, a subclass of Tensor, without memory of its own, on the device of ``like``.
+
+    Args:
+        like: If it has that shape, its strides count as well.
+    """
+    stride = like.stride() if like.shape == shape else torch.empty(shape, device="meta").stride()
+    return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Number of owners of the memory behind ``storage`` (tensors, autograd nodes, Python storage objects)."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, all in one launch where their shapes and strides allow it."""
+    torch._foreach_copy_(targets, sources)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Fail if ``condition`` is false: at once on a CPU, when the device comes to it elsewhere.
+
+    Kernels take messages of less than 255 characters: what is beyond is left out.
+    """
+    torch._assert_async(condition, message[:254])
+
+
+def sleep_stream(cycles: int) -> None:
+    """Make the current CUDA stream spin for ``cycles`` of the SM clock."""
+    torch.cuda._sleep(cycles)
