@@ -73,7 +73,7 @@ class TokenExchange:
         if not self.is_chosen:
             return None
         message = torch.full((1 + self.capacity,), fill, dtype=torch.int64, device=values.device)
-        message[0] = values.numel()
+        message[:1].fill_(values.numel())  # an assignment would wait for the GPU
         num_sent = min(values.numel(), self.capacity)
         message[1 : 1 + num_sent] = values[:num_sent]
         received = self._all_gather(message, f"{self.capacity} tokens", comm)
