@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL
+from checkpoint_common import job_state
+from common import ALL, assert_same_params, check_training, full, rows_of_rank, shared_directory
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -70,8 +74,8 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def dp_gtp() -> DeviceMesh:
@@ -106,3 +110,69 @@ def tensor_parallel(model: Any, tp: DeviceMesh) -> None:
     """``up`` column-wise, ``down`` row-wise; what lies between the blocks is the same on all ranks of ``tp``."""
     for layer in model.layers:
         parallelize_module(layer, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **options: Any) -> Any:
+    """``check_training`` on the device of the mesh."""
+    options.setdefault("make_optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5))
+    return check_training(
+        reference.to(mesh.device_type),
+        shard,
+        mesh,
+        lambda generator: token_batch(generator).to(mesh.device_type),
+        options.pop("loss_fn", next_token_loss),
+        steps=steps,
+        **options,
+    )
+
+
+def check_checkpoints(mesh: DeviceMesh, shard: Callable[[Any], Any]) -> None:
+    """Train, save; load onto this and other topologies, and train on there: each step equals that of one process."""
+    data = mesh["dp", "gtp"] if mesh.ndim > 2 else mesh
+    device = mesh.device_type
+
+    def job(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    def backward(module: nn.Module, seed: int, axes: DeviceMesh | None) -> None:
+        tokens = token_batch(torch.Generator().manual_seed(seed)).to(device)
+        next_token_loss(module, tokens if axes is None else rows_of_rank(tokens, axes)).backward()
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int, axes: DeviceMesh | None) -> None:
+        backward(module, seed, axes)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def on_meta(module: nn.Module) -> nn.Module:
+        sharded: nn.Module = shard(module.to("meta"))
+        return sharded.to_empty(device=device)
+
+    topologies: list[tuple[Callable[[Any], Any], DeviceMesh | None]] = [
+        (shard, data),
+        (on_meta, data),
+        (lambda module: gtp_shard(module, data["gtp"], schedule=ALL), data["gtp"]),
+        (lambda module: module, None),
+    ]
+    reference, model = job(make().to(device)), job(shard(make().to(device)))
+    for seed in range(2):
+        step(*reference, seed, None)
+        step(*model, seed, data)
+    with shared_directory() as path:
+        dcp.save(job_state(*model), checkpoint_id=path)
+        for reshard, axes in topologies:
+            loaded = job(reshard(make(seed=1).to(device)))
+            state = job_state(*loaded)
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            assert_same_params(loaded[0], reference[0])
+            for mine, theirs in zip(loaded[0].parameters(), reference[0].parameters(), strict=True):
+                for key, value in reference[1].state[theirs].items():
+                    torch.testing.assert_close(full(loaded[1].state[mine][key]), value, check_device=False)
+            expected = job(copy.deepcopy(reference[0]))
+            expected[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
+            backward(expected[0], 7, None)
+            backward(loaded[0], 7, axes)
+            assert_same_params(loaded[0], expected[0], "grad")
+            for _, optimizer in (expected, loaded):
+                optimizer.step()
+            assert_same_params(loaded[0], expected[0])

@@ -12,26 +12,24 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from checkpoint_common import job_state
 from common import (
     ALL,
     GlooTest,
     assert_same_params,
-    check_training,
     environment,
     fake_world,
     full,
     rows_of_rank,
-    shared_directory,
 )
 from fsdp_common import (
     WIDTH,
     Block,
     Model,
     both,
+    check,
+    check_checkpoints,
     dp_gtp,
     make,
     mesh_of,
@@ -41,11 +39,10 @@ from fsdp_common import (
     wrap,
 )
 from runtime_common import assert_bit_equal, assert_idle, counted, num_gathers, runtime_of, train_record
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, _common_utils, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
@@ -138,14 +135,6 @@ def scaled_in_place_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor
     logits = model(tokens[:, :-1])
     logits /= 2
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **options: Any) -> Any:
-    options.setdefault("make_optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5))
-    model = check_training(
-        reference, shard, mesh, token_batch, options.pop("loss_fn", next_token_loss), steps=steps, **options
-    )
-    return model
 
 
 class TestFullyShardOutside(GlooTest):
@@ -320,7 +309,7 @@ class TestFullyShardOutside(GlooTest):
 
     def test_checkpoints(self) -> None:
         """What was saved under dp x gtp resumes under other axes, on the meta device and in one process."""
-        check_checkpoints(self, dp_gtp(), both(dp_gtp()))
+        check_checkpoints(dp_gtp(), both(dp_gtp()))
 
     def test_every_use_is_one_gather(self) -> None:
         """Nothing is gathered twice, thrown away or left out; fully_shard gathers each unit once a pass."""
@@ -365,39 +354,6 @@ class gtp_of:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: getattr(GTPModule, name)(self._model, *args)
-
-
-def check_checkpoints(test: Any, mesh: DeviceMesh, shard: Any) -> None:
-    """Train, save; load onto other topologies, compare with the reference; then train on and compare again."""
-    make_optimizer = torch.optim.AdamW
-    reference = make()
-    data = mesh["dp", "gtp"] if mesh.ndim > 2 else mesh
-    model = check(reference, shard, data, make_optimizer=make_optimizer, steps=1)
-    optimizer = make_optimizer(model.parameters())
-    next_token_loss(model, rows_of_rank(token_batch(torch.Generator().manual_seed(7)), data)).backward()
-    optimizer.step()
-    expected = {name: full(value).clone() for name, value in model.state_dict().items()}
-
-    def meta(model: nn.Module) -> nn.Module:
-        return shard(model.to("meta")).to_empty(device="cpu")
-
-    with shared_directory() as path:
-        dcp.save(job_state(model, optimizer), checkpoint_id=path)
-        for reshard in (shard, meta, lambda m: gtp_shard(m, data["gtp"], schedule=ALL), lambda m: m):
-            loaded = reshard(make(seed=1))
-            loaded_optimizer = make_optimizer(loaded.parameters())
-            state = job_state(loaded, loaded_optimizer)
-            dcp.load(state, checkpoint_id=path)
-            set_state_dict(
-                loaded, loaded_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
-            for name, value in get_model_state_dict(loaded).items():
-                torch.testing.assert_close(full(value), expected[name], rtol=0, atol=0)
-            for param, mine in zip(model.parameters(), loaded.parameters(), strict=True):
-                torch.testing.assert_close(
-                    full(loaded_optimizer.state[mine]["exp_avg"]), full(optimizer.state[param]["exp_avg"])
-                )
-        test.assertTrue(any(isinstance(param, DTensor) for param in model.parameters()))
 
 
 class TestOrder(unittest.TestCase):
@@ -458,7 +414,7 @@ class TestFullyShardOutsideOfEight(GlooTest):
 
         check(make(), lambda model: shard(model, reshard_after_forward=True), mesh["dp", "gtp"], num_microbatches=2)
         check(make(Recomputes), lambda model: shard(model, reshard_after_forward=False), mesh["dp", "gtp"], steps=1)
-        check_checkpoints(self, mesh, shard)
+        check_checkpoints(mesh, shard)
 
     def test_hsdp_outside(self) -> None:
         mesh = mesh_of((2, 2, 2), ("dp_replicate", "dp_shard", "gtp"))

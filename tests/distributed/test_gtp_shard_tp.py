@@ -9,14 +9,11 @@ float64 throughout, so that what is left of a difference is no rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -40,10 +37,10 @@ from tp_common import (
     Plan,
     Prepared,
     Stacked,
+    check_cell,
     cut_stacked,
     embedding_cell,
     gathers_of_a_step,
-    gtp_axes,
     llama_cell,
     next_token_loss,
     norms_cell,
@@ -63,62 +60,9 @@ def adamw(**options: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 class TestTensorParallel(GlooTest):
-    def check(
-        self,
-        cell: Cell,
-        *layouts: Any,
-        num_microbatches: int = 1,
-        sync_last_only: bool = False,
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
-        max_norm: float | None = None,
-    ) -> Any:
-        """Train on each mesh in turn, from the checkpoint that was written on the one before.
-
-        Returns:
-            The model on the last mesh.
-        """
-        reference = cell.reference()
-        reference_optimizer = make_optimizer(reference)
-        with shared_directory() as directory:
-            for index, layout in enumerate(layouts):
-                root = root_mesh(*layout)
-                model = cell.sharded(cell.reference(seed=index), root)
-                optimizer = make_optimizer(model)
-                if index:
-                    load(model, optimizer, directory / str(index - 1))
-                    assert_same_params(model, reference)
-                for step in range(2):
-                    generator = torch.Generator().manual_seed(2 * index + step)
-                    for microbatch in range(num_microbatches):
-                        if sync_last_only:
-                            model.set_requires_gradient_sync(microbatch == num_microbatches - 1)  # type: ignore[operator]
-                        batch = cell.batch(generator)
-                        for module, rows in ((reference, batch), (model, rows_of_rank(batch, gtp_axes(root)))):
-                            with cell.around():
-                                (cell.loss(module, rows) / num_microbatches).backward()
-                    assert_same_params(model, reference, "grad")
-                    if max_norm is not None:
-                        norms = [full(nn.utils.clip_grad_norm_(m.parameters(), max_norm)) for m in (model, reference)]
-                        torch.testing.assert_close(*norms)
-                        self.assertGreater(norms[1].item(), max_norm)
-                        assert_same_params(model, reference, "grad")
-                    for opt in (reference_optimizer, optimizer):
-                        opt.step()
-                        opt.zero_grad()
-                    assert_same_params(model, reference)
-                save(model, optimizer, directory / str(index))
-            plain = cell.reference(seed=99)
-            plain_optimizer = make_optimizer(plain)
-            load(plain, plain_optimizer, directory / str(len(layouts) - 1))
-        assert_same_params(plain, reference)
-        for a, b in zip(plain.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(plain_optimizer.state[a], reference_optimizer.state[b])
-        return model
+    def check(self, cell: Cell, *layouts: Any, **options: Any) -> Any:
+        return check_cell(cell, *layouts, **options)
 
     # --- linear layers ------------------------------------------------------------------------------------------------
 
@@ -371,17 +315,6 @@ class TestTensorParallel(GlooTest):
         reference = cell.reference()
         cell.loss(reference, batch).backward()
         assert_same_params(model, reference, "grad")
-
-
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=path)
-
-
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
 if __name__ == "__main__":

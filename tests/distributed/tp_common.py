@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, rows_of_rank
+from common import ALL, assert_same_params, full, rows_of_rank, shared_directory
 from runtime_common import num_gathers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -47,8 +49,8 @@ REPLICATE_GTP = ((2, 2, 1), ("replicate", "gtp", "tp"))
 
 
 @functools.cache
-def root_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+def root_mesh(shape: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -318,8 +320,81 @@ def gathers_of_a_step(model: nn.Module, cell: Cell, root: DeviceMesh) -> dict[st
     for _ in range(3):
         before = num_gathers(model)
         with cell.around():
-            cell.loss(model, rows_of_rank(cell.batch(torch.Generator()), gtp_axes(root))).backward()
+            cell.loss(
+                model, rows_of_rank(cell.batch(torch.Generator()).to(root.device_type), gtp_axes(root))
+            ).backward()
     counts: dict[str, set[int]] = {}
     for name, count in num_gathers(model).items():
         counts.setdefault(name.split(".")[0], set()).add(count - before[name])
     return counts
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def check_cell(
+    cell: Cell,
+    *layouts: Any,
+    num_microbatches: int = 1,
+    sync_last_only: bool = False,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
+    max_norm: float | None = None,
+) -> Any:
+    """Train on each mesh in turn, from the checkpoint that was written on the one before.
+
+    Args:
+        layouts: Arguments of ``root_mesh``, all of one device type.
+
+    Returns:
+        The model on the last mesh.
+    """
+    device = root_mesh(*layouts[0]).device_type
+    reference = cell.reference().to(device)
+    reference_optimizer = make_optimizer(reference)
+    with shared_directory() as directory:
+        for index, layout in enumerate(layouts):
+            root = root_mesh(*layout)
+            model = cell.sharded(cell.reference(seed=index).to(device), root)
+            optimizer = make_optimizer(model)
+            if index:
+                load(model, optimizer, directory / str(index - 1))
+                assert_same_params(model, reference)
+            for step in range(2):
+                generator = torch.Generator().manual_seed(2 * index + step)
+                for microbatch in range(num_microbatches):
+                    if sync_last_only:
+                        model.set_requires_gradient_sync(microbatch == num_microbatches - 1)  # type: ignore[operator]
+                    batch = cell.batch(generator).to(device)
+                    for module, rows in ((reference, batch), (model, rows_of_rank(batch, gtp_axes(root)))):
+                        with cell.around():
+                            (cell.loss(module, rows) / num_microbatches).backward()
+                assert_same_params(model, reference, "grad")
+                if max_norm is not None:
+                    norms = [full(nn.utils.clip_grad_norm_(m.parameters(), max_norm)) for m in (model, reference)]
+                    torch.testing.assert_close(*norms)
+                    assert norms[1].item() > max_norm
+                    assert_same_params(model, reference, "grad")
+                for opt in (reference_optimizer, optimizer):
+                    opt.step()
+                    opt.zero_grad()
+                assert_same_params(model, reference)
+            save(model, optimizer, directory / str(index))
+        plain = cell.reference(seed=99).to(device)
+        plain_optimizer = make_optimizer(plain)
+        load(plain, plain_optimizer, directory / str(len(layouts) - 1))
+    assert_same_params(plain, reference)
+    for a, b in zip(plain.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(plain_optimizer.state[a], reference_optimizer.state[b])
+    return model
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=path)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
