@@ -1,28 +1,82 @@
-"""The benchmark of experts runs on CPU in every mode; all modes compute the same."""
+"""The benchmark of experts runs on CPU in every mode; all modes compute the same, and what it derives is right."""
 
+import importlib.util
 import math
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 from test_benchmark_script import SCRIPT, run_script
 
+MOE_SCRIPT = SCRIPT.with_name("moe_block.py")
 TOKENS = [16, 24]
+MODES = ["compute", "compute-buffer", "gtp", "gtp-whole-graph", "fsdp2", "fsdp2-rows-kept"]
 
 
 def test_every_mode_and_size_is_measured(tmp_path: Path) -> None:
-    script = SCRIPT.with_name("moe_block.py")
-    sizes = ("--preset=tiny", "--steps=2", "--warmup=2", "--tokens", *map(str, TOKENS))
-    status, output, content = run_script(tmp_path, *sizes, processes=2, script=script)
+    sizes = ("--preset=tiny", "--steps=2", "--warmup=2", "--tokens", *map(str, TOKENS), "--expert-gtp=2")
+    status, output, content = run_script(tmp_path, *sizes, "--modes", *MODES, processes=2, script=MOE_SCRIPT)
     assert status == 0, output
     assert content["errors"] == {}
+    assert content["skipped"] == []
     results = content["results"]
-    modes = ["compute", "gtp", "fsdp2"]
-    assert [(r["mode"], r["tokens"]) for r in results] == [(mode, tokens) for mode in modes for tokens in TOKENS]
+    assert [(r["mode"], r["tokens"]) for r in results] == [(mode, tokens) for mode in MODES for tokens in TOKENS]
     for tokens in TOKENS:
         losses = [r["loss"] for r in results if r["tokens"] == tokens]
         assert all(math.isclose(loss, losses[0], rel_tol=1e-2) for loss in losses), losses
     for record in results:
-        assert len(record["samples_ms"]) == 2
+        assert [len(samples) for samples in record["samples_ms"].values()] == [2, 2]
         assert record["ms"] > 0
         assert record["tflops"] > 0
     assert "examples/benchmarks/moe_block.py --device=cpu" in content["environment"]["command"]
     assert output.count("| gtp ") == len(TOKENS)
+
+    blocks = content["blocks"]
+    assert [(r["ep"], r["expert_gtp"], r["tokens"]) for r in blocks] == [(1, 2, 16), (1, 2, 24), (2, 1, 16)]
+    assert all(r["is_bit_equal"] and r["is_rerouted"] for r in blocks), blocks
+    assert not any(r["is_captured"] for r in blocks), "a CPU has no graphs"
+
+
+def test_what_has_no_time_left_is_named(tmp_path: Path) -> None:
+    arguments = ("--preset=tiny", "--modes", "compute", "--tokens=8", "--no-block", "--budget=-1")
+    status, output, content = run_script(tmp_path, *arguments, script=MOE_SCRIPT)
+    assert status == 0, output
+    assert content["skipped"] == ["tiny, expert_gtp=1, compute"]
+    assert "no time for: tiny, expert_gtp=1, compute" in output
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(MOE_SCRIPT.parent))
+    spec = importlib.util.spec_from_file_location("moe_block", MOE_SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "moe_block", module)  # where its dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ratios_are_to_compute_and_to_the_faster_fsdp2(script: ModuleType) -> None:
+    def record(mode: str, ms: float, further: float, tokens: int = 8) -> dict[str, object]:
+        where = {"preset": "tiny", "tokens": tokens, "ep": 1, "expert_gtp": 2}
+        return {**where, "mode": mode, "ms": ms, "ms_per_further_block": further}
+
+    records = [
+        record("compute", 9.0, 2.0),
+        record("gtp", 10.0, 2.5),
+        record("gtp-whole", 12.0, -1.0),
+        record("fsdp2", 20.0, 5.0),
+        record("fsdp2-rows", 15.0, 6.0),
+        record("gtp", 1.0, 1.0, tokens=16),
+    ]
+    gtp, whole, alone = (script.with_ratios(records)[number] for number in (1, 2, 5))
+    keys = ("of_compute", "x_fsdp2", "of_compute_further", "x_fsdp2_further")
+    assert [gtp[key] for key in keys] == [0.9, 1.5, 0.8, 2.0]
+    assert [whole[key] for key in keys] == [0.75, 1.25, None, None], "a negative difference says nothing"
+    assert [alone[key] for key in keys] == [None] * 4
+    (line,) = script.goals(script.with_ratios(records[:5]))
+    assert "of_compute 0.90 (gtp, stack; goal 0.9 reached)" in line
+    assert "of_compute 0.80 (gtp, further block; goal 0.9 MISSED)" in line
+    assert "x_fsdp2 2.00 (gtp, further block; goal 1.2 reached)" in line
