@@ -68,8 +68,14 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
         if isinstance(value, DTensor):
             tensors[path] = (_box_of(value), compat.local_tensor(value).detach())
         else:
-            plain[path] = copy.deepcopy(value)
+            plain[path] = _copied(value)
     return HeldState(step, tensors, plain)
+
+
+def _copied(value: Any) -> Any:
+    """In host memory: a pickled tensor of a device comes back on the device of that index, which is a peer's."""
+    is_on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return value.detach().cpu() if is_on_device else copy.deepcopy(value)
 
 
 def recover_state(
@@ -235,7 +241,8 @@ def _fill_plain(
             with torch.no_grad():
                 value.copy_(found)
         else:
-            container[path[-1]] = found
+            is_on_device = isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor)
+            container[path[-1]] = found.to(value.device) if is_on_device else found
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:

@@ -131,6 +131,15 @@ class ReplicaSync:
             for index, box in bucket.segments:
                 outer = box_of_rank(self.plan.weights[index], self.mesh.layout, rank)
                 self._parts.setdefault(self._params[index], []).append((channel, box.within(outer)))
+        self._connect()
+
+    def _connect(self) -> None:
+        """NCCL connects the ranks of a group in its first collective: here, and not within the first backward."""
+        if not self._comm.has_streams:
+            return
+        for channel in self._channels:
+            probe = torch.zeros(1, device=device_of(self.mesh.world))
+            collectives.all_reduce(probe, _SUM, compat.resolve_group(channel.group_name), True)
 
     # --- the batch ----------------------------------------------------------------------------------------------------
 
