@@ -35,13 +35,15 @@ class PassReport(NamedTuple):
     Args:
         is_backward: Whether it is a backward; else the forward of an outermost module.
         uses: Names of the weights in the order of their uses.
-        gathered_nbytes: For each use, the bytes of full weights that are in memory or on their way: the one in use and
-            those that are gathered ahead. What is kept from forward to backward is not in it.
+        gathered_nbytes: For each use, the bytes of full weights that are in memory or on their way: the one in use,
+            those that are gathered ahead, and those that are kept from forward to backward.
+        between_nbytes: The same before each use, and, one more, after the last one.
     """
 
     is_backward: bool
     uses: tuple[str, ...]
     gathered_nbytes: tuple[int, ...]
+    between_nbytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _schedule(binding: Binding) -> str:
         for exchange in (weight.lookups, weight.losses)
         if exchange is not None
     ]
-    for key, chain in runtime.chains.items():
+    for key, chain in list(runtime.chains.items()):
         if not chain.plan.uses:
             continue
         title = "backward" if key.is_backward else "forward"
@@ -176,14 +178,19 @@ def _passes(binding: Binding) -> tuple[PassReport, ...]:
     runtime = binding.group.runtime
     targets = runtime.gatherables
     passes = []
-    for key, chain in runtime.chains.items():
+    for key, chain in list(runtime.chains.items()):
         plan = chain.plan
         if not plan.uses or not key.is_grad_enabled:
             continue
-        nbytes = []
-        for cursor, use in enumerate(plan.uses, start=1):
-            ahead = {plan.uses[position] for positions in plan.window(cursor) for position in positions}
-            nbytes.append(sum(targets[index].kept_nbytes for index in {use, *ahead}))
+        kept = runtime.kept_from_forward(key.module)
+        during, between = [], []
+        for cursor in range(len(plan.uses) + 1):
+            used = frozenset(plan.uses[:cursor])
+            held = kept - used if key.is_backward else kept & used
+            ahead = {plan.uses[position] for positions in plan.window(cursor) for position in positions} | held
+            between.append(sum(targets[index].kept_nbytes for index in ahead))
+            if cursor:
+                during.append(sum(targets[index].kept_nbytes for index in {plan.uses[cursor - 1], *ahead}))
         names = tuple(targets[use].weight.fqn for use in plan.uses)
-        passes.append(PassReport(key.is_backward, names, tuple(nbytes)))
+        passes.append(PassReport(key.is_backward, names, tuple(during), tuple(between)))
     return tuple(passes)

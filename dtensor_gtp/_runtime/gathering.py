@@ -263,6 +263,18 @@ class Gathering:
         ]
         return choose_kept(forward, backward, sizes, self.schedule.keep_nbytes)
 
+    def kept_from_forward(self, module: nn.Module | None) -> frozenset[int]:
+        """All that is kept from a forward of ``module`` to its backward, for reports."""
+        forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
+        turning = backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
+        asked = (
+            target.index
+            for target in self.gatherables
+            if target.weight.is_pinned
+            or (not target.weight.flags.reshard_after_forward and target.weight.for_backward is target)
+        )
+        return frozenset((*self.kept_until_backward(module), *turning, *asked))
+
     def _stays(self, target: Gatherable) -> bool:
         """Whether a policy keeps the weight after each of its uses in this pass."""
         weight = target.weight

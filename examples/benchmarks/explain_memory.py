@@ -1,57 +1,101 @@
-"""What ``memory_model.predict_peak`` needs to know of a model under ``gtp_shard``: its plan and what its forward saves.
-
-What is saved is counted in a forward of the same model on fake tensors, which have shapes and no memory.
-"""
+"""What ``memory_model.predict_peak`` needs to know of a model under ``gtp_shard``: its plan and its activations."""
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
+from activations import count_activations
 from dtensor_gtp import SchedulePolicy, sharding_report
+from dtensor_gtp.report import PassReport, ReportRow
 from harness import World, state_bytes
 from llama import Llama
-from memory_model import Peak, Use, predict_peak
+from memory_model import Amounts, Peak, Use, predict_peak
 from modes import Mode, Workload
 
 
-def saved_bytes(workload: Workload, seq_len: int, device: torch.device) -> dict[str, int]:
-    """Bytes that a forward in bf16 saves for backward beside weights, on one process.
+def activations_of(workload: Workload, seq_len: int) -> dict[str, Amounts]:
+    """Bytes of activations in a step of ``modes.make_step``, by the name of the module that has the matrix."""
 
-    Returns:
-        for each module that has weights, what is saved from its call to that of the next one. The rest of the forward,
-        the loss with it, counts to the last one.
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        tokens = torch.zeros(workload.batch, seq_len + 1, dtype=torch.int64)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    return count_activations(lambda: Llama(workload.config), loss_of)
+
+
+def gathered_weights(forward: PassReport, backward: PassReport) -> list[Amounts]:
+    """Bytes of gathered weights at each use of the forward."""
+    used_in_backward = {name: position for position, name in enumerate(backward.uses)}
+    amounts = []
+    for position, name in enumerate(forward.uses):
+        # What backward does not gather comes at its end, as a table does.
+        place = used_in_backward.get(name, len(backward.uses))
+        ahead = backward.between_nbytes[place]
+        in_use = backward.gathered_nbytes[place] if name in used_in_backward else ahead
+        after_forward = forward.between_nbytes[position + 1]
+        # The first gathers of backward come after the gradient of what the model has returned.
+        before = forward.between_nbytes[-1] if position == len(forward.uses) - 1 else ahead
+        amounts.append(Amounts(forward.gathered_nbytes[position], after_forward, before, ahead, in_use))
+    return amounts
+
+
+def make_use(
+    row: ReportRow,
+    gathered: Amounts,
+    activations: Amounts,
+    *,
+    is_table: bool,
+    reduce_dtype: torch.dtype,
+    kind: str,
+    num_ranks: int,
+) -> Use:
+    """One use of a weight that is computed with in bf16.
+
+    Args:
+        is_table: Whether it is looked up: its gradient is computed in bf16, and cast if it is reduced in another dtype.
+        kind: ``SchedulePolicy.reduce_scatter``.
     """
-    saved: dict[str, int] = {}
-    calling = ""
+    numel = torch.Size(row.shape).numel()
+    wgrad = numel * reduce_dtype.itemsize
+    is_summed_in_place = reduce_dtype.itemsize >= row.dtype.itemsize  # what is received is the shard's gradient
+    sent = 0
+    if kind != "ring" and num_ranks > 1:
+        sent = wgrad  # received from all ranks
+    elif is_summed_in_place and num_ranks == 1:
+        wgrad = 0
+    elif not is_summed_in_place and num_ranks > 1:
+        sent = wgrad // num_ranks
+    unreduced = numel * torch.bfloat16.itemsize if is_table and reduce_dtype != torch.bfloat16 else 0
+    return Use(row.name, gathered, activations, wgrad, sent, row.local_nbytes, unreduced)
 
-    def enter(name: str) -> None:
-        nonlocal calling
-        calling = name
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            saved[calling] = saved.get(calling, 0) + storage.nbytes()
-        return tensor
-
-    with FakeTensorMode(), torch.device(device):
-        model = Llama(workload.config)
-        for module in model.modules():
-            for name, param in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(param.detach().bfloat16()))
-        tokens = torch.zeros(workload.batch, seq_len, dtype=torch.int64)
-        weights = [*model.parameters(), *model.buffers(), tokens]
-        seen = {weight.untyped_storage()._cdata for weight in weights}
-        for name, module in model.named_modules():
-            if any(param.ndim > 1 for param in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(lambda module, args, name=name: enter(name))
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        del loss
-    return saved
+def explain_uses(model: nn.Module, mode: str, workload: Workload, seq_len: int, num_ranks: int) -> list[Use] | None:
+    """The uses of weights in a step of a mode, from the plan that the model has after a step."""
+    parsed = Mode.parse(mode)
+    if parsed.family != "gtp" or parsed.recipe or parsed.is_compiled or parsed.is_exchanging:
+        return None
+    report = sharding_report(model)
+    forward = next((plan for plan in report.passes if not plan.is_backward), None)
+    backward = next((plan for plan in report.passes if plan.is_backward), None)
+    if forward is None or backward is None:
+        return None
+    rows = {row.name: row for row in report.rows}
+    activations = activations_of(workload, seq_len)
+    uses = []
+    for name, gathered in zip(forward.uses, gathered_weights(forward, backward), strict=True):
+        module = name.removesuffix(".weight")
+        use = make_use(
+            rows[name],
+            gathered,
+            activations[module],
+            is_table=isinstance(model.get_submodule(module), nn.Embedding),
+            reduce_dtype=parsed.reduce_dtype,
+            kind=SchedulePolicy(**workload.schedule).reduce_scatter,
+            num_ranks=num_ranks,
+        )
+        uses.append(use)
+    return uses
 
 
 def explain_peak(
@@ -62,29 +106,10 @@ def explain_peak(
     seq_len: int,
     world: World,
 ) -> Peak | None:
-    """The predicted peak of a mode; None for modes that are not of this package, or whose plan is not known yet."""
-    parsed = Mode.parse(mode)
-    if parsed.family != "gtp":
+    """The predicted peak of a mode on GPUs; None for modes that are not of this package, whose plan is not known yet,
+    or whose activations are not those of the plain model: recipes, compiled blocks, exchanges of activations."""
+    uses = explain_uses(model, mode, workload, seq_len, world.size)
+    if uses is None:
         return None
-    report = sharding_report(model)
-    forward = next((plan for plan in report.passes if not plan.is_backward), None)
-    backward = next((plan for plan in report.passes if plan.is_backward), None)
-    if forward is None or backward is None:
-        return None
-    in_backward = dict(zip(backward.uses, backward.gathered_nbytes, strict=True))
-    rows = {name: row for row in report.rows for name in row.name.split(" = ")}  # tied weights have several
-    saved = saved_bytes(workload, seq_len, world.device)
-    uses = []
-    for name, gathered in zip(forward.uses, forward.gathered_nbytes, strict=True):
-        row = rows[name]
-        uses.append(
-            Use(
-                name=name,
-                gathered=gathered,
-                gathered_in_backward=in_backward.get(name, 0),
-                wgrad=torch.Size(row.shape).numel() * parsed.reduce_dtype.itemsize,
-                grad=row.local_nbytes,
-                saved=saved.get(name.rpartition(".")[0], 0),
-            )
-        )
-    return predict_peak(uses, state_bytes(model, optimizer), SchedulePolicy().max_inflight_reduce_scatters)
+    max_inflight = SchedulePolicy(**workload.schedule).max_inflight_reduce_scatters
+    return predict_peak(uses, state_bytes(model, optimizer), max_inflight)

@@ -8,36 +8,55 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
+class Amounts(NamedTuple):
+    """What there is of one kind of memory around one use of a weight, at most, in bytes.
+
+    Args:
+        forward: While forward uses the weight.
+        after_forward: From there until forward uses the next one, or ends with the loss.
+        before_backward: From the end of the use that backward comes from, or from the loss.
+        wgrad: While backward computes the weight's gradient.
+        dgrad: While it computes that of the input.
+    """
+
+    forward: int
+    after_forward: int
+    before_backward: int
+    wgrad: int
+    dgrad: int
+
+
 class Use(NamedTuple):
     """One use of a weight in the forward; backward comes by in the reverse order. All in bytes.
 
     Args:
-        gathered: Gathered weights in memory while forward uses this one: itself, those kept for backward, and those
-            that are gathered ahead.
-        gathered_in_backward: The same while backward uses it.
+        gathered: Gathered weights: the one in use, those kept for backward, and those that are gathered ahead.
+        activations: What is saved for backward and not yet used up, gradients of activations, results.
         wgrad: The full gradient, in the dtype of its reduction.
+        sent: What the reduction needs beside the full gradient, until it is complete.
         grad: The shard's gradient, which stays until the optimizer has seen it.
-        saved: What is saved for backward from the use before up to here.
+        unreduced: What computing the full gradient needs beside it.
     """
 
     name: str
-    gathered: int
-    gathered_in_backward: int
+    gathered: Amounts
+    activations: Amounts
     wgrad: int
+    sent: int
     grad: int
-    saved: int
+    unreduced: int = 0
 
 
 class Peak(NamedTuple):
     """The fullest moment of a step, in bytes.
 
     Args:
-        moment: "forward" or "backward" and the name of the weight in use.
+        moment: The pass, and the name of the weight that is in use, or was or will be.
         state: Parameters, buffers and optimizer state, which are always there.
         gradients: Of the shards, as far as they have been reduced.
         gathered: Gathered weights.
-        wgrad: Full gradients that are computed or on their way.
-        activations: What is saved for backward.
+        wgrad: Full gradients that are computed or on their way, and what their reduction needs beside them.
+        activations: What is saved for backward, gradients of activations, logits.
     """
 
     moment: str
@@ -58,38 +77,47 @@ class Peak(NamedTuple):
     def describe(self, measured: int | None = None) -> str:
         """The parts in MiB, and beside them what was measured if something was."""
         parts = ", ".join(f"{name} {value / 2**20:.1f}" for name, value in zip(self._fields[1:], self[1:], strict=True))
-        text = f"peak in {self.moment}: {self.total / 2**20:.1f} MiB = {parts}"
+        text = f"peak {self.moment}: {self.total / 2**20:.1f} MiB = {parts}"
         if measured is None:
-            return f"{text} (predicted; there is no counter here)"
+            return f"{text} (predicted for a GPU; there is no counter here)"
         return f"{text}; measured {measured / 2**20:.1f} MiB ({(measured / self.total - 1) * 100:+.1f}%)"
 
 
-def predict_peak(uses: Sequence[Use], state: int, max_inflight: int, copies_in_flight: int = 1) -> Peak:
+def moments(uses: Sequence[Use], state: int, max_inflight: int) -> list[Peak]:
+    """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
+    found = []
+
+    def add(moment: str, kind: str, use: Use, grads: int = 0, wgrad: int = 0) -> None:
+        gathered, activations = getattr(use.gathered, kind), getattr(use.activations, kind)
+        found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
+
+    for use in uses:
+        add("in forward", "forward", use)
+        add("after forward", "after_forward", use)
+    grads = 0
+    in_flight: list[Use] = []
+    for use in reversed(uses):
+        on_the_way = sum(other.wgrad + other.sent for other in in_flight)
+        add("before backward", "before_backward", use, grads, on_the_way)
+        # The buffers of this reduction are made while as many as may be are in flight; then the oldest is waited for.
+        add("in backward", "wgrad", use, grads, on_the_way + use.unreduced + use.wgrad + use.sent + use.grad)
+        in_flight = [*in_flight, use][-max_inflight:]
+        grads += use.grad
+        add("in backward", "dgrad", use, grads, sum(other.wgrad + other.sent for other in in_flight))
+    return found
+
+
+def predict_peak(uses: Sequence[Use], state: int, max_inflight: int) -> Peak:
     """Where a forward and backward have their peak.
 
     Args:
         uses: In the order of the forward.
         state: See ``Peak``.
         max_inflight: ``SchedulePolicy.max_inflight_reduce_scatters``.
-        copies_in_flight: Buffers of the size of a full gradient that a reduction in flight takes.
 
     Raises:
         ValueError: There are no uses.
     """
     if not uses:
         raise ValueError("predict_peak expects at least one use of a weight, but got none.")
-    moments = []
-    saved = 0
-    for use in uses:
-        saved += use.saved
-        moments.append(Peak(f"forward of {use.name}", state, 0, use.gathered, 0, saved))
-    grads = 0
-    in_flight: list[Use] = []
-    for use in reversed(uses):
-        # The gradient that is being computed now, and those before it that may still be on their way.
-        wgrad = use.wgrad + copies_in_flight * sum(other.wgrad for other in in_flight)
-        moments.append(Peak(f"backward of {use.name}", state, grads, use.gathered_in_backward, wgrad, saved))
-        in_flight = [*in_flight, use][-max_inflight:]
-        grads += use.grad
-        saved -= use.saved
-    return max(moments, key=lambda moment: moment.total)
+    return max(moments(uses, state, max_inflight), key=lambda moment: moment.total)

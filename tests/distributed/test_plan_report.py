@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import unittest
 
 import torch
@@ -20,12 +21,15 @@ ONE_AHEAD = SchedulePolicy(
 )
 
 
+def three_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+
 class TestPlanReport(unittest.TestCase):
     def setUp(self) -> None:
         self.enterContext(fake_world())
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.model = gtp_shard(nn.Sequential(*layers), mesh, schedule=ONE_AHEAD)
+        self.mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        self.model = gtp_shard(three_layers(), self.mesh, schedule=ONE_AHEAD)
 
     def step(self) -> None:
         self.model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
@@ -38,10 +42,20 @@ class TestPlanReport(unittest.TestCase):
         self.step()
         names = ("0.weight", "1.weight", "2.weight")
         two_in_memory = (2 * NBYTES, 2 * NBYTES, NBYTES)  # the last use has none ahead
-        self.assertEqual(
-            sharding_report(self.model).passes,
-            (PassReport(False, names, two_in_memory), PassReport(True, names[::-1], two_in_memory)),
-        )
+        # Before each use what is ahead; between the passes what is kept at the turning point.
+        forward = PassReport(False, names, two_in_memory, (NBYTES, NBYTES, NBYTES, NBYTES))
+        backward = PassReport(True, names[::-1], two_in_memory, (NBYTES, NBYTES, NBYTES, 0))
+        self.assertEqual(sharding_report(self.model).passes, (forward, backward))
+
+    def test_what_is_kept_is_in_memory_from_forward_to_backward(self) -> None:
+        schedule = dataclasses.replace(ONE_AHEAD, keep_nbytes=NBYTES)
+        model = gtp_shard(three_layers(), self.mesh, schedule=schedule)
+        for _ in range(2):
+            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        forward, backward = sharding_report(model).passes
+        one, two = NBYTES, 2 * NBYTES  # the weight in the middle is kept, beside the last one
+        self.assertEqual((forward.gathered_nbytes, forward.between_nbytes), ((two, two, two), (one, one, two, two)))
+        self.assertEqual((backward.gathered_nbytes, backward.between_nbytes), ((two, two, one), (two, one, one, 0)))
 
     def test_ranges(self) -> None:
         self.step()

@@ -1,45 +1,93 @@
-"""The fullest moment of a step, worked out by hand for three layers."""
+"""The fullest moment of a step: worked out by hand for three layers, and held against what H200s have measured."""
 
+import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.nn.functional as F
+from mesh_common import fake_world
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtensor_gtp import gtp_shard
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 
 
+class Scripts(NamedTuple):
+    model: Any
+    explain: Any
+    modes: Any
+    llama: Any
+
+
 @pytest.fixture(scope="module")
-def model() -> Any:
+def scripts() -> Scripts:
     sys.path.insert(0, str(SCRIPTS))
     try:
+        import explain_memory
+        import llama
         import memory_model
+        import modes
     finally:
-        sys.path.pop(0)
-    return memory_model
+        sys.path.remove(str(SCRIPTS))
+    return Scripts(memory_model, explain_memory, modes, llama)
 
 
-def test_peak_where_backward_begins(model: Any) -> None:
-    """All activations are there then."""
-    uses = [model.Use(name, 20, 25, 10, 2, 100) for name in "abc"]
-    peak = model.predict_peak(uses, state=1000, max_inflight=2)
-    assert peak == ("backward of c", 1000, 0, 25, 10, 300)
-    assert peak.total == 1335
+@pytest.fixture(scope="module")
+def model(scripts: Scripts) -> Any:
+    return scripts.model
+
+
+def use(model: Any, name: str, **parts: Any) -> Any:
+    """A use with the same amounts all the time, unless they are given one by one."""
+    amounts = {
+        kind: model.Amounts(*((parts.pop(kind),) * 5 if isinstance(parts[kind], int) else parts.pop(kind)))
+        for kind in ("gathered", "activations")
+    }
+    return model.Use(name, **{"wgrad": 0, "sent": 0, "grad": 0, **amounts, **parts})
+
+
+def test_every_moment_of_two_uses(model: Any) -> None:
+    first = use(model, "a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
+    second = use(model, "b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
+    assert [moment[2:] for moment in model.moments([first, second], 5, 1)] == [
+        (0, 1, 0, 10),
+        (0, 2, 0, 20),
+        (0, 6, 0, 60),
+        (0, 7, 0, 70),
+        (0, 8, 0, 80),
+        (0, 9, 200 + 8 + 2000, 90),
+        (2000, 10, 200 + 8, 99),
+        (2000, 3, 200 + 8, 30),
+        (2000, 4, (200 + 8) + 100 + 7 + 1000, 40),  # that of b is in flight until a's buffers are there
+        (3000, 5, 100 + 7, 50),
+    ]
 
 
 def test_gradients_and_sends_pile_up_towards_the_end(model: Any) -> None:
-    uses = [model.Use(name, 20, 20, 10, 5, saved) for name, saved in (("a", 50), ("b", 1), ("c", 1))]
-    expected = {0: 10, 1: 20, 2: 30, 3: 30}  # sends of c, then of b and c, beside the gradient of a
-    for max_inflight in (1, 2, 3):
+    uses = [use(model, name, gathered=20, activations=1, wgrad=10, grad=5) for name in "abc"]
+    expected = {1: 10 + 10, 2: 20 + 10, 3: 20 + 10}  # sends of b, or of c and b, and the gradient of a
+    for max_inflight, wgrad in expected.items():
         peak = model.predict_peak(uses, 0, max_inflight)
-        assert peak.moment == "backward of a"
-        assert (peak.gradients, peak.wgrad, peak.activations) == (10, expected[max_inflight], 50)
-    assert model.predict_peak(uses, 0, 2, copies_in_flight=2).wgrad == 50
+        assert peak == ("in backward of a", 0, 10, 20, wgrad + 5, 1)
+    table = [use(model, "table", gathered=0, activations=1, wgrad=10, grad=5, unreduced=100), *uses]
+    assert model.predict_peak(table, 0, 1) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
 
 
-def test_peak_in_forward(model: Any) -> None:
-    uses = [model.Use("a", 500, 10, 1, 1, 1), model.Use("b", 10, 10, 1, 1, 1)]
-    assert model.predict_peak(uses, 7, 2) == ("forward of a", 7, 0, 500, 0, 1)
+def test_peaks_outside_of_backward(model: Any) -> None:
+    small = use(model, "b", gathered=1, activations=1, wgrad=1, grad=1)
+    in_forward = use(model, "a", gathered=(500, 1, 1, 1, 1), activations=1)
+    assert model.predict_peak([in_forward, small], 7, 2) == ("in forward of a", 7, 0, 500, 0, 1)
+    in_loss = use(model, "c", gathered=10, activations=(1, 1, 900, 1, 1), wgrad=100)
+    assert model.predict_peak([small, in_loss], 7, 2) == ("before backward of c", 7, 0, 10, 0, 900)
 
 
 def test_without_uses(model: Any) -> None:
@@ -48,10 +96,91 @@ def test_without_uses(model: Any) -> None:
 
 
 def test_description_beside_a_measurement(model: Any) -> None:
-    peak = model.Peak("backward of a", 2**30, 0, 2**29, 2**28, 2**28)
+    peak = model.Peak("in backward of a", 2**30, 0, 2**29, 2**28, 2**28)
     assert peak.describe(2**31 + 2**30).endswith("measured 3072.0 MiB (+50.0%)")
     text = peak.describe()
     parts = "state 1024.0, gradients 0.0, gathered 512.0, wgrad 256.0, activations 256.0"
     assert text.startswith(f"peak in backward of a: 2048.0 MiB = {parts}")
-    assert text.endswith("(predicted; there is no counter here)")
+    assert text.endswith("(predicted for a GPU; there is no counter here)")
     assert peak.as_record()["total"] == 2**31
+
+
+class Silence(TorchDispatchMode):
+    """Collectives of fake tensors, which torch does not know, do nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+class Planned(NamedTuple):
+    """A model that has done a step, of which all but memory was real."""
+
+    model: torch.nn.Module
+    workload: Any
+    num_ranks: int
+
+
+@pytest.fixture(scope="module", params=(8, 2))
+def planned(request: pytest.FixtureRequest, scripts: Scripts) -> Iterator[Planned]:
+    """The benchmark's default model on some ranks."""
+    preset = dataclasses.asdict(scripts.modes.PRESETS["llama8b-width"])
+    layers, seq_lens = preset.pop("layers"), preset.pop("seq_lens")
+    config = scripts.llama.LlamaConfig(num_layers=layers, max_seq_len=seq_lens[-1], **preset)
+    num_ranks: int = request.param
+    with fake_world(num_ranks):
+        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("gtp",))
+        with torch.device("meta"):
+            model = scripts.llama.Llama(config)
+        gtp_shard(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        with FakeTensorMode(allow_non_fake_inputs=True), Silence():
+            model.to_empty(device="cpu")
+            tokens = torch.zeros(1, 16, dtype=torch.int64)
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        yield Planned(model, scripts.modes.Workload(config, 1, 0, {}), num_ranks)
+
+
+class Measured(NamedTuple):
+    """``torch.cuda.max_memory_allocated`` in steps of ``train_step.py`` less the state, in bytes, and where it is."""
+
+    mode: str
+    seq_len: int
+    above_state: tuple[float, ...]
+    moment: str
+
+
+GIB = 2**30
+
+# torch 2.11.0+cu130, 2026-11-20. 8 H200s, to the byte: forward and backward, then the full step.
+# One H200 as one of two ranks: the table in docs/benchmarks.md.
+MEASURED = {
+    8: [
+        Measured("gtp-fp32", 2048, (9850373632, 9851496884), "in backward of output.weight"),
+        Measured("gtp-bf16", 2048, (8931034624, 8933206452), "in backward of output.weight"),
+        Measured("gtp-fp32", 8192, (29518849536, 29519972788), "before backward of output.weight"),
+        Measured("gtp-bf16", 8192, (29518849536, 29521021364), "before backward of output.weight"),
+    ],
+    2: [
+        Measured("gtp-bf16", 512, (9.98 * GIB,), "in backward of embedding.weight"),
+        Measured("gtp-bf16", 2048, (9.99 * GIB,), "in backward of embedding.weight"),
+        Measured("gtp-bf16", 8192, (27.49 * GIB,), "before backward of output.weight"),
+    ],
+}
+
+
+def test_prediction_is_what_gpus_have_measured(scripts: Scripts, planned: Planned) -> None:
+    model, workload, num_ranks = planned
+    for mode, seq_len, above_state, moment in MEASURED[num_ranks]:
+        uses = scripts.explain.explain_uses(model, mode, workload, seq_len, num_ranks)
+        peak = scripts.model.predict_peak(uses, 0, 2)
+        assert peak.moment == moment
+        for measured in above_state:
+            # Asked for are 5%. But nothing is fitted: what is not understood shows up as a whole buffer.
+            assert peak.total == pytest.approx(measured, rel=2e-3), (mode, seq_len)
+
+
+def test_modes_that_are_not_explained(scripts: Scripts, planned: Planned) -> None:
+    for mode in ("fsdp2-fp32", "gtp-bf16-exchange", "gtp-bf16-compiled", "gtp-bf16@float8_tensorwise"):
+        assert scripts.explain.explain_uses(planned.model, mode, planned.workload, 16, planned.num_ranks) is None
