@@ -136,11 +136,15 @@ def _place(
     placement_fn: Callable[[nn.Parameter], Placement | None] | None,
     schedule: SchedulePolicy,
 ) -> tuple[Placement, str]:
-    asked = placement_fn(param) if placement_fn is not None else None
+    try:
+        asked = placement_fn(param) if placement_fn is not None else None
+    except Exception as error:
+        error.add_note(f"shard_placement_fn raised this when it was asked about {_described(fqn, param, mesh)}.")
+        raise
     if not (asked is None or isinstance(asked, Shard | GTPShard | Replicate)):
         raise TypeError(
-            f"shard_placement_fn expects to return a GTPShard, a Shard, a Replicate or None, but got {asked!r} for "
-            f"parameter '{fqn}' of shape {tuple(param.shape)}."
+            f"gtp_shard expects shard_placement_fn to return a GTPShard, a Shard, a Replicate or None, but got "
+            f"{asked!r} for {_described(fqn, param, mesh)}. Return None where the default is right."
         )
     recipe = recipe_of(param)
     if recipe is not None:
@@ -185,15 +189,20 @@ def _check_shard(fqn: str, param: nn.Parameter, mesh: DeviceMesh, asked: Placeme
     dim: int = asked.dim  # type: ignore[attr-defined]
     if not -param.ndim <= dim < param.ndim:
         raise ValueError(
-            f"gtp_shard expects a dim in [{-param.ndim}, {param.ndim}) for parameter '{fqn}' of shape "
-            f"{tuple(param.shape)} on mesh axis '{axis_name(mesh)}', but shard_placement_fn returned {asked!r}."
+            f"gtp_shard expects a dim in [{-param.ndim}, {param.ndim}) for {_described(fqn, param, mesh)}, but "
+            f"shard_placement_fn returned {asked!r}. Name a dim that it has, or return None for the default."
         )
     if getattr(asked, "split_factor", 1) != 1:
         raise ValueError(
-            f"gtp_shard derives the split factor of parameter '{fqn}' from its tensor-parallel placements, but "
-            f"shard_placement_fn returned {asked!r}. Leave split_factor out."
+            f"gtp_shard derives the split factor from the tensor-parallel placements of "
+            f"{_described(fqn, param, mesh)}, but shard_placement_fn returned {asked!r}. Leave split_factor out."
         )
     return GTPShard(dim % param.ndim, block_size=getattr(asked, "block_size", 1))
+
+
+def _described(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> str:
+    """What a refusal names."""
+    return f"parameter '{fqn}' of shape {tuple(param.shape)} on mesh axis '{axis_name(mesh)}' (rank {dist.get_rank()})"
 
 
 def check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -88,7 +88,8 @@ def validate_mesh(mesh: Any) -> None:
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"gtp_shard expects a 1-D (gtp) or 2-D (replicate, gtp) mesh, but got a {mesh.ndim}-D mesh with axes "
-            f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}. Pass a sub-mesh, e.g. mesh['gtp']."
+            f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)} (rank {dist.get_rank()}). Pass a sub-mesh, e.g. "
+            "mesh['gtp']."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -97,8 +98,9 @@ def validate_mesh(mesh: Any) -> None:
         )
     if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
         raise ValueError(
-            f"gtp_shard expects a mesh of a device that this process has, but got a '{mesh.device_type}' mesh. "
-            "Build it with init_device_mesh('cpu', ...) to run here."
+            f"gtp_shard expects a mesh of a device that this process has, but got a '{mesh.device_type}' mesh "
+            f"with axes {mesh.mesh_dim_names} (rank {dist.get_rank()}). Build it with init_device_mesh('cpu', ...) to "
+            "run here."
         )
 
 
@@ -148,10 +150,12 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 "fully_shard; or pass a (replicate, gtp) mesh in the place of DistributedDataParallel; or leave the "
                 "module out by passing all its parameters in ignored_params."
             )
-    if binding_of(module) is not None:
+    sharded = binding_of(module)
+    if sharded is not None:
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__} that an earlier call on it or on a module that "
-            "contains it has sharded already. Call it on submodules first, on the root last, and once on each."
+            f"contains it has sharded already over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
+            f"{dist.get_rank()}). Call it on submodules first, on the root last, and once on each."
         )
     bindings = [b for m in module.modules() if (b := binding_of(m)) is not None]
     if any(b.group.runtime.grads.replicas is not None for b in bindings):
@@ -166,7 +170,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
     _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
     held = _held_elsewhere(module, replaced)
     if held and _is_in_a_list(held):
-        _refuse_holders(held)
+        _refuse_holders(held, mesh)
 
 
 def _refuse_other_devices(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
@@ -174,8 +178,8 @@ def _refuse_other_devices(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
         if param.device.type not in ("meta", "cpu", mesh.device_type):
             raise ValueError(
                 f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or meta, but parameter "
-                f"'{name}' of shape {tuple(param.shape)} is on {param.device} (rank {dist.get_rank()}). Move the "
-                "module, or build the mesh for its device."
+                f"'{name}' of shape {tuple(param.shape)} is on {param.device}, with mesh axes {mesh.mesh_dim_names} "
+                f"(rank {dist.get_rank()}). Move the module, or build the mesh for its device."
             )
 
 
@@ -212,7 +216,7 @@ def _is_in_a_list(params: dict[str, nn.Parameter]) -> bool:
     return any(isinstance(referrer, list | tuple) for referrer in gc.get_referrers(*params.values()))
 
 
-def _refuse_holders(params: dict[str, nn.Parameter]) -> None:
+def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
     """Refuse parameters that a DistributedDataParallel or an optimizer holds. torch keeps no record of them, and to
     look at all objects takes 0.1 s and more.
     """
@@ -230,8 +234,8 @@ def _refuse_holders(params: dict[str, nn.Parameter]) -> None:
         optimizer, name = early
         raise ValueError(
             f"gtp_shard replaces parameters, but a {optimizer} optimizer already holds parameter '{name}' of shape "
-            f"{tuple(params[name].shape)} and would update it to no effect (rank {dist.get_rank()}). Create the "
-            "optimizer after gtp_shard."
+            f"{tuple(params[name].shape)}, to be sharded over mesh axes {mesh.mesh_dim_names}, and would update it to "
+            f"no effect (rank {dist.get_rank()}). Create the optimizer after gtp_shard."
         )
 
 
@@ -303,7 +307,8 @@ def agree_on_all_ranks(
         dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
     has_failed, highest, lowest = status.tolist()
     if has_failed:
-        errors = _exchange(f"{type(error).__name__}: {error}" if error is not None else None, groups)
+        told = None if error is None else "\n".join((f"{type(error).__name__}: {error}", *_notes(error)))
+        errors = _exchange(told, groups)
         if error is not None:
             raise error
         messages = "; ".join(f"rank {rank}: {message}" for rank, message in errors.items())
@@ -315,6 +320,10 @@ def agree_on_all_ranks(
         )
     assert error is None
     return cast("T", result)
+
+
+def _notes(error: Exception) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _exchange(mine: Any, groups: list[dist.ProcessGroup]) -> dict[int, Any]:

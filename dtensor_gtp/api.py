@@ -25,7 +25,7 @@ from ._validate import agree_on_all_ranks, device_of, in_rank_order, validate_ca
 from .policy import MixedPrecisionPolicy, SchedulePolicy
 from .report import sharding_report
 
-logger = logging.getLogger("dtensor_gtp")
+logger = logging.getLogger(__name__)
 
 
 def gtp_shard(

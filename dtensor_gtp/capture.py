@@ -40,7 +40,7 @@ from ._runtime.state import Runtime
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger = logging.getLogger("dtensor_gtp")
+logger = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):

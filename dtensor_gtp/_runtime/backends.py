@@ -25,7 +25,7 @@ from .zero_cta import ZeroCTA
 
 T = TypeVar("T")
 
-logger = logging.getLogger("dtensor_gtp")
+logger = logging.getLogger(__name__)
 
 # What the automatic choice times: about a weight of 4096 x 8192 in bf16, often enough to get past the first launches.
 _PROBE_NBYTES = 64 * 2**20

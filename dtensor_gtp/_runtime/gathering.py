@@ -26,7 +26,7 @@ from .param import ManagedParam, ShardedWeight
 from .schedule import Chain, Plan, Traits, Window, choose_kept
 from .wire import QuantizedWire
 
-logger = logging.getLogger("dtensor_gtp")
+logger = logging.getLogger(__name__)
 
 
 class ChainKey(NamedTuple):

@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
+from . import collectives
 from .comm_context import CommContext
 from .debug import DebugFlags
 from .gathered import Gathered
@@ -30,7 +32,10 @@ from .param import ManagedParam, ShardedWeight, WholeParam
 from .saved import SavedWeights, check_differentiable
 from .wire import QuantizedWire, agree_on_amax
 
-logger = logging.getLogger("dtensor_gtp")
+logger = logging.getLogger(__name__)
+
+# Of the parameters that one message is about: a model may have thousands.
+_MOST_NAMED = 8
 
 
 class Frame:
@@ -163,15 +168,39 @@ class Runtime(Gathering):
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
         if self._is_initialized:
             return
-        meta = [param.fqn for param in self.params if self._is_meta(param)]
-        if meta:
+        error: RuntimeError | None = None
+        try:
+            self._check_materialized()
+        except RuntimeError as caught:
+            error = caught
+        meshes = dict.fromkeys(param.mesh for param in self.params)
+        # One rank alone may have materialized its parameters, or not: it must not wait for the others in a collective.
+        failed = collectives.failed_rank(error is not None, meshes, self.device)
+        if error is not None:
+            raise error
+        if failed is not None:
             raise RuntimeError(
-                f"Parameters {meta} are still on the meta device at the first forward. Materialize them with "
-                f"module.to_empty(device='{self.device.type}') and initialize them, or load a state dict."
+                f"The first forward failed on rank {failed}, whose error says why, so it fails on all ranks of mesh "
+                f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in meshes)} (rank {dist.get_rank()})."
             )
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
         self._is_initialized = True
+
+    def _check_materialized(self) -> None:
+        """Raises:
+        RuntimeError: Parameters are on the meta device, or are not those that ``gtp_shard`` has registered.
+        """
+        meta = [param for param in self.params if self._is_meta(param)]
+        if not meta:
+            return
+        named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MOST_NAMED]]
+        more = f" and {len(meta) - _MOST_NAMED} more" if len(meta) > _MOST_NAMED else ""
+        raise RuntimeError(
+            f"Parameters {', '.join(named)}{more} on mesh axes {meta[0].mesh.mesh_dim_names} are still on the meta "
+            f"device at the first forward (rank {dist.get_rank()}). Materialize them with "
+            f"module.to_empty(device='{self.device.type}') and initialize them, or load a state dict."
+        )
 
     @staticmethod
     def _is_meta(param: ManagedParam) -> bool:

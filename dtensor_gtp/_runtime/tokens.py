@@ -28,7 +28,7 @@ from .comm_context import CommContext
 if TYPE_CHECKING:
     from .param import ShardedWeight
 
-logger = logging.getLogger("dtensor_gtp")
+logger = logging.getLogger(__name__)
 
 
 class TokenExchange:

@@ -5,8 +5,6 @@ A fake process group lets this process be rank 1 of 4. What must reach other ran
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 import time
 import unittest
@@ -24,10 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.utils import parametrizations
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPModule, GTPShard, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard
 
 NUM_RANKS = 4
 
@@ -92,7 +89,9 @@ class TestRefusals(unittest.TestCase):
     def test_mesh_of_wrong_rank(self) -> None:
         mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "gtp", "tp"))
         self.refuses(
-            ValueError, r"1-D \(gtp\) or 2-D .* 3-D mesh with axes \('replicate', 'gtp', 'tp'\).*sub-mesh", mesh=mesh
+            ValueError,
+            r"1-D \(gtp\) or 2-D .* 3-D mesh with axes \('replicate', 'gtp', 'tp'\).*\(rank 1\).*sub-mesh",
+            mesh=mesh,
         )
 
     def test_no_mesh(self) -> None:
@@ -105,7 +104,9 @@ class TestRefusals(unittest.TestCase):
         device = next(d for d in ("cuda", "xpu") if not torch.get_device_module(d).is_available())
         mesh = DeviceMesh(device, torch.arange(NUM_RANKS), mesh_dim_names=("gtp",), _init_backend=False)
         self.refuses(
-            ValueError, f"a device that this process has, but got a '{device}' mesh.*init_device_mesh", mesh=mesh
+            ValueError,
+            f"a device that this process has, but got a '{device}' mesh .*'gtp'.*rank 1.*init_device_mesh",
+            mesh=mesh,
         )
 
     def test_mesh_without_this_rank(self) -> None:
@@ -117,7 +118,9 @@ class TestRefusals(unittest.TestCase):
 
         with FakeTensorMode():
             self.net.head.weight = nn.Parameter(torch.empty(6, 8, device="cuda"))
-        message = r"on 'cpu' \(the mesh's device\).*'head.weight' of shape \(6, 8\) is on cuda:0 \(rank 1\). Move"
+        message = (
+            r"on 'cpu' \(the mesh's device\).*'head.weight' of shape \(6, 8\) is on cuda:0, .*'gtp'.* \(rank 1\). Move"
+        )
         with unchanged(self.net), self.assertRaisesRegex(ValueError, message):
             gtp_shard(self.net, self.mesh)
 
@@ -136,7 +139,7 @@ class TestRefusals(unittest.TestCase):
     def test_module_sharded_already(self) -> None:
         gtp_shard(self.net, self.mesh)
         for module in (self.net, self.net.inner, self.net.head):
-            message = rf"called on a {type(module).__name__} that an earlier call .* submodules first, on the root last"
+            message = rf"called on a {type(module).__name__} that .* \('gtp',\) \(rank 1\). Call it on submodules first"
             with unchanged(self.net), self.assertRaisesRegex(ValueError, message):
                 gtp_shard(module, self.mesh)
 
@@ -153,7 +156,7 @@ class TestRefusals(unittest.TestCase):
 
     def test_optimizer_built_before(self) -> None:
         optimizer = torch.optim.AdamW(self.net.head.parameters())
-        message = r"AdamW optimizer already holds parameter 'head.weight' of shape \(6, 8\).*\(rank 1\). Create the opt"
+        message = r"AdamW optimizer already holds parameter 'head.weight' of shape \(6, 8\).*'gtp'.*\(rank 1\). Create"
         self.refuses(ValueError, message)
         del optimizer
         gtp_shard(self.net, self.mesh)
@@ -210,19 +213,28 @@ class TestRefusals(unittest.TestCase):
                     SchedulePolicy(**{name: wrong})
 
     def test_placement_fn_returns_nonsense(self) -> None:
-        where = r"for parameter 'inner.0.weight' of shape \(8, 6\)"
+        where = r"parameter 'inner.0.weight' of shape \(8, 6\) on mesh axis 'gtp' \(rank 1\)"
         for nonsense in (0, "Shard(0)", Partial(), [Shard(0)]):
-            message = f"a GTPShard, a Shard, a Replicate or None, but got .*{where}"
+            message = f"a GTPShard, a Shard, a Replicate or None, but got .* for {where}. Return None"
             self.refuses(TypeError, message, shard_placement_fn=lambda param, value=nonsense: value)
         for dim in (2, -3):
             for asked in (Shard(dim), GTPShard(dim)):
-                message = rf"a dim in \[-2, 2\) {where} on mesh axis 'gtp', but .* returned {re.escape(repr(asked))}"
+                message = rf"a dim in \[-2, 2\) for {where}, but .* returned {re.escape(repr(asked))}. Name a dim"
                 self.refuses(ValueError, message, shard_placement_fn=lambda p, value=asked: value)
         strided = GTPShard(0, split_factor=2)
-        self.refuses(
-            ValueError, "split factor of parameter 'inner.0.weight'.*Leave", shard_placement_fn=lambda p: strided
-        )
-        self.refuses(ValueError, "expects block_size >= 1", shard_placement_fn=lambda p: GTPShard(0, block_size=0))
+        self.refuses(ValueError, f"split factor from .*{where}.*Leave", shard_placement_fn=lambda p: strided)
+
+    def test_block_size_below_one(self) -> None:
+        """GTPShard itself refuses it; a note of the error says for which parameter."""
+
+        def place(param: nn.Parameter) -> GTPShard | None:
+            return GTPShard(0, block_size=0) if param.shape == (6, 8) else None
+
+        self.refuses(ValueError, "GTPShard expects block_size >= 1, but got 0", shard_placement_fn=place)
+        with self.assertRaises(ValueError) as raised:
+            gtp_shard(self.net, self.mesh, shard_placement_fn=place)
+        note = r"asked about parameter 'head.weight' of shape \(6, 8\) on mesh axis 'gtp' \(rank 1\)"
+        self.assertRegex(raised.exception.__notes__[0], note)
 
     def test_environment_names_an_unknown_aid(self) -> None:
         with environment(DTENSOR_GTP_DEBUG="poisson"):
@@ -267,127 +279,6 @@ class TestRefusals(unittest.TestCase):
             gtp_shard(self.net, mesh or self.mesh)
 
 
-class TestRefusalsLater(unittest.TestCase):
-    """What is wrong with a sharded module shows at its next use."""
-
-    def setUp(self) -> None:
-        self.enterContext(fake_world(rank=1, world_size=NUM_RANKS))
-        self.mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
-        torch.manual_seed(0)
-        self.net = gtp_shard(Net(), self.mesh, schedule=ALL)
-        self.x = torch.randn(2, 6)
-
-    def test_meta_parameters_at_the_first_forward(self) -> None:
-        with torch.device("meta"):
-            net = gtp_shard(Net(), self.mesh, schedule=ALL)
-        net.head.to_empty(device="cpu")
-        message = (
-            r"\['inner.0.weight', 'inner.0.bias'\] are still on the meta device .* module.to_empty\(device='cpu'\)"
-        )
-        for use in (lambda: net(self.x), lambda: net.head(self.x), net.unshard):
-            with self.assertRaisesRegex(RuntimeError, message):
-                use()
-        net.to_empty(device="cpu")(self.x).sum().backward()
-
-    def test_swapped_parameter(self) -> None:
-        """Plain, of another shape, of another layout, no parameter at all; before and after the first forward."""
-        head = self.net.head
-        kept = head.weight
-        other = gtp_shard(nn.Linear(8, 6), self.mesh, shard_placement_fn=lambda p: GTPShard(p.ndim - 1)).weight
-        wrong = {
-            r"a Parameter of shape \(6, 8\)": nn.Parameter(torch.randn(6, 8)),
-            r"a DTensor of shape \(8, 6\) with placements": nn.Parameter(
-                gtp_shard(Net(), self.mesh, schedule=ALL).inner[0].weight
-            ),
-            r"a DTensor of shape \(6, 8\) with placements \((GTP)?Shard\(dim=1\),\)": other,
-            r"a DTensor of shape \(6, 8\) with placements": kept.detach(),
-        }
-        for described, param in wrong.items():
-            for _ in range(2):
-                head._parameters["weight"] = param
-                message = (
-                    rf"'head.weight' was replaced behind gtp_shard by {described}.*of shape \(6, 8\) .* \('gtp',\) "
-                )
-                with self.assertRaisesRegex(RuntimeError, message + r"\(rank 1\). Load values"):
-                    self.net(self.x)
-                head.weight = kept
-                self.net(self.x).sum().backward()  # and the module works on
-
-    def test_removed_parameter(self) -> None:
-        del self.net.inner[0].bias
-        with self.assertRaisesRegex(RuntimeError, "'inner.0.bias' was replaced behind gtp_shard by None"):
-            self.net(self.x)
-
-    def test_added_parameters(self) -> None:
-        """Of a new module, on an old one, by a parametrization: nobody would reduce their gradients."""
-        changes: dict[str, Callable[[nn.Module], Any]] = {
-            "head.weight": lambda net: setattr(net, "head", nn.Linear(8, 6)),
-            "inner.0.lora": lambda net: net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8))),
-            "head.parametrizations.weight.original0": lambda net: parametrizations.weight_norm(net.head),
-        }
-        for name, change in changes.items():
-            net = gtp_shard(Net(), self.mesh, schedule=ALL)
-            change(net)
-            message = (
-                rf"'{name}' of shape .* was added after gtp_shard.* \('gtp',\) \(rank 1\). Change the module before"
-            )
-            for _ in range(2):
-                with self.assertRaisesRegex(RuntimeError, message):
-                    net(self.x)
-        gtp_shard(net := Net(), self.mesh, ignored_params=set(net.head.parameters()))
-        net.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
-        net(self.x).sum().backward()
-
-    def test_added_parameters_in_a_nested_call(self) -> None:
-        net = Net()
-        ignored = net.inner[0].bias
-        gtp_shard(net.inner, self.mesh, schedule=ALL, ignored_params={ignored})
-        net.inner.append(nn.Linear(8, 8))  # the call on the root will take it
-        gtp_shard(net, self.mesh, schedule=ALL)(self.x).sum().backward()
-        self.assertIs(net.inner[0].bias, ignored)
-        net = Net()
-        gtp_shard(net.inner, self.mesh, schedule=ALL)
-        net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8)))  # it will not take this one
-        gtp_shard(net, self.mesh, schedule=ALL)
-        with self.assertRaisesRegex(RuntimeError, "'inner.0.lora' of shape .* was added after gtp_shard"):
-            net(self.x)
-
-    def test_resized_shard(self) -> None:
-        self.net(self.x)
-        local = self.net.head.weight.to_local()
-        with torch.no_grad():
-            self.net.head.weight._local_tensor = torch.cat([local, local]).detach()
-        with self.assertRaisesRegex(RuntimeError, "'head.weight' was replaced behind gtp_shard"):
-            self.net(self.x)
-
-    def test_backward_twice(self) -> None:
-        loss = self.net(self.x).sum()
-        loss.backward()
-        with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
-            loss.backward()
-        self.net(self.x).sum().backward()
-
-    def test_copies(self) -> None:
-        for module in (self.net, self.net.head, self.net.inner):
-            with self.assertRaisesRegex(
-                RuntimeError, "cannot be copied after gtp_shard.*Copy the module before gtp_shard"
-            ):
-                copy.deepcopy(module)
-            for attempt in (copy.copy, pickle.dumps):
-                with self.assertRaisesRegex(
-                    RuntimeError, r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"
-                ):
-                    attempt(module)
-
-    def test_methods(self) -> None:
-        assert isinstance(self.net, GTPModule)
-        for factor in (0, -1.0):
-            with self.assertRaisesRegex(ValueError, f"expects a positive factor, but got {factor}"):
-                self.net.set_gradient_divide_factor(factor)
-        with self.assertRaisesRegex(ValueError, "a module after gtp_shard, but got a plain Net"):
-            sharding_report(Net())
-
-
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
     begin = time.monotonic()
@@ -413,7 +304,9 @@ class TestOneRankFails(GlooTest):
                 raise ValueError("not today")
 
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            others = "failed on another rank of the mesh, so it fails on all: rank 1: ValueError: not today"
+            others = (
+                "failed on another rank of the mesh, so it fails on all: rank 1: ValueError: not today\n.*'head.weight'"
+            )
             self.all_refuse("^not today$", others, Net(), mesh, shard_placement_fn=place)
 
     def test_r26_arguments_and_environment_wrong_on_one_rank(self) -> None:
@@ -485,6 +378,33 @@ class TestOneRankFails(GlooTest):
         mesh = self.hsdp_mesh()["gtp"]
         net = Net() if mesh.get_group() and self.rank < 2 else nn.Linear(3, 3)
         gtp_shard(net, mesh, schedule=ALL)
+
+    def test_r26_first_forward_where_some_ranks_are_still_on_meta(self) -> None:
+        """As where rank 0 alone has loaded a checkpoint. Nobody waits in the gathers that others never launch."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            with torch.device("meta"):
+                net = gtp_shard(Net(), mesh, schedule=ALL)
+            if self.rank == 0:
+                net.to_empty(device="cpu")
+            message = r"failed on rank 3, .*\('.*gtp',\) \(rank 0\)" if self.rank == 0 else "'head.weight' of shape"
+            for use in (lambda net=net: net(torch.randn(2, 6)), net.unshard):
+                with within(5), self.assertRaisesRegex(RuntimeError, message):
+                    use()
+            if self.rank != 0:
+                net.to_empty(device="cpu")
+            net(torch.randn(2, 6)).sum().backward()
+
+    def test_r26_first_forward_of_two_meshes(self) -> None:
+        """Rank 2 shares no group of the first mesh with rank 1, which fails; it hears of it over the second."""
+        mesh = self.hsdp_mesh()
+        net = Net()
+        gtp_shard(net.inner, mesh["gtp"], schedule=ALL)
+        gtp_shard(net, mesh["replicate"], schedule=ALL)
+        if self.rank == 1:
+            net.inner.to(device="meta")
+        message = "'inner.0.weight' of shape" if self.rank == 1 else "failed on rank 1"
+        with within(5), self.assertRaisesRegex(RuntimeError, message):
+            net(torch.randn(2, 6))
 
     def test_swapped_parameter_on_all_ranks(self) -> None:
         net = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)

@@ -1,0 +1,154 @@
+"""What is wrong with a sharded module is refused at its next use, by name and with the remedy.
+
+A fake process group lets this process be rank 1 of 4.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import ALL, fake_world
+from test_errors import NUM_RANKS, Net
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPModule, GTPShard, gtp_shard, sharding_report
+
+
+class TestRefusalsLater(unittest.TestCase):
+    """What is wrong with a sharded module shows at its next use."""
+
+    def setUp(self) -> None:
+        self.enterContext(fake_world(rank=1, world_size=NUM_RANKS))
+        self.mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+        torch.manual_seed(0)
+        self.net = gtp_shard(Net(), self.mesh, schedule=ALL)
+        self.x = torch.randn(2, 6)
+
+    def test_meta_parameters_at_the_first_forward(self) -> None:
+        with torch.device("meta"):
+            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+        net.head.to_empty(device="cpu")
+        message = (
+            r"'inner.0.weight' of shape \(8, 6\), 'inner.0.bias' of shape \(8,\) on mesh axes \('gtp',\) are "
+            r"still on the meta device .*\(rank 1\). Materialize .* module.to_empty\(device='cpu'\)"
+        )
+        for use in (lambda: net(self.x), lambda: net.head(self.x), net.unshard):
+            with self.assertRaisesRegex(RuntimeError, message):
+                use()
+        net.to_empty(device="cpu")(self.x).sum().backward()
+
+    def test_a_message_names_some_of_many_parameters(self) -> None:
+        with torch.device("meta"):
+            net = gtp_shard(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(12))), self.mesh, schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, r"'7.weight' of shape \(6, 6\) and 4 more on mesh axes"):
+            net(self.x)
+
+    def test_swapped_parameter(self) -> None:
+        """Plain, of another shape, of another layout, no parameter at all; before and after the first forward."""
+        head = self.net.head
+        kept = head.weight
+        other = gtp_shard(nn.Linear(8, 6), self.mesh, shard_placement_fn=lambda p: GTPShard(p.ndim - 1)).weight
+        wrong = {
+            r"a Parameter of shape \(6, 8\)": nn.Parameter(torch.randn(6, 8)),
+            r"a DTensor of shape \(8, 6\) with placements": nn.Parameter(
+                gtp_shard(Net(), self.mesh, schedule=ALL).inner[0].weight
+            ),
+            r"a DTensor of shape \(6, 8\) with placements \((GTP)?Shard\(dim=1\),\)": other,
+            r"a DTensor of shape \(6, 8\) with placements": kept.detach(),
+        }
+        for described, param in wrong.items():
+            for _ in range(2):
+                head._parameters["weight"] = param
+                message = (
+                    rf"'head.weight' was replaced behind gtp_shard by {described}.*of shape \(6, 8\) .* \('gtp',\) "
+                )
+                with self.assertRaisesRegex(RuntimeError, message + r"\(rank 1\). Load values"):
+                    self.net(self.x)
+                head.weight = kept
+                self.net(self.x).sum().backward()  # and the module works on
+
+    def test_removed_parameter(self) -> None:
+        del self.net.inner[0].bias
+        with self.assertRaisesRegex(RuntimeError, "'inner.0.bias' was replaced behind gtp_shard by None"):
+            self.net(self.x)
+
+    def test_added_parameters(self) -> None:
+        """Of a new module, on an old one, by a parametrization: nobody would reduce their gradients."""
+        changes: dict[str, Callable[[nn.Module], Any]] = {
+            "head.weight": lambda net: setattr(net, "head", nn.Linear(8, 6)),
+            "inner.0.lora": lambda net: net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8))),
+            "head.parametrizations.weight.original0": lambda net: parametrizations.weight_norm(net.head),
+        }
+        for name, change in changes.items():
+            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+            change(net)
+            message = (
+                rf"'{name}' of shape .* was added after gtp_shard.* \('gtp',\) \(rank 1\). Change the module before"
+            )
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, message):
+                    net(self.x)
+        gtp_shard(net := Net(), self.mesh, ignored_params=set(net.head.parameters()))
+        net.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
+        net(self.x).sum().backward()
+
+    def test_added_parameters_in_a_nested_call(self) -> None:
+        net = Net()
+        ignored = net.inner[0].bias
+        gtp_shard(net.inner, self.mesh, schedule=ALL, ignored_params={ignored})
+        net.inner.append(nn.Linear(8, 8))  # the call on the root will take it
+        gtp_shard(net, self.mesh, schedule=ALL)(self.x).sum().backward()
+        self.assertIs(net.inner[0].bias, ignored)
+        net = Net()
+        gtp_shard(net.inner, self.mesh, schedule=ALL)
+        net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8)))  # it will not take this one
+        gtp_shard(net, self.mesh, schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, "'inner.0.lora' of shape .* was added after gtp_shard"):
+            net(self.x)
+
+    def test_resized_shard(self) -> None:
+        self.net(self.x)
+        local = self.net.head.weight.to_local()
+        with torch.no_grad():
+            self.net.head.weight._local_tensor = torch.cat([local, local]).detach()
+        with self.assertRaisesRegex(RuntimeError, "'head.weight' was replaced behind gtp_shard"):
+            self.net(self.x)
+
+    def test_backward_twice(self) -> None:
+        loss = self.net(self.x).sum()
+        loss.backward()
+        with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
+            loss.backward()
+        self.net(self.x).sum().backward()
+
+    def test_copies(self) -> None:
+        for module in (self.net, self.net.head, self.net.inner):
+            with self.assertRaisesRegex(
+                RuntimeError, "cannot be copied after gtp_shard.*Copy the module before gtp_shard"
+            ):
+                copy.deepcopy(module)
+            for attempt in (copy.copy, pickle.dumps):
+                with self.assertRaisesRegex(
+                    RuntimeError, r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"
+                ):
+                    attempt(module)
+
+    def test_methods(self) -> None:
+        assert isinstance(self.net, GTPModule)
+        for factor in (0, -1.0):
+            with self.assertRaisesRegex(ValueError, f"expects a positive factor, but got {factor}"):
+                self.net.set_gradient_divide_factor(factor)
+        with self.assertRaisesRegex(ValueError, "a module after gtp_shard, but got a plain Net"):
+            sharding_report(Net())
+
+
+if __name__ == "__main__":
+    run_tests()
