@@ -222,14 +222,17 @@ class counted(TorchDispatchMode):
             return NotImplemented  # these come back with the collectives that they consist of
         if func.namespace == "c10d":
             name = _ONE_OF.get(func._opname, func._opname)
-            self.num_launches[name] += 1
-            self.counts[name] += 1 if name == func._opname else len(args[0])
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            if name == "allreduce_" and tensors[0].dtype == torch.int64:
+                name = "agreement"
+            self.num_launches[name] += 1
+            self.counts[name] += 1 if name in (func._opname, "agreement") else len(args[0])
             self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
         return func(*args, **(kwargs or {}))
 
     def __call__(self) -> Counts:
         names = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
-        # The first forward agrees on names for its communicators, with one broadcast for each mesh.
-        assert self.counts.keys() <= {*names, "broadcast_"}, self.counts
+        # The first forward agrees that it can begin, and on names for its communicators, with one broadcast for each
+        # mesh.
+        assert self.counts.keys() <= {*names, "agreement", "broadcast_"}, self.counts
         return Counts(*(self.counts[name] for name in names))
