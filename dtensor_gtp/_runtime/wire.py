@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
 from ..quant.base import Direction, PlaneSpec, Quantized, Recipe
+from ..quant.casts import describe_casts
 from ..quant.compute import ComputePath, choose_path, warn_dequantized
 from ..quant.float8_gemms import Float8GEMMs
 from ..quant.fsdp import GatheredWeight
@@ -187,7 +188,8 @@ class QuantizedWire(Wire):
         path = self.path(weight)
         if path.gemms is not None and not_fused:
             path = ComputePath(None, not_fused)
-        return f"{self.recipe.name}, {path.describe()}"
+        casts = describe_casts(torch.device(weight.mesh.device_type))
+        return ", ".join(filter(None, (self.recipe.name, path.describe(), casts)))
 
 
 class NativeWire(QuantizedWire):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from . import cast
+from .casts import casts_for
 
 if TYPE_CHECKING:
     from .float8_gemms import Float8GEMMs
@@ -146,7 +147,7 @@ class Recipe(ABC):
 
     def amax(self, weight: torch.Tensor) -> torch.Tensor | None:
         """The statistic of a weight or of a part of it, float32; maxima of parts are the maximum of the whole."""
-        return cast.amax(weight, self.amax_dims) if self.amax_dims else None
+        return casts_for(weight).amax(weight, self.amax_dims) if self.amax_dims else None
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:

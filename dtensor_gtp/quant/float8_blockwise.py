@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from . import cast
 from .base import Direction, PlaneSpec, Quantized, Recipe
+from .casts import casts_for
 from .float8_gemms import BlockwiseGEMMs
 
 
@@ -41,11 +41,10 @@ class Float8Blockwise(Recipe):
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, *self.block)
 
     def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
-        scale = cast.e4m3_scale(cast.block_amax(weight, self.block))
-        return Quantized((cast.to_e4m3(cast.wide(weight) / cast.spread(scale, self.block, weight.shape)), scale), None)
+        return Quantized(casts_for(weight).cast_blocks(weight, self.block), None)
 
     def dequantize(
         self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
     ) -> torch.Tensor:
         data, scale = quantized.planes
-        return (data.to(torch.float32) * cast.spread(scale, self.block, shape)).to(dtype)
+        return casts_for(data).dequantize_blocks(data, scale, self.block, dtype)

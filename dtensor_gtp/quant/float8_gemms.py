@@ -17,8 +17,8 @@ from typing import ClassVar
 
 import torch
 
-from . import cast
 from .base import Quantized
+from .casts import casts_for
 from .gemm import ALIGNMENT, Granularity, Operand, product
 
 # A quantized matrix as a flat list: elements, scale. Or a matrix as it is, which is quantized later.
@@ -63,7 +63,8 @@ class Float8GEMMs(ABC):
 
     @abstractmethod
     def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
-        """What wgrad needs of both; ``grad`` is what :meth:`cast_grad` has made.
+        """What wgrad needs of both: transposes, whose columns (tokens) are filled up with zeros, because they are the
+        contraction. ``grad`` is what :meth:`cast_grad` has made.
 
         Only called without ``high_precision_wgrad``.
         """
@@ -86,29 +87,27 @@ class TensorwiseGEMMs(Float8GEMMs):
     _wgrad_granularity = Granularity.TENSOR
 
     def cast_input(self, input_MK: torch.Tensor) -> Tensors:
-        scale = cast.e4m3_scale(cast.amax(input_MK, (-2, -1)))
-        return [cast.to_e4m3(cast.wide(input_MK) / scale), scale]
+        return [*casts_for(input_MK).cast_matrix(input_MK)]
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         right = Operand(weight.planes[0], self._weight_scale(weight), Granularity.TENSOR)
         return self._product(input, right, dtype, use_fast_accum=True)
 
     def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
-        scale = cast.e5m2_scale(cast.amax(grad_MN, (-2, -1)))
-        return [cast.to_e5m2(cast.wide(grad_MN) / scale), scale]
+        return [*casts_for(grad_MN).cast_matrix(grad_MN, torch.float8_e5m2)]
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         right = Operand(weight.planes[0].t(), self._weight_scale(weight), Granularity.TENSOR)
         return self._product(grad, right, dtype)
 
     def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
-        input, input_scale = self.cast_input(input_MK)
-        return [_turned(grad[0]), grad[1], _turned(input), input_scale]
+        turned = casts_for(grad[0]).turned(grad[0], ALIGNMENT)
+        return [turned, grad[1], *casts_for(input_MK).cast_matrix_turned(input_MK, ALIGNMENT)]
 
     @staticmethod
     def _weight_scale(weight: Quantized) -> torch.Tensor:
         assert weight.amax is not None
-        return cast.e4m3_scale(weight.amax)
+        return casts_for(weight.amax).e4m3_scale(weight.amax)
 
     def _product(self, left: Tensors, right: Operand, dtype: torch.dtype, use_fast_accum: bool = False) -> torch.Tensor:
         return product(
@@ -132,8 +131,7 @@ class RowwiseGEMMs(Float8GEMMs):
     wgrad_dtypes = (torch.bfloat16,)
 
     def cast_input(self, input_MK: torch.Tensor) -> Tensors:
-        scale = cast.e4m3_scale(cast.amax(input_MK, (-1,)))
-        return [cast.to_e4m3(cast.wide(input_MK) / scale), scale]
+        return [*casts_for(input_MK).cast_rows(input_MK)]
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         left = Operand(input[0], input[1], Granularity.ROW)
@@ -145,15 +143,15 @@ class RowwiseGEMMs(Float8GEMMs):
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         data, scale = weight.planes
-        scaled = cast.wide(grad[0]) * scale.reshape(1, -1)
-        cast_data, cast_scale = self.cast_input(scaled)
+        cast_data, cast_scale = casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1))
         left = Operand(cast_data, cast_scale, Granularity.ROW)
         ones = torch.ones((data.shape[1], 1), dtype=torch.float32, device=data.device)
         return product(left, Operand(data.t(), ones, Granularity.ROW), dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
         # Other scales than those of forward and dgrad: along the tokens.
-        return [*self.cast_input(_turned(grad_MN)), *self.cast_input(_turned(input_MK))]
+        turned = (casts_for(matrix).turned(matrix, ALIGNMENT) for matrix in (grad_MN, input_MK))
+        return [tensor for matrix in turned for tensor in self.cast_input(matrix)]
 
 
 class BlockwiseGEMMs(Float8GEMMs):
@@ -163,9 +161,7 @@ class BlockwiseGEMMs(Float8GEMMs):
     _wgrad_granularity = Granularity.ROW_BLOCK
 
     def cast_input(self, input_MK: torch.Tensor) -> Tensors:
-        block = Granularity.ROW_BLOCK.block
-        scale = cast.e4m3_scale(cast.block_amax(input_MK, block))
-        return [cast.to_e4m3(cast.wide(input_MK) / cast.spread(scale, block, input_MK.shape)), scale]
+        return [*casts_for(input_MK).cast_blocks(input_MK, Granularity.ROW_BLOCK.block)]
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         data, scale = weight.planes
@@ -179,20 +175,13 @@ class BlockwiseGEMMs(Float8GEMMs):
         return self._product(grad, Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK), dtype)
 
     def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
-        return [*self.cast_input(_turned(grad_MN)), *self.cast_input(_turned(input_MK))]
+        block = Granularity.ROW_BLOCK.block
+        matrices = (grad_MN, input_MK)
+        return [t for m in matrices for t in casts_for(m).cast_blocks_turned(m, block, ALIGNMENT)]
 
     def _product(self, left: Tensors, right: Operand, dtype: torch.dtype) -> torch.Tensor:
         # The kernel of block scales knows no fast accumulation.
         return product(Operand(left[0], left[1], Granularity.ROW_BLOCK), right, dtype, on_hardware=self.on_hardware)
-
-
-def _turned(matrix: torch.Tensor) -> torch.Tensor:
-    """The transpose, row-major, its columns (tokens) filled up with zeros: they are the contraction of wgrad."""
-    # Elements of float8 are moved as bytes: compilers know how to.
-    dtype, plain = matrix.dtype, matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
-    missing = -matrix.shape[0] % ALIGNMENT
-    turned = torch.nn.functional.pad(plain.t(), (0, missing)) if missing else plain.t()
-    return turned.contiguous().view(dtype)
 
 
 _ALL = tuple(

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from . import cast
 from .base import Direction, PlaneSpec, Quantized, Recipe
+from .casts import casts_for
 from .float8_gemms import RowwiseGEMMs
 from .grouped_gemms import GroupedRowwiseGEMMs
 
@@ -47,13 +47,10 @@ class Float8Rowwise(Recipe):
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, 1, None)
 
     def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
-        amax = self.amax(weight) if amax is None else amax
-        assert amax is not None
-        scale = cast.e4m3_scale(amax)
-        return Quantized((cast.to_e4m3(cast.wide(weight) / scale), scale), None)
+        return Quantized(casts_for(weight).cast_rows(weight, amax=amax), None)
 
     def dequantize(
         self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
     ) -> torch.Tensor:
         data, scale = quantized.planes
-        return (data.to(torch.float32) * scale).to(dtype)
+        return casts_for(data).dequantize_blocks(data, scale, (1, 0), dtype)

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from . import cast
 from .base import Direction, PlaneSpec, Quantized, Recipe
+from .casts import casts_for
 from .float8_gemms import TensorwiseGEMMs
 
 
@@ -43,10 +43,12 @@ class Float8Tensorwise(Recipe):
     def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
         assert amax is not None
-        return Quantized((cast.to_e4m3(cast.wide(weight) / cast.e4m3_scale(amax)),), amax)
+        data, _ = casts_for(weight).cast_matrix(weight, amax=amax)
+        return Quantized((data,), amax)
 
     def dequantize(
         self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
     ) -> torch.Tensor:
         assert quantized.amax is not None
-        return (quantized.planes[0].to(torch.float32) * cast.e4m3_scale(quantized.amax)).to(dtype)
+        (data,) = quantized.planes
+        return casts_for(data).dequantize_matrix(data, quantized.amax, dtype)

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from . import cast
+from .casts import casts_for
 
 # Of rows and columns of an operand on hardware.
 ALIGNMENT = 16
@@ -81,8 +82,8 @@ def product(
     if missing:
         left = left._replace(data=_pad_rows(left.data, missing), scale=_pad_rows(left.scale, missing))
     result = scaled_mm(
-        left.data.contiguous(),
-        right.data.contiguous().t(),
+        casts_for(left.data).row_major(left.data),
+        casts_for(right.data).row_major(right.data).t(),
         _left_scale(left),
         ScalingType.__members__[left.granularity.value],
         _right_scale(right),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from .base import Quantized
+from .casts import casts_for
 from .float8_gemms import RowwiseGEMMs
 from .gemm import Granularity, Operand
 
@@ -58,7 +59,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         if self.on_hardware:
             result: torch.Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left,
-                data_GRC.contiguous().mT,
+                casts_for(data_GRC).row_major(data_GRC).mT,
                 left_scale.view(-1),
                 ScalingType.RowWise,
                 scale_GR.contiguous(),

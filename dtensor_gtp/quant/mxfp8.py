@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from . import cast
 from .base import Direction, PlaneSpec, Quantized, Recipe
+from .casts import casts_for
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,10 @@ class MXFP8(Recipe):
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float8_e8m0fnu, *self._block(direction))
 
     def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
-        block = self._block(direction)
-        scale = cast.e8m0_scale(cast.block_amax(weight, block), self.scale_rounding)
-        reciprocal = cast.spread(cast.e8m0_reciprocal(scale), block, weight.shape)
-        return Quantized((cast.to_e4m3(cast.wide(weight) * reciprocal), scale), None)
+        return Quantized(casts_for(weight).cast_mx(weight, self._block(direction), self.scale_rounding), None)
 
     def dequantize(
         self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
     ) -> torch.Tensor:
         data, scale = quantized.planes
-        spread = cast.spread(cast.e8m0_to_float(scale), self._block(direction), shape)
-        return (data.to(torch.float32) * spread).to(dtype)
+        return casts_for(data).dequantize_blocks(data, scale, self._block(direction), dtype)

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from . import cast
 from .base import Direction, PlaneSpec, Quantized, Recipe
+from .casts import casts_for
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,9 @@ class NVFP4(Recipe):
     has_columnwise: ClassVar[bool] = True
 
     @staticmethod
-    def _dim(direction: Direction) -> int:
-        """The dim of the GEMM's contraction."""
-        return -1 if direction is Direction.ROWWISE else -2
-
-    @classmethod
-    def _block(cls, direction: Direction) -> tuple[int, int]:
-        return (1, 16) if cls._dim(direction) == -1 else (16, 1)
+    def _block(direction: Direction) -> tuple[int, int]:
+        """Along the GEMM's contraction."""
+        return (1, 16) if direction is Direction.ROWWISE else (16, 1)
 
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         block = self._block(direction)
@@ -41,20 +37,12 @@ class NVFP4(Recipe):
     def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
         assert amax is not None
-        block = self._block(direction)
-        tensor_scale = cast.nvfp4_tensor_scale(amax)
-        scale = cast.nvfp4_block_scale(cast.block_amax(weight, block), tensor_scale)
-        padded = cast.pad_to_blocks(cast.wide(weight), block)
-        spread = cast.spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
-        packed = cast.pack_nibbles(cast.to_e2m1(padded / spread), self._dim(direction))
-        return Quantized((packed, scale), amax)
+        return Quantized(casts_for(weight).cast_nvfp4(weight, self._block(direction), amax), amax)
 
     def dequantize(
         self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
     ) -> torch.Tensor:
         assert quantized.amax is not None
         packed, scale = quantized.planes
-        elements = cast.from_e2m1(cast.unpack_nibbles(packed, self._dim(direction)))
-        total = scale.to(torch.float32) * cast.nvfp4_tensor_scale(quantized.amax)
-        spread = cast.spread(total, self._block(direction), elements.shape)
-        return (elements * spread)[..., : shape[-2], : shape[-1]].to(dtype)
+        block = self._block(direction)
+        return casts_for(packed).dequantize_nvfp4(packed, scale, quantized.amax, block, shape, dtype)

@@ -1,0 +1,455 @@
+"""The casts as Triton kernels: the arithmetic of ``cast``, bit for bit, in one pass over memory.
+
+What makes the bits equal: magnitudes are compared as integers, so that no order of a maximum loses a NaN; quotients are
+rounded as IEEE says (``div_rn``), products are never part of a sum that could fuse with them; float8 comes from the
+hardware's own conversion (``HARDWARE``: compute capability 8.9 and later), or from integers, and goes to float32 by
+integers. All of float8 and e8m0 is passed as uint8, because not every GPU lets Triton name the type.
+
+Matrices are row-major, several of them one after the other. Offsets within a tile are int32, those of tiles int64.
+"""
+
+# No `from __future__ import annotations`: Triton reads them.
+
+import triton
+import triton.language as tl
+
+_INFINITY = tl.constexpr(0x7F800000)
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_SMALLEST_TENSOR_SCALE = tl.constexpr(2.0**-117)
+
+
+@triton.jit
+def _magnitude(value):
+    """As an integer: the order is that of the floats, and a NaN is the largest."""
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale_of(largest, E5M2: tl.constexpr):
+    """float8 scale of a magnitude."""
+    element_max: tl.constexpr = 57344.0 if E5M2 else 448.0
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), element_max)
+    return tl.where(largest < _INFINITY, tl.maximum(scale, _SMALLEST_SCALE), float("nan"))
+
+
+@triton.jit
+def _to_float8(value, E5M2: tl.constexpr, HARDWARE: tl.constexpr):
+    """float32 to the bits of float8: nearest, ties to even, saturating; every NaN is 0x7F."""
+    element_max: tl.constexpr = 57344.0 if E5M2 else 448.0
+    clamped = tl.minimum(tl.maximum(value, -element_max), element_max)
+    if HARDWARE:
+        code = clamped.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        dropped: tl.constexpr = 21 if E5M2 else 20  # bits of the mantissa
+        smallest_normal: tl.constexpr = 2.0**-14 if E5M2 else 2.0**-6
+        # The sum with it has the smallest denormal as its last bit.
+        denormal: tl.constexpr = 2.0**7 if E5M2 else 2.0**14
+        denormal_bits: tl.constexpr = (127 + (7 if E5M2 else 14)) << 23
+        bias: tl.constexpr = (127 - (15 if E5M2 else 7)) << 23
+        bits = _magnitude(clamped)
+        magnitude = bits.to(tl.float32, bitcast=True)
+        half: tl.constexpr = (1 << (dropped - 1)) - 1
+        normal = (bits - bias + half + ((bits >> dropped) & 1)) >> dropped
+        small = (magnitude + denormal).to(tl.int32, bitcast=True) - denormal_bits
+        sign = (clamped.to(tl.int32, bitcast=True) >> 24) & 0x80
+        code = (tl.where(magnitude < smallest_normal, small, normal) | sign).to(tl.uint8)
+    return tl.where(value == value, code, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def _from_e4m3(code):
+    """The bits of e4m3 to float32, exact: as those of a float32 whose exponent is 120 too small."""
+    wide = code.to(tl.int32)
+    value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _nvfp4_tensor_scale(largest):
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 2688.0)
+    return tl.where(largest < _INFINITY, tl.maximum(scale, _SMALLEST_TENSOR_SCALE), float("nan"))
+
+
+# --- magnitudes and scales --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def partial_amax(x_ptr, parts_ptr, numel, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest magnitude of each of ``NUM`` parts of each matrix, as integers."""
+    program = tl.program_id(0)
+    x_ptr += (program // NUM).to(tl.int64) * numel
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for start in range((program % NUM) * BLOCK, numel, NUM * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + index, mask=index < numel, other=0.0)
+        largest = tl.maximum(largest, _magnitude(x))
+    tl.store(parts_ptr + program, tl.max(largest, 0))
+
+
+@triton.jit
+def finish_amax(parts_ptr, amax_ptr, NUM: tl.constexpr):
+    """The largest of the parts of each matrix."""
+    matrix = tl.program_id(0)
+    largest = tl.max(tl.load(parts_ptr + matrix * NUM + tl.arange(0, NUM)), 0)
+    tl.store(amax_ptr + matrix, largest)
+
+
+@triton.jit
+def scales_of(amax_ptr, scale_ptr, num, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    """float8 scales of magnitudes."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.load(amax_ptr + index, mask=index < num, other=0) & 0x7FFFFFFF
+    tl.store(scale_ptr + index, _scale_of(largest, E5M2), mask=index < num)
+
+
+# --- a scale for a matrix ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def cast_matrix(
+    x_ptr,
+    amax_ptr,
+    q_ptr,
+    scale_ptr,
+    numel,
+    num_programs,
+    NUM: tl.constexpr,
+    E5M2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Elements of float8 and the scale of each matrix, of which ``NUM`` magnitudes are known."""
+    matrix, program = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
+    largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
+    scale = _scale_of(largest, E5M2)
+    if program == 0:
+        tl.store(scale_ptr + matrix, scale)
+    base = matrix.to(tl.int64) * numel
+    for start in range(program * BLOCK, numel, num_programs * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + base + index, mask=index < numel, other=0.0).to(tl.float32)
+        tl.store(q_ptr + base + index, _to_float8(tl.div_rn(x, scale), E5M2, HARDWARE), mask=index < numel)
+
+
+@triton.jit
+def turn(
+    x_ptr,
+    amax_ptr,
+    q_ptr,
+    scale_ptr,
+    num_rows,
+    num_columns,
+    padded_rows,
+    num_tiles,
+    NUM: tl.constexpr,
+    CAST: tl.constexpr,
+    E5M2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The transpose of each matrix, its columns filled up with zeros; quantized as by ``cast_matrix`` if ``CAST``."""
+    matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    in_row = tl.cdiv(num_columns, COLUMNS)
+    row0, column0 = (tile // in_row) * ROWS, (tile % in_row) * COLUMNS
+    row, column = row0 + tl.arange(0, ROWS)[:, None], column0 + tl.arange(0, COLUMNS)[None, :]
+    x_ptr += (matrix.to(tl.int64) * num_rows + row0) * num_columns
+    is_inside = (row < num_rows) & (column < num_columns)
+    x = tl.load(x_ptr + (row - row0) * num_columns + column, mask=is_inside, other=0)
+    if CAST:
+        largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
+        scale = _scale_of(largest, E5M2)
+        if tile == 0:
+            tl.store(scale_ptr + matrix, scale)
+        x = tl.where(is_inside, _to_float8(tl.div_rn(x.to(tl.float32), scale), E5M2, HARDWARE), 0).to(tl.uint8)
+    q_ptr += (matrix.to(tl.int64) * num_columns + column0) * padded_rows
+    tl.store(q_ptr + (column - column0) * padded_rows + row, x, mask=(row < padded_rows) & (column < num_columns))
+
+
+# --- a scale for a row ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_values(x_ptr, factor_ptr, offset, column, is_row, num_columns, HAS_FACTOR: tl.constexpr):
+    is_column = column < num_columns
+    value = tl.load(x_ptr + offset + column, mask=is_row & is_column, other=0.0).to(tl.float32)
+    if HAS_FACTOR:
+        value = value * tl.load(factor_ptr + column, mask=is_column, other=0.0)
+    return value
+
+
+@triton.jit
+def cast_rows(
+    x_ptr,
+    factor_ptr,
+    amax_ptr,
+    q_ptr,
+    scale_ptr,
+    num_rows,
+    num_columns,
+    HAS_FACTOR: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
+    CAST: tl.constexpr,
+    IS_SINGLE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """e4m3 and the scale of each row, or (not ``CAST``) its largest magnitude.
+
+    ``HAS_FACTOR``: columns are multiplied by factors first. ``HAS_AMAX``: the magnitudes are known. ``IS_SINGLE``: a
+    row is one block, and is read once.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    is_row = row < num_rows
+    column = tl.arange(0, BLOCK)[None, :]
+    offset = row * num_columns
+    value = tl.zeros((ROWS, BLOCK), tl.float32)
+    if IS_SINGLE:
+        value = _row_values(x_ptr, factor_ptr, offset, column, is_row, num_columns, HAS_FACTOR)
+    if HAS_AMAX:
+        largest = tl.load(amax_ptr + row, mask=is_row, other=0) & 0x7FFFFFFF
+    else:
+        most = _magnitude(value)
+        if not IS_SINGLE:
+            for start in range(0, num_columns, BLOCK):
+                part = _row_values(x_ptr, factor_ptr, offset, start + column, is_row, num_columns, HAS_FACTOR)
+                most = tl.maximum(most, _magnitude(part))
+        largest = tl.max(most, 1, keep_dims=True)
+    if not CAST:
+        tl.store(amax_ptr + row, largest, mask=is_row)
+    else:
+        scale = _scale_of(largest, False)
+        tl.store(scale_ptr + row, scale, mask=is_row)
+        if IS_SINGLE:
+            code = _to_float8(tl.div_rn(value, scale), False, HARDWARE)
+            tl.store(q_ptr + offset + column, code, mask=is_row & (column < num_columns))
+        else:
+            for start in range(0, num_columns, BLOCK):
+                part = _row_values(x_ptr, factor_ptr, offset, start + column, is_row, num_columns, HAS_FACTOR)
+                code = _to_float8(tl.div_rn(part, scale), False, HARDWARE)
+                tl.store(q_ptr + offset + start + column, code, mask=is_row & (start + column < num_columns))
+
+
+# --- a scale for a block ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def cast_blocks(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    num_across,
+    num_along,
+    padded_along,
+    x_across,
+    x_along,
+    q_across,
+    q_along,
+    s_across,
+    s_along,
+    x_matrix,
+    q_matrix,
+    s_matrix,
+    num_tiles,
+    E8M0: tl.constexpr,
+    CEIL: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ACROSS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """e4m3 with a scale for each ``SIZE`` elements along one dim: float32, or a power of two in e8m0.
+
+    ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales across and along the blocks and from matrix
+    to matrix. What lies beyond ``num_along`` counts as zeros; elements are written up to ``padded_along``.
+    """
+    matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    num_blocks = tl.cdiv(padded_along, SIZE)
+    in_line = tl.cdiv(num_blocks, BLOCKS)
+    # The first of the tile.
+    line0, block0 = ((tile // in_line) * ACROSS).to(tl.int64), ((tile % in_line) * BLOCKS).to(tl.int64)
+    x_ptr += matrix * x_matrix + line0 * x_across + block0 * SIZE * x_along
+    q_ptr += matrix * q_matrix + line0 * q_across + block0 * SIZE * q_along
+    scale_ptr += matrix * s_matrix + line0 * s_across + block0 * s_along
+    line = tl.arange(0, ACROSS)[:, None, None]
+    block = tl.arange(0, BLOCKS)[None, :, None]
+    along = block * SIZE + tl.arange(0, SIZE)[None, None, :]
+    is_line = line0 + line < num_across
+    x = tl.load(
+        x_ptr + line * x_across + along * x_along, mask=is_line & (block0 * SIZE + along < num_along), other=0.0
+    ).to(tl.float32)
+    largest = tl.max(_magnitude(x), 2, keep_dims=True)
+    is_block = is_line & (block0 + block < num_blocks)
+    if E8M0:
+        exponent = (largest >> 23) - 8
+        if CEIL:
+            exponent += ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+        is_finite = largest < _INFINITY
+        exponent = tl.maximum(exponent, 0)
+        tl.store(
+            scale_ptr + line * s_across + block * s_along,
+            tl.where(is_finite, exponent, 0xFF).to(tl.uint8),
+            mask=is_block,
+        )
+        reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        value = x * tl.where(is_finite, reciprocal, float("nan"))
+    else:
+        scale = _scale_of(largest, False)
+        tl.store(scale_ptr + line * s_across + block * s_along, scale, mask=is_block)
+        value = tl.div_rn(x, scale)
+    tl.store(
+        q_ptr + line * q_across + along * q_along,
+        _to_float8(value, False, HARDWARE),
+        mask=is_line & (block0 * SIZE + along < padded_along),
+    )
+
+
+@triton.jit
+def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.constexpr, SIZE: tl.constexpr):
+    """e4m3 with a float32 scale for each ``SIZE x SIZE`` elements."""
+    in_row = tl.cdiv(num_columns, SIZE)
+    in_matrix = tl.cdiv(num_rows, SIZE) * in_row
+    matrix, tile = tl.program_id(0) // in_matrix, tl.program_id(0) % in_matrix
+    row0 = (tile // in_row) * SIZE
+    row = tl.arange(0, SIZE)[:, None]
+    column = (tile % in_row) * SIZE + tl.arange(0, SIZE)[None, :]
+    base = (matrix.to(tl.int64) * num_rows + row0) * num_columns
+    is_inside = (row0 + row < num_rows) & (column < num_columns)
+    x = tl.load(x_ptr + base + row * num_columns + column, mask=is_inside, other=0.0).to(tl.float32)
+    scale = _scale_of(tl.max(tl.max(_magnitude(x), 1), 0), False)
+    tl.store(scale_ptr + tl.program_id(0), scale)
+    code = _to_float8(tl.div_rn(x, scale), False, HARDWARE)
+    tl.store(q_ptr + base + row * num_columns + column, code, mask=is_inside)
+
+
+# --- nvfp4 ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _to_e2m1(value):
+    """float32 to 4-bit codes; a NaN becomes 0."""
+    magnitude = tl.abs(value)
+    code = (magnitude > 0.25).to(tl.int32)
+    code += (magnitude > 1.25).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude > 5.0).to(tl.int32)
+    code += (magnitude >= 0.75).to(tl.int32) + (magnitude >= 1.75).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    code |= (value.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where(value == value, code, 0)
+
+
+@triton.jit
+def _from_e2m1(code):
+    """4-bit codes in int32 to float32."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    bits = tl.where(exponent == 0, mantissa * 0x3F000000, ((exponent + 126) << 23) | (mantissa << 22))
+    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cast_nvfp4(
+    x_ptr,
+    amax_ptr,
+    packed_ptr,
+    scale_ptr,
+    num_across,
+    num_along,
+    x_across,
+    x_along,
+    p_across,
+    p_along,
+    s_across,
+    s_along,
+    x_matrix,
+    p_matrix,
+    s_matrix,
+    num_tiles,
+    HARDWARE: tl.constexpr,
+    ACROSS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Pairs of e2m1 and an e4m3 scale for each 16 elements along one dim; strides as in ``cast_blocks``."""
+    matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    num_blocks = tl.cdiv(num_along, 16)
+    in_line = tl.cdiv(num_blocks, BLOCKS)
+    line0, block0 = ((tile // in_line) * ACROSS).to(tl.int64), ((tile % in_line) * BLOCKS).to(tl.int64)
+    x_ptr += matrix * x_matrix + line0 * x_across + block0 * 16 * x_along
+    packed_ptr += matrix * p_matrix + line0 * p_across + block0 * 8 * p_along
+    scale_ptr += matrix * s_matrix + line0 * s_across + block0 * s_along
+    line = tl.arange(0, ACROSS)[:, None, None]
+    block = tl.arange(0, BLOCKS)[None, :, None]
+    pair = block * 8 + tl.arange(0, 8)[None, None, :]
+    is_line = line0 + line < num_across
+    x_ptrs = x_ptr + line * x_across + pair * 2 * x_along
+    left = num_along - block0 * 16
+    first = tl.load(x_ptrs, mask=is_line & (pair * 2 < left), other=0.0).to(tl.float32)
+    second = tl.load(x_ptrs + x_along, mask=is_line & (pair * 2 + 1 < left), other=0.0).to(tl.float32)
+    tensor_scale = _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
+    largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 2, keep_dims=True)
+    relative = tl.div_rn(tl.div_rn(largest.to(tl.float32, bitcast=True), 6.0), tensor_scale)
+    relative = tl.where(relative == relative, tl.maximum(relative, 2.0**-9), float("nan"))
+    code = _to_float8(relative, False, HARDWARE)
+    is_block = is_line & (block0 + block < num_blocks)
+    tl.store(scale_ptr + line * s_across + block * s_along, code, mask=is_block)
+    scale = _from_e4m3(code) * tensor_scale
+    packed = _to_e2m1(tl.div_rn(first, scale)) | (_to_e2m1(tl.div_rn(second, scale)) << 4)
+    tl.store(packed_ptr + line * p_across + pair * p_along, packed.to(tl.uint8), mask=is_block & (pair >= 0))
+
+
+# --- back -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dequantize(
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    q_row,
+    s_row,
+    s_column,
+    q_matrix,
+    s_matrix,
+    num_tiles,
+    KIND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The values of quantized matrices, rounded once to the dtype of the output.
+
+    ``KIND`` of scale: ``amax`` (the scale follows from the magnitude of each matrix), ``float32``, ``e8m0``, ``nvfp4``.
+    ``PACKED``: 1 if pairs of rows share a byte, 2 if pairs of columns do.
+    """
+    matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    in_row = tl.cdiv(num_columns, COLUMNS)
+    row0 = (tile // in_row) * ROWS
+    row, column = row0 + tl.arange(0, ROWS)[:, None], (tile % in_row) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    is_inside = (row < num_rows) & (column < num_columns)
+    q_ptr += matrix * q_matrix
+    if PACKED == 1:
+        byte = tl.load(q_ptr + (row // 2).to(tl.int64) * q_row + column, mask=is_inside, other=0).to(tl.int32)
+        value = _from_e2m1((byte >> ((row & 1) * 4)) & 0xF)
+    elif PACKED == 2:
+        byte = tl.load(q_ptr + row.to(tl.int64) * q_row + column // 2, mask=is_inside, other=0).to(tl.int32)
+        value = _from_e2m1((byte >> ((column & 1) * 4)) & 0xF)
+    else:
+        value = _from_e4m3(tl.load(q_ptr + row.to(tl.int64) * q_row + column, mask=is_inside, other=0))
+    if KIND == "amax":
+        scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, False)
+    else:
+        offset = (row // BLOCK_ROWS).to(tl.int64) * s_row + (column // BLOCK_COLUMNS) * s_column
+        scale = tl.load(scale_ptr + matrix * s_matrix + offset, mask=is_inside, other=0)
+        if KIND == "e8m0":
+            code = scale.to(tl.int32)
+            power = tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
+            scale = tl.where(code == 0xFF, float("nan"), power)
+        elif KIND == "nvfp4":
+            scale = _from_e4m3(scale) * _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
+    out_ptr += (matrix * num_rows + row0) * num_columns
+    tl.store(
+        out_ptr + (row - row0) * num_columns + column, (value * scale).to(out_ptr.dtype.element_ty), mask=is_inside
+    )
