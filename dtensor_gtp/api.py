@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from . import _data_parallel, _dtensor_norms, _dtensor_random, _grad_scaler
+from . import _data_parallel, _dtensor_norms, _dtensor_random, _grad_scaler, _graphed_callables
 from . import _torch_compat as compat
 from ._build import Decision, check_compute, decide, make_param
 from ._runtime import outer
@@ -144,6 +144,7 @@ def _shard(
     _dtensor_norms.install()
     outer.install()
     _data_parallel.install()
+    _graphed_callables.install()
     for mesh_of_param in {param.param.device_mesh for param in group.params}:  # type: ignore[attr-defined]
         _dtensor_random.whole_draws().add_mesh(mesh_of_param)
 

@@ -222,3 +222,18 @@ def check_differentiable(weight: ShardedWeight) -> None:
             f"not support them on uses of parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}. Take "
             "derivatives with torch.autograd.grad or torch.autograd.functional, and run vmap under torch.no_grad()."
         )
+
+
+def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
+    """Called in a backward that leaves out the gradient of a weight that is trained.
+
+    Raises:
+        RuntimeError: The backward is recorded, and would leave it out for ever.
+    """
+    if is_capturing:
+        raise RuntimeError(
+            f"A CUDA graph is recorded of a backward without the gradient of '{weight.fqn}', which is trained: "
+            "torch.autograd.grad, as torch.cuda.make_graphed_callables calls it, does not know gradients of sharded "
+            "weights. Record whole steps with dtensor_gtp.capture_step; where the gradient is not wanted, freeze the "
+            "parameter with requires_grad_(False)."
+        )

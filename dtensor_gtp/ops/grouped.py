@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from .. import _torch_compat as compat
 from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_unmodified
+from .._runtime.saved import check_unmodified, refuse_partial_recording
 from .._runtime.state import Runtime
 from ..quant.base import Direction
 from ..quant.grouped_gemms import GroupedRowwiseGEMMs
@@ -215,7 +215,9 @@ class _ShardedGroupedMM(torch.autograd.Function):
         runtime.note_backward()
         x_TK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
-        if x_TK is not None and compat.is_awaited(ctx, 1):
+        if x_TK is not None and not compat.is_awaited(ctx, 1):
+            refuse_partial_recording(weight, runtime.comm.is_capturing)
+        elif x_TK is not None:
             # wgrad first, as in linear: its reduce-scatter hides behind dgrad.
             reduce_wgrad(runtime, weight, grad_TN, x_TK, ends_G)
         grad_x = None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .. import _torch_compat as compat
 from .._runtime.debug import profiler_range
 from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_differentiable, check_unmodified
+from .._runtime.saved import check_differentiable, check_unmodified, refuse_partial_recording
 from .._runtime.state import Runtime
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs
@@ -84,7 +84,9 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     runtime: Runtime = ctx.runtime
     weight: ShardedWeight = ctx.weight
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    needs_weight = needs_weight and compat.is_awaited(ctx, 1)
+    if needs_weight and not compat.is_awaited(ctx, 1):
+        refuse_partial_recording(weight, runtime.comm.is_capturing)
+        needs_weight = False
     runtime.note_backward()
     saved = ctx.saved_tensors
     grad_2d = grad_output.reshape(-1, grad_output.shape[-1])

@@ -1,0 +1,80 @@
+"""``torch.cuda.make_graphed_callables`` on what ``gtp_shard`` manages raises, instead of training nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from common import ALL, fake_world
+from torch.cuda.graphs import make_graphed_callables  # torch's own, if this is imported before any gtp_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp._runtime.comm_context import CommContext
+from dtensor_gtp.nn import GroupedLinear
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_world(world_size=1):
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.experts = GroupedLinear(2, 8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.block(x), torch.tensor([3, 1]))
+
+
+def test_modules_with_managed_parameters_are_refused(mesh: DeviceMesh) -> None:
+    plain = Net()
+    model = gtp_shard(copy.deepcopy(plain), mesh, schedule=ALL)
+    x = (torch.zeros(4, 8),)
+    for callables, name in (
+        (model, "block.0.weight"),
+        ((torch.tanh, model.block), "0.weight"),
+        (model.experts, "weight"),
+    ):
+        args = (x, x) if isinstance(callables, tuple) else x
+        for make in (torch.cuda.make_graphed_callables, torch.cuda.graphs.make_graphed_callables):
+            with pytest.raises(
+                RuntimeError, match=rf"does not support a \w+ after gtp_shard: the gradient of '{name}'"
+            ):
+                make(callables, args, allow_unused_input=True)
+
+
+def test_all_other_callables_are_torchs(mesh: DeviceMesh) -> None:
+    gtp_shard(Net(), mesh, schedule=ALL)
+    called = torch.cuda.make_graphed_callables
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None)
+    with pytest.raises(AssertionError, match="Modules must not have hooks"):
+        called(module, (torch.zeros(2),))
+    assert called.__doc__ == make_graphed_callables.__doc__
+    gtp_shard(Net(), mesh, schedule=ALL)
+    assert torch.cuda.make_graphed_callables is called, "it is replaced once"
+
+
+def test_a_recorded_backward_without_a_trained_weight_raises(mesh: DeviceMesh) -> None:
+    model = gtp_shard(Net(), mesh, schedule=ALL)
+    for module, name in ((model, "experts.weight"), (model.block, "block.0.weight")):
+        x = torch.randn(4, 8, requires_grad=True)
+        (grad,) = torch.autograd.grad(module(x).sum(), x)
+        assert grad is not None
+        output = module(x).sum()
+        with mock.patch.object(CommContext, "is_capturing", True):
+            with pytest.raises(RuntimeError, match=rf"recorded of a backward without the gradient of '{name}'"):
+                torch.autograd.grad(output, x)
+    model.requires_grad_(False)
+    x = torch.randn(4, 8, requires_grad=True)
+    output = model(x).sum()
+    with mock.patch.object(CommContext, "is_capturing", True):
+        torch.autograd.grad(output, x)
