@@ -4,8 +4,8 @@
 
 First table: each recipe's casts of an activation, of a gradient for wgrad, of a shard and of a gathered weight, by the
 reference (op by op), fused (what runs outside of compiled code) and, with ``--compiled all``, by ``torch.compile``.
-Second table: forward and backward of one linear layer with a gathered weight, bf16 and float8, with each of these casts.
-What is compiled here are casts alone, not fused with what is before them as in compiled blocks.
+Second table: forward and backward of one linear layer with a gathered weight, bf16 and float8, with each of these
+casts. What is compiled here are casts alone, not fused with what is before them as in compiled blocks.
 
 ``ms`` is the GPU's time: calls are recorded in a CUDA graph and replayed, on inputs that together exceed the caches.
 ``host us`` is the time that Python takes to launch one call. On a CPU, where casts are always the reference and nothing
@@ -17,7 +17,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -106,8 +105,8 @@ def measure(
     try:
         with cast_by(way):
             return time_call(make_call(), inputs, device, repeats)
-    except Exception:
-        traceback.print_exc(file=sys.stderr)
+    except Exception as error:
+        print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
         return None
 
 
