@@ -127,9 +127,8 @@ class Gradients:
             is_owned: Nobody else reads ``grad``, so that it may be sent as it is and written to.
         """
         layout = weight.layout
-        can_send = layout.dim == 0 and grad.shape[0] == layout.buffer_shape[0] and grad.is_contiguous()
-        if is_owned and can_send and grad.dtype == weight.reduce_dtype and weight.unsharded_grad is None:
-            self.submit(weight, grad)
+        if is_owned and self._can_send(weight, grad):
+            self.submit(weight, layout.rows_of(grad))
             return
         buffer, is_accumulating = self.target(weight)
         view = layout.full_view(buffer)
@@ -139,8 +138,29 @@ class Gradients:
             view.copy_(grad)
         self.submit(weight, buffer)
 
+    def _can_send(self, weight: ShardedWeight, grad: torch.Tensor) -> bool:
+        """Whether a gradient can be submitted without a copy, the sharded dim not in front and cast by the scattering
+        if need be."""
+        layout = weight.layout
+        if weight.unsharded_grad is not None or not grad.is_contiguous():
+            return False
+        if grad.shape[layout.dim] != layout.buffer_shape[0]:
+            return False
+        is_cast = grad.dtype != weight.reduce_dtype
+        if layout.dim == 0 and not is_cast:
+            return True
+        # Microbatches are summed in the dtype of the reduction; an all-reduce over replicas takes contiguous tensors,
+        # which the slot of a reduce-scatter is.
+        has_replicas = self.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
+        return not has_replicas and (weight.flags.requires_gradient_sync or not is_cast)
+
     def submit(self, weight: ShardedWeight, buffer: torch.Tensor) -> None:
-        """Reduce-scatter a gradient buffer behind compute, or keep it for a later microbatch."""
+        """Reduce-scatter a gradient buffer behind compute, or keep it for a later microbatch.
+
+        Args:
+            buffer: Of the layout's ``buffer_shape``, not necessarily contiguous; in the dtype of the reduction, or, if
+                gradients are synced, another one.
+        """
         flags = weight.flags
         if not flags.requires_gradient_sync:
             weight.unsharded_grad = buffer
@@ -151,7 +171,7 @@ class Gradients:
         if self.replicas is not None:
             share = self.replicas.share(factor)
             buffer = self.replicas.weigh_full(buffer, factor)
-        scattering = make_scattering(self._kind, buffer, layout.world)
+        scattering = make_scattering(self._kind, buffer, layout.world, weight.reduce_dtype)
         scale = collectives.reduce_scale(scattering.slot.dtype, weight.num_ranks, factor)
         job = _Job(weight, scale, groups.replicate, flags.requires_all_reduce, share)
 

@@ -36,7 +36,7 @@ class Scattering(Protocol):
     """One reduce-scatter.
 
     ``slot`` holds this rank's rows in the end, in the dtype of the sum. ``keep`` are the buffers that the communication
-    uses.
+    uses, after the launch; the first is what is sent.
     """
 
     @property
@@ -52,17 +52,24 @@ class Scattering(Protocol):
         """After the collective: what is left until ``slot`` is the sum (the mean, if that is the operation)."""
 
 
-def make_scattering(kind: ReduceScatterKind, full: torch.Tensor, num_ranks: int) -> Scattering:
+def make_scattering(
+    kind: ReduceScatterKind, full: torch.Tensor, num_ranks: int, wire_dtype: torch.dtype | None = None
+) -> Scattering:
     """A scattering of ``full``, on the current stream.
 
     Args:
         kind: Which one.
-        full: A gradient of shape ``(num_ranks * rows, ...)``, contiguous; it may be written to.
+        full: A gradient of shape ``(num_ranks * rows, ...)``; it may be written to. If it is not contiguous or has
+            another dtype, what is sent is a copy, which the launch makes.
         num_ranks: Size of the group.
+        wire_dtype: What it is sent in; by default its own dtype.
     """
+    wire_dtype = wire_dtype or full.dtype
+    dtype = sum_dtype(kind, wire_dtype)
     if num_ranks == 1:
-        return _Alone(full, sum_dtype(kind, full.dtype))
-    return _Ring(full, num_ranks) if kind == "ring" else _AllToAll(full, num_ranks, sum_dtype(kind, full.dtype))
+        return _Alone(full, dtype)
+    parcel = _Parcel(full, wire_dtype)
+    return _Ring(parcel, num_ranks) if kind == "ring" else _AllToAll(parcel, num_ranks, dtype)
 
 
 def can_travel_together(scattering: Scattering) -> bool:
@@ -74,12 +81,35 @@ def launch_together(
     scatterings: Sequence[Scattering], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
 ) -> dist.Work | None:
     """Launch several scatterings of one dtype as one operation."""
-    fulls, slots = zip(*(scattering.keep for scattering in scatterings), strict=True)
-    return collectives.reduce_scatter_many(list(slots), list(fulls), scale, group, stream)
+    rings = [scattering for scattering in scatterings if isinstance(scattering, _Ring)]
+    fulls, slots = [ring.parcel.packed() for ring in rings], [ring.slot for ring in rings]
+    return collectives.reduce_scatter_many(slots, fulls, scale, group, stream)
 
 
 def _empty_slot(full: torch.Tensor, num_ranks: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(full.shape[0] // num_ranks, *full.shape[1:], dtype=dtype, device=full.device)
+
+
+class _Parcel:
+    """A gradient as it is sent: itself if it can, else a copy of its own that is made on the scatter stream, behind
+    the compute that follows."""
+
+    def __init__(self, full: torch.Tensor, dtype: torch.dtype) -> None:
+        is_ready = full.is_contiguous() and full.dtype == dtype
+        self._sent = full if is_ready else torch.empty(full.shape, dtype=dtype, device=full.device)
+        self._source = None if is_ready else full
+
+    @property
+    def keep(self) -> tuple[torch.Tensor, ...]:
+        return (self._sent,) if self._source is None else (self._sent, self._source)
+
+    def packed(self) -> torch.Tensor:
+        """What to send, on the current stream."""
+        if self._source is not None:
+            self._sent.copy_(self._source)
+            if self._source.device.type == "cpu":
+                self._source = None  # where there are streams, this one may still read it
+        return self._sent
 
 
 class _Alone:
@@ -100,13 +130,17 @@ class _Alone:
 class _Ring:
     """The backend's own reduce-scatter, in the dtype of the gradient."""
 
-    def __init__(self, full: torch.Tensor, num_ranks: int) -> None:
-        self.slot = _empty_slot(full, num_ranks, full.dtype)
-        self.keep = (full, self.slot)
+    def __init__(self, parcel: _Parcel, num_ranks: int) -> None:
+        self.parcel = parcel
+        sent = parcel.keep[0]
+        self.slot = _empty_slot(sent, num_ranks, sent.dtype)
+
+    @property
+    def keep(self) -> tuple[torch.Tensor, ...]:
+        return (*self.parcel.keep, self.slot)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
-        (full, slot) = self.keep
-        return collectives.reduce_scatter(slot, full, scale, groups.scatter, comm.has_streams)
+        return collectives.reduce_scatter(self.slot, self.parcel.packed(), scale, groups.scatter, comm.has_streams)
 
     def finish(self, scale: ReduceScale) -> None:
         pass
@@ -115,15 +149,20 @@ class _Ring:
 class _AllToAll:
     """Each rank receives the addends of its rows and adds them in a wider dtype, see [Note: error of a reduction]."""
 
-    def __init__(self, full: torch.Tensor, num_ranks: int, dtype: torch.dtype) -> None:
-        self.slot = _empty_slot(full, num_ranks, dtype)
-        self._received = torch.empty_like(full)
+    def __init__(self, parcel: _Parcel, num_ranks: int, dtype: torch.dtype) -> None:
+        self._parcel = parcel
+        sent = parcel.keep[0]
+        self.slot = _empty_slot(sent, num_ranks, dtype)
+        self._received = torch.empty_like(sent)
         self._num_ranks = num_ranks
-        self.keep = (full, self._received, self.slot)
+
+    @property
+    def keep(self) -> tuple[torch.Tensor, ...]:
+        return (*self._parcel.keep, self._received, self.slot)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         assert scale.predivide is None, "a sum in float32 does not overflow"
-        return comm.all_to_all(groups, self._received, self.keep[0])
+        return comm.all_to_all(groups, self._received, self._parcel.packed())
 
     def finish(self, scale: ReduceScale) -> None:
         addends = self._received.view(self._num_ranks, *self.slot.shape)

@@ -6,6 +6,7 @@ The reference is one process with the same layer on the concatenated rows.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
@@ -82,6 +83,23 @@ class TestGrouped(GlooTest):
         model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL, shard_placement_fn=blocks)
         self.assertEqual(model.up._parameters["weight"].to_local().shape[1], (4, 4, 2, 0)[self.rank])
         train(reference, model, self.gtp_mesh())
+
+    def test_microbatches_without_gradient_sync(self) -> None:
+        """Summed as full gradients, whichever dim is cut and in whichever dtype they are reduced."""
+        mesh, reference = self.gtp_mesh(), make()
+        batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+        for x in batches:
+            reference(x).square().mean().backward()
+        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for policy, dim in itertools.product((MixedPrecisionPolicy(), low), (0, 1)):
+            cut = lambda param, dim=dim: GTPShard(dim) if param.ndim == 3 else None  # noqa: E731
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL, mp_policy=policy, shard_placement_fn=cut)
+            model.zero_grad()
+            for number, x in enumerate(batches):
+                model.set_requires_gradient_sync(number == len(batches) - 1)
+                model(rows_of_rank(x, mesh)).float().square().mean().backward()
+            tolerance = {"rtol": 0.1, "atol": 0.03} if policy is low else {}
+            assert_same_params(model, reference, "grad", **tolerance)
 
     def test_one_gather_a_use_and_one_scatter_a_backward(self) -> None:
         model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
