@@ -5,8 +5,17 @@
 on the host, so the counts are copied there once for each dispatch, which waits for the device. ``all_gather`` sends
 every token to every rank of ``ep``, where the rows of the rank's own experts are sorted to the front of a buffer of
 fixed size; grouped layers ignore the rest. All sizes are known beforehand: nothing waits, and a CUDA graph can be
-replayed with other routing. All ranks must have as many tokens. For ``k`` experts per token it moves about ``ep / k``
-times as many bytes, and the buffer holds the worst case.
+replayed with other routing. For ``k`` experts per token it moves about ``ep / k`` times as many bytes, and the buffer
+holds the worst case.
+
+[Note: unequal numbers of tokens]
+A gather needs one size on all ranks, but each rank knows only how many tokens it has itself. So there is a capacity,
+the most tokens of a rank that a dispatch carries, declared or agreed on in the first dispatch, where the host waits
+once. Every rank always sends as much: fewer tokens are padded with tokens that choose no expert. A rank with more
+cannot tell the others before the gather; it tells them in it, for the first number that each rank sends is how many
+tokens it has. If all ranks have more, each knows that by itself, looks at what the others have, and all agree on a
+larger capacity. Else the ranks with more raise, and the others find out: at once on a CPU, elsewhere by an assertion on
+the device. No rank goes on without another rank's tokens, and none waits for a collective that another does not launch.
 
 All exchanges are differentiable functional collectives, on CPU and GPU alike. Permutations are undone by their inverse
 in backward, so gradients are deterministic.
@@ -19,6 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
@@ -28,7 +39,7 @@ class DispatchMethod(enum.Enum):
     """How rows come to the ranks of their experts."""
 
     ALL_TO_ALL = "all_to_all"  # each row to one rank; the counts go through the host
-    ALL_GATHER = "all_gather"  # each token to all ranks of ep, each with as many; nothing goes through the host
+    ALL_GATHER = "all_gather"  # each token to all ranks of ep; nothing goes through the host
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +75,21 @@ class TokenDispatcher:
         num_experts: Experts, over all ranks of ``mesh``. Rank ``r`` has the ``r``-th of ``mesh.size()`` equal parts.
         mesh: 1-D, the axis over which experts are distributed; None if every rank has all of them.
         method: ``"all_to_all"`` or ``"all_gather"``, see :class:`DispatchMethod`. Only with a mesh does it matter.
+        max_tokens: For ``"all_gather"``: most tokens of a rank in one dispatch, the same on all ranks. None takes those
+            of the first dispatch, in which ranks compare theirs. Ranks with fewer send padding.
 
     Raises:
-        ValueError: The mesh is not 1-D, does not divide the experts, or there is no such method.
+        ValueError: The mesh is not 1-D, does not divide the experts, there is no such method, or ``max_tokens`` is
+            below 1.
     """
 
     def __init__(
-        self, num_experts: int, mesh: DeviceMesh | None = None, *, method: str | DispatchMethod = "all_to_all"
+        self,
+        num_experts: int,
+        mesh: DeviceMesh | None = None,
+        *,
+        method: str | DispatchMethod = "all_to_all",
+        max_tokens: int | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(
@@ -80,8 +99,12 @@ class TokenDispatcher:
         if method not in {m.value for m in DispatchMethod} | set(DispatchMethod):
             known = ", ".join(repr(m.value) for m in DispatchMethod)
             raise ValueError(f"TokenDispatcher expects one of {known} as method, but got {method!r}.")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"TokenDispatcher expects max_tokens >= 1, but got {max_tokens}.")
         self.mesh = mesh
         self.method = DispatchMethod(method)
+        self._is_declared = max_tokens is not None
+        self._capacity = max_tokens or 0  # 0 until it is known, see [Note: unequal numbers of tokens]
         self.num_experts = num_experts
         self.num_local = experts_per_rank(num_experts, mesh)
 
@@ -97,7 +120,9 @@ class TokenDispatcher:
             experts: The experts of each token, shape ``(num_tokens, k)``, int64; no expert twice for a token.
 
         Raises:
-            ValueError, TypeError: The shapes do not fit or ``experts`` is not int64.
+            ValueError, TypeError: The shapes do not fit or ``experts`` is not int64; with ``"all_gather"``, a rank has
+                more tokens than a dispatch carries.
+            RuntimeError: The first dispatch by ``"all_gather"`` is recorded into a CUDA graph.
         """
         if tokens.ndim != 2 or experts.ndim != 2 or experts.shape[0] != tokens.shape[0]:
             raise ValueError(
@@ -158,8 +183,8 @@ class TokenDispatcher:
         assert self.mesh is not None
         group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
         k = experts.shape[1]
-        all_experts = compat.all_gather_rows(experts, group)
-        all_tokens = compat.all_gather_rows(tokens, group)
+        all_experts = self._gather_experts(experts)
+        all_tokens = compat.all_gather_rows(_padded(tokens, self._capacity), group)
         local = all_experts - rank * self.num_local
         is_mine = (local >= 0) & (local < self.num_local)
         # Rows of others go to the end, into a group that no layer has.
@@ -173,9 +198,46 @@ class TokenDispatcher:
     def _scatter(self, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -> torch.Tensor:
         assert self.mesh is not None
         group = self.mesh.get_group()
-        all_weights = compat.all_gather_rows(weights, group)
+        all_weights = compat.all_gather_rows(_padded(weights, self._capacity), group)
         spread = rows.new_zeros(all_weights.numel(), rows.shape[1]).index_copy(0, dispatched._order, rows)
-        return compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), group)
+        own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), group)
+        return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]
+
+    def _gather_experts(self, experts: torch.Tensor) -> torch.Tensor:
+        """What the tokens of all ranks chose, shape ``(ranks * capacity, k)``; ``num_experts`` for padding."""
+        assert self.mesh is not None
+        group, (num_tokens, k), device = self.mesh.get_group(), experts.shape, experts.device
+        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not self._capacity:
+            if is_capturing:
+                raise RuntimeError(f"{self._complaint('an unknown number')} Run one step before the capture.")
+            counts = compat.all_gather_rows(torch.tensor([num_tokens], device=device), group)
+            # One at least: a size of 0 would say that it is unknown.
+            self._capacity = max(1, *counts.tolist())
+        # The number of tokens is the first of a row of its own.
+        message = torch.full((self._capacity + 1, k), self.num_experts, dtype=torch.int64, device=device)
+        message[0].fill_(num_tokens)  # an assignment would wait for the GPU
+        num_sent = min(num_tokens, self._capacity)
+        message[1 : num_sent + 1] = experts[:num_sent]
+        received = compat.all_gather_rows(message, group).view(self.mesh.size(), self._capacity + 1, k)
+        counts = received[:, 0, 0]
+        if num_tokens <= self._capacity and (device.type != "cpu" or torch.compiler.is_compiling()):
+            compat.assert_on_device((counts <= self._capacity).all(), self._complaint("more"))
+        elif max(found := counts.tolist()) > self._capacity:
+            if min(found) <= self._capacity or self._is_declared or is_capturing:
+                raise ValueError(self._complaint(str(found)))
+            self._capacity = max(found)
+            return self._gather_experts(experts)
+        return received[:, 1:].reshape(-1, k)
+
+    def _complaint(self, got: str) -> str:
+        assert self.mesh is not None
+        limit = "max_tokens" if self._is_declared else "the most of the first dispatch, unless all ranks have more"
+        return (
+            f"TokenDispatcher by 'all_gather' expects at most {self._capacity} tokens on each rank ({limit}), but got "
+            f"{got} on ranks {dist.get_process_group_ranks(self.mesh.get_group())} of mesh axes "
+            f"{self.mesh.mesh_dim_names}. Set max_tokens to the most that a rank may have, or use 'all_to_all'."
+        )
 
 
 def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
@@ -202,6 +264,11 @@ def sort_by_group(groups: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, 
     numbers = torch.arange(num_groups, device=groups.device)
     ends = torch.searchsorted(ordered, numbers, right=True)
     return order, ends.diff(prepend=ends.new_zeros(1))
+
+
+def _padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    missing = num_rows - rows.shape[0]
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _unpermute(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ def parallelize_experts(
     tp_mesh: DeviceMesh | None = None,
     *,
     method: str | DispatchMethod = DispatchMethod.ALL_TO_ALL,
+    max_tokens: int | None = None,
 ) -> nn.Module:
     """Distribute all grouped layers of ``module`` over the ranks of expert parallelism, in place, before ``gtp_shard``.
 
@@ -35,6 +36,7 @@ def parallelize_experts(
         tp_mesh: 1-D; each rank gets an equal part of the inner width of every :class:`GroupedMLP`, and all see the same
             tokens. Grouped layers outside of one stay whole.
         method: How tokens travel, see :class:`TokenDispatcher`.
+        max_tokens: Most tokens of a rank, see there.
 
     Returns:
         ``module``.
@@ -54,7 +56,7 @@ def parallelize_experts(
         if isinstance(submodule, GroupedMLP):
             submodule.tp_mesh = tp_mesh
         elif isinstance(submodule, GroupedExperts):
-            submodule.dispatcher = TokenDispatcher(submodule.num_experts, ep_mesh, method=method)
+            submodule.dispatcher = TokenDispatcher(submodule.num_experts, ep_mesh, method=method, max_tokens=max_tokens)
     return module
 
 

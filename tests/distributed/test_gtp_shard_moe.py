@@ -144,6 +144,42 @@ class TestMixtureOfExperts(GlooTest):
         with self.assertRaisesRegex(ValueError, "nothing has cut yet, but got DTensors"):
             parallelize_experts(parallelize_experts(GroupedMLP(4, WIDTH, HIDDEN), ep), ep)
 
+    def test_a_gather_carries_as_many_tokens_as_agreed_on(self) -> None:
+        """All ranks agree on the most of the first dispatch, or on more where all have more; else all raise."""
+        mesh = weight_mesh(ep=4, expert_gtp=1)["ep"]
+
+        def returned(dispatcher: TokenDispatcher, counts: list[int]) -> int:
+            num_tokens = counts[self.rank]
+            x = torch.arange(1.0, 1 + num_tokens)[:, None].requires_grad_()
+            dispatched = dispatcher.dispatch(x, torch.arange(num_tokens)[:, None] % EXPERTS)
+            expected = sum(len(range(self.rank, count, EXPERTS)) for count in counts)
+            self.assertEqual(dispatched.split_sizes.tolist(), [expected])
+            is_filled = torch.arange(dispatched.rows.shape[0])[:, None] < expected
+            rows = torch.where(is_filled, dispatched.rows, 0)  # as grouped layers leave them
+            y = dispatcher.combine(rows, dispatched, torch.full((num_tokens, 1), 2.0))
+            self.assertEqual(y, 2 * x)
+            y.sum().backward()
+            self.assertEqual(x.grad, torch.full_like(x, 2))
+            return dispatched.rows.shape[0]
+
+        agreed = TokenDispatcher(EXPERTS, mesh, method="all_gather")
+        for counts, capacity in (([3, 1, 0, 2], 3), ([1, 1, 1, 1], 3), ([4, 5, 4, 6], 6), ([6, 0, 0, 0], 6)):
+            self.assertEqual(returned(agreed, counts), 4 * capacity, f"{counts}")
+        self.assertEqual(returned(TokenDispatcher(EXPERTS, mesh, method="all_gather"), [0, 0, 0, 0]), 4)
+        match = (
+            r"at most 6 tokens on each rank \(the most of the first dispatch.*\), but got \[6, 7, 1, 0\] on ranks "
+            r"\[0, 1, 2, 3\] of mesh axes \('ep',\)\. Set max_tokens"
+        )
+        with self.assertRaisesRegex(ValueError, match):
+            returned(agreed, [6, 7, 1, 0])
+        self.assertEqual(returned(agreed, [2, 2, 2, 2]), 24, "an error leaves what was agreed on")
+        declared = TokenDispatcher(EXPERTS, mesh, method="all_gather", max_tokens=2)
+        self.assertEqual(returned(declared, [1, 2, 0, 1]), 8)
+        with self.assertRaisesRegex(
+            ValueError, r"at most 2 tokens on each rank \(max_tokens\), but got \[3, 3, 3, 3\]"
+        ):
+            returned(declared, [3, 3, 3, 3])
+
     def test_cuts_that_break_groups_or_blocks_are_refused_on_all_ranks(self) -> None:
         by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
         layer = cut(GroupedLinear(6, WIDTH, HIDDEN, bias=False), by_ep["ep"], 0)
@@ -172,8 +208,7 @@ class TestMixtureOfExperts(GlooTest):
             init(module)
         for is_mean in (True, False):
             model.set_gradient_divide_factor(meshes.num_streams if is_mean else 1)
-            # A gather needs as many tokens on each rank.
-            missing = 0 if is_mean or method == "all_gather" else 1
+            missing = 0 if is_mean else 1
             batches = [tokens_of(s)[: TOKENS - s * missing] for s in range(meshes.num_streams)]
             total = sum(len(batch) for batch in batches)
             (sum(reference(batch).square().sum() for batch in batches) / total).backward()

@@ -286,6 +286,8 @@ def test_bad_arguments_are_refused() -> None:
         TokenDispatcher(4, method="ring")
     with pytest.raises(ValueError, match=r"number of experts .* but got 0"):
         TokenDispatcher(0)
+    with pytest.raises(ValueError, match="max_tokens >= 1, but got 0"):
+        TokenDispatcher(4, max_tokens=0)
     dispatcher = TokenDispatcher(4)
     with pytest.raises(ValueError, match=r"experts of shape \(num_tokens, k\), but got \(3, 2\) and \(3,\)"):
         dispatcher.dispatch(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
