@@ -1,0 +1,49 @@
+"""Training with each recipe ends within the stated margins of training without one."""
+
+import sys
+import unittest
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from dtensor_gtp.quant import RECIPES, cast
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+    import low_precision_losses as losses
+
+
+class TestLosses(unittest.TestCase):
+    def curves(self, steps: int, names: tuple[str | None, ...]) -> list[losses.Curve]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # float8 GEMMs by the reference arithmetic
+            return [losses.run(name, steps, steps, 3e-3) for name in names]
+
+    def test_first_steps(self) -> None:
+        """The same margins as after 200 steps; and scales an eighth of what they should be, so that large elements
+        saturate, are noticed."""
+
+        def too_small(largest: torch.Tensor) -> torch.Tensor:
+            return largest / cast.E4M3_MAX / 8
+
+        curves = self.curves(10, (None, "float8_tensorwise:float8", "mxfp8", "nvfp4"))
+        self.assertEqual(losses.beyond_margins(curves), [], losses.table(curves))
+        self.assertLess(curves[0].points[-1][1], curves[0].points[0][1] - 1)
+        with mock.patch.object(cast, "e4m3_scale", too_small):
+            broken = self.curves(10, ("float8_rowwise",))
+        self.assertEqual(losses.beyond_margins([curves[0], *broken]), ["float8_rowwise"], losses.table(broken))
+
+    @pytest.mark.soak
+    def test_all_recipes(self) -> None:
+        """What docs/low_precision.md has in its table."""
+        self.assertGreaterEqual({name.partition(":")[0] for name in losses.ALL}, set(RECIPES))
+        curves = self.curves(200, (None, *losses.ALL))
+        self.assertEqual(losses.beyond_margins(curves), [], losses.table(curves))
+
+
+if __name__ == "__main__":
+    unittest.main()
