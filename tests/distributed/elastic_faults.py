@@ -120,6 +120,7 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
         first = dist.PrefixStore("first", store)
         dist.init_process_group("gloo", store=first, rank=rank, world_size=layout.num_ranks, timeout=TIMEOUT)
         watch = RankWatch(layout, rank, store, limit=LIMIT)
+    store.set(_member(os.getpid()), "1")
     while True:
         started = time.monotonic()
         try:
@@ -243,6 +244,10 @@ def latest_checkpoint(path: Path | None) -> Path | None:
     return max(found, key=lambda p: int(p.name.partition("-")[2]), default=None)
 
 
+def _member(pid: int) -> str:
+    return f"member/{pid}"
+
+
 def run_rank(setup: Setup, rank: int | None) -> None:
     torch.set_num_threads(1)
     if setup.num_steps is None:
@@ -274,6 +279,10 @@ class FaultyJob:
         process.start()
         self.processes.append(process)
         return process
+
+    def is_member(self, process: Any) -> bool:
+        """Whether the ranks of the job have taken a process in, or it has been one of the first."""
+        return self.store.check([_member(process.pid)])
 
     def wait(self, seconds: float = 90) -> list[int | None]:
         """Exit codes of all processes; those that are still there have None, and are killed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,8 +24,13 @@ from dtensor_gtp.elastic import WeightSpec, nonuniform_mesh
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="workers are forked"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPUs alone"),
 ]
+
+# Of all patterns of one number of ranks, which share two cores.
+LIMIT_SECONDS = 1800
+# Within which ranks whose peer has failed print why.
+REPORT_SECONDS = 10
 
 
 def patterns() -> dict[int, list[tuple[int, ...]]]:
@@ -41,17 +47,27 @@ def patterns() -> dict[int, list[tuple[int, ...]]]:
 def run(num_ranks: int, work: Callable[..., None], *args: Any) -> None:
     """``work(*args)`` on so many ranks."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("fork")
+    # not forked from this process, whose threads (torch's, the store's) may hold locks at that moment
+    context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=run_rank, args=(store.port, rank, num_ranks, work, *args)) for rank in range(num_ranks)
+        context.Process(target=run_rank, args=(store.port, rank, num_ranks, work, *args), daemon=True)
+        for rank in range(num_ranks)
     ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(900)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
+    try:
+        for process in processes:
+            process.start()
+        end = time.monotonic() + LIMIT_SECONDS
+        # One that has failed leaves the others in a collective, which they need not come back from.
+        while any(process.exitcode is None for process in processes) and time.monotonic() < end:
+            if any(process.exitcode for process in processes):
+                end = min(end, time.monotonic() + REPORT_SECONDS)
+            time.sleep(0.1)
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
     assert codes == [0] * num_ranks, codes
 
 
