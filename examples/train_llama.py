@@ -160,7 +160,8 @@ class Trainer(training.Trainer):
             if self.held is not None:
                 elastic.leave_state(self.held, self.handover)
             return
-        stream = None if self.updated is None else torch.cuda.Stream()
+        # Of this process's device: a thread begins with the first one.
+        stream = None if self.updated is None else torch.cuda.Stream(self.place.device)
         with torch.cuda.stream(stream):  # not behind a collective that never ends
             if stream is not None and self.updated is not None:
                 stream.wait_event(self.updated)

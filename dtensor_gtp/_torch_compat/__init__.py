@@ -76,6 +76,7 @@ from .groups import (
     nccl_zero_cta_options,
     resolve_group,
     restart_group_names,
+    timeout_of,
     twin_group,
 )
 from .memory import RegisteredBuffer, SymmetricBuffer, symmetric_memory_backend
@@ -200,6 +201,7 @@ __all__ = [
     "storage_use_count",
     "symmetric_memory_backend",
     "tensor_hooks",
+    "timeout_of",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_map_only",

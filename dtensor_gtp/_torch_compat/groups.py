@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import threading
+from datetime import timedelta
 from typing import Any, cast
 from unittest import mock
 
@@ -37,7 +39,7 @@ def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str, option
     knows. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet; and a name
     could come twice after a group has been destroyed. So the ranks agree on a name first.
     """
-    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, options)
+    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group, options)
 
 
 def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
@@ -47,22 +49,37 @@ def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> 
     return f"{prefix}_{int(name):x}"
 
 
-def named_group(ranks: list[int], name: str, desc: str, options: Any = None) -> dist.ProcessGroup:
-    """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and over nobody
-    else.
+def named_group(
+    ranks: list[int], name: str, desc: str, parent: dist.ProcessGroup, options: Any = None
+) -> dist.ProcessGroup:
+    """A new process group of ``ranks`` under a name that they have agreed on, with the time limit of ``parent``.
+    Collective over them, and over nobody else.
+
+    torch gives each new group a time limit of 10 or 30 minutes, however short that of the job is.
 
     Where the default group is bound to a device, torch would split its communicator, which waits for all of its ranks:
     so it is told that there is nothing to split.
     """
-    backend = None if options is None else "nccl"
+    backend, timeout = None if options is None else "nccl", timeout_of(parent)
+    if options is not None and timeout is not None:
+        options._timeout = timeout
     with (
         mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
         mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
     ):
-        group = dist.new_group(
-            ranks, backend=backend, pg_options=options, use_local_synchronization=True, group_desc=desc
-        )
+        group = dist.new_group(ranks, timeout, backend, options, use_local_synchronization=True, group_desc=desc)
         return cast("dist.ProcessGroup", group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of ``group`` may take; None where nothing limits it, as in a fake group."""
+    limits = []
+    for device in group._device_types:
+        try:
+            limits.append(group._get_backend(device).options._timeout)
+        except (AttributeError, RuntimeError):  # a backend without options, or one that does not show them
+            continue
+    return min(limits, default=None)
 
 
 def clone_store(store: Store) -> Store:
@@ -73,12 +90,23 @@ def clone_store(store: Store) -> Store:
 def abort_device_groups() -> None:
     """Abort the collectives of all process groups on devices, from any thread: who waits for one returns or raises.
 
-    Gloo has none to abort: its collectives end when a connection breaks or their time limit passes.
+    All at once, a thread for each: NCCL's abort of a group waits for what the group has queued on the device, which may
+    stand behind a collective of another group that hangs. Gloo has none to abort: its collectives end when a connection
+    breaks or their time limit passes.
     """
-    for group in list(distributed_c10d._world.pg_map):
-        backends = {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
-        if not backends <= _HOST_BACKENDS:
-            group.abort()
+    threads = [
+        threading.Thread(target=group.abort, name="dtensor_gtp abort", daemon=True)
+        for group in list(distributed_c10d._world.pg_map)
+        if not _backends_of(group) <= _HOST_BACKENDS
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _backends_of(group: dist.ProcessGroup) -> set[str]:
+    return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
 
 
 def restart_group_names() -> None:
@@ -97,6 +125,7 @@ def leave_process_groups() -> None:
     DTensor keeps results of its planner by mesh, and meshes of equal ranks are equal: an operation on a mesh that is
     made later would be given one whose groups are no more. So they are forgotten.
     """
+    abort_device_groups()
     distributed_c10d._abort_process_group()
     op_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

@@ -131,7 +131,7 @@ def nonuniform_mesh(
         remedy="Pass the same everywhere.",
     )
     generation = compat.agreed_name(world.get_group(), device_of(world), "elastic")
-    return ElasticMesh(layout, _replica_mesh(device_type, layout, generation), world, generation)
+    return ElasticMesh(layout, _replica_mesh(device_type, layout, world, generation), world, generation)
 
 
 def _layout(
@@ -157,13 +157,13 @@ def _layout(
     return plan_replicas(replicate=replicate, gtp=gtp, tp=tp, failed=failed, weights=weights)
 
 
-def _replica_mesh(device_type: str, layout: ReplicaLayout, generation: str) -> DeviceMesh:
+def _replica_mesh(device_type: str, layout: ReplicaLayout, world: DeviceMesh, generation: str) -> DeviceMesh:
     """This rank's (gtp, tp) mesh. Only the ranks of a group take part in making it: first along gtp, then along tp."""
     place = layout.places[dist.get_rank()]
     grid = layout.replicas[place.replica].grid
     column, row = [line[place.tp] for line in grid], list(grid[place.gtp])
     groups = [
-        compat.named_group(ranks, f"{generation}_{axis}_{ranks[0]}", f"elastic_{axis}")
+        compat.named_group(ranks, f"{generation}_{axis}_{ranks[0]}", f"elastic_{axis}", world.get_group())
         for axis, ranks in zip(_AXES, (column, row), strict=True)
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=torch.tensor(grid), mesh_dim_names=_AXES)

@@ -117,15 +117,16 @@ class ReplicaSync:
     def _make_channels(self) -> None:
         """Communicators in the order of the plan; only the owners of a channel take part in making its."""
         rank = dist.get_rank()
-        world = self.mesh.world
-        generation = compat.agreed_name(world.get_group(), device_of(world), "elastic_owners")
+        world = self.mesh.world.get_group()
+        generation = compat.agreed_name(world, device_of(self.mesh.world), "elastic_owners")
         names: dict[tuple[int, ...], str] = {tuple(self.mesh.layout.places): self._world_name}
         for bucket in self.plan.of_rank(rank):
             if len(bucket.owners) == 1:
                 continue
             if bucket.owners not in names:
                 name = f"{generation}_{'_'.join(map(str, bucket.owners))}"
-                names[bucket.owners] = compat.named_group(list(bucket.owners), name, "elastic_owners").group_name
+                group = compat.named_group(list(bucket.owners), name, "elastic_owners", world)
+                names[bucket.owners] = group.group_name
             channel = Channel(names[bucket.owners], 1 / len(bucket.holders[self._place.replica]))
             self._channels.append(channel)
             for index, box in bucket.segments:

@@ -37,16 +37,19 @@ def test_a_killed_rank_is_named_and_a_new_one_takes_its_place() -> None:
 
 
 def test_a_stopped_rank_is_named_and_left_behind() -> None:
-    """It breaks no connection: the time limit ends the collectives. When it wakes up, it finds that it is out."""
-    job = FaultyJob([[0, 1], [2]], [Fault(1, 2, "backward", "stop")])
-    for process in job.processes[:2]:
-        process.join(90)
-    os.kill(job.processes[2].pid, signal.SIGCONT)
-    assert job.wait(60) == [0, 0, 1]
+    """It breaks no connection: the time limit ends collectives, also those of its neighbour on the gtp axis. When it
+    wakes up, it finds that it is out."""
+    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "backward", "stop")])
+    for rank in (0, 2):
+        job.processes[rank].join(60)
+    os.kill(job.processes[1].pid, signal.SIGCONT)
+    assert job.wait(60) == [0, 1, 0]
     errors = job.errors()
     assert set(errors) == {0, 1, 2}
-    for rank in (0, 1):
-        assert errors[rank][0].startswith("rank 2 (replica 1, gtp 0, tp 0) was silent")
+    for rank in (0, 2):
+        text, seconds = errors[rank]
+        assert text.startswith("rank 1 (replica 0, gtp 1, tp 0) was silent")
+        assert seconds < TIMEOUT.total_seconds() + LIMIT.total_seconds() + SLACK
 
 
 @pytest.mark.soak

@@ -7,10 +7,16 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from expecttest import TestCase
+from mesh_common import fake_world
 
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import RanksLostError, RankWatch, join, num_waiting, replicas_of
 from dtensor_gtp.elastic.regroup import _start, agree_on_survivors, members_of
 from dtensor_gtp.elastic.watch import is_peer_lost
@@ -107,6 +113,44 @@ class TestStart(TestCase):
             names.append(dist.group.WORLD.group_name)
             dist.destroy_process_group()
         self.assertEqual(len(set(names)), 1, names)
+
+
+class TestGroups(TestCase):
+    def test_groups_have_the_time_limit_of_their_parent(self) -> None:
+        """torch would give each of them half an hour."""
+        limit = timedelta(seconds=7)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        self.addCleanup(dist.destroy_process_group)
+        world, cpu = dist.group.WORLD, torch.device("cpu")
+        assert world is not None
+        named = compat.named_group([0], "named", "", world)
+        self.assertEqual([compat.timeout_of(g) for g in (named, compat.twin_group(named, cpu, "twin"))], [limit] * 2)
+
+    def test_no_limit_where_there_is_none(self) -> None:
+        with fake_world(2):
+            assert dist.group.WORLD is not None
+            self.assertIsNone(compat.timeout_of(dist.group.WORLD))
+
+    def test_groups_on_devices_are_aborted_all_at_once(self) -> None:
+        """NCCL's abort of one returns when the device has come past a collective of another, which hangs."""
+        together = threading.Barrier(3)
+        aborted: list[str] = []
+
+        def group(backend: str) -> Any:
+            def abort() -> None:
+                together.wait(20)
+                aborted.append(backend)
+
+            return SimpleNamespace(abort=abort, backend=backend)
+
+        names = ["cpu:gloo,cuda:nccl", "cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo", "fake"]
+        world = SimpleNamespace(pg_map=[group(name) for name in names])
+        with (
+            mock.patch.object(dist.distributed_c10d, "_world", world),
+            mock.patch.object(dist, "get_backend_config", lambda group: group.backend),
+        ):
+            compat.abort_device_groups()
+        self.assertEqual(sorted(aborted), sorted(names[:3]))
 
 
 class TestWatch(TestCase):
