@@ -76,7 +76,8 @@ def gtp_shard(
         TypeError, ValueError: An argument is of the wrong kind or out of range.
         NotImplementedError: A combination that is not supported.
         RuntimeError: Another rank failed, or the ranks do not agree about the model. Any of these is raised on all
-            ranks of the mesh, after one exchange of a few bytes, and leaves ``module`` as it was.
+            ranks of the mesh, after one exchange of a few bytes, and leaves ``module`` as it was. (Only a rank whose
+            ``mesh`` is no mesh of its own has nobody to tell.)
 
     The design follows ``torch.distributed.fsdp.fully_shard``.
     """

@@ -31,11 +31,14 @@ No torch in here.
 
 from __future__ import annotations
 
+import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
+
+_PLAN_WIDTH = 120  # columns of a printed plan
 
 # A link of 300 GB/s moves it in 14 of the 20 microseconds that a collective takes to start.
 _QUICK_NBYTES = 4 << 20
@@ -306,7 +309,10 @@ def format_plan(name: str, chain: Chain, names: Sequence[str]) -> str:
         if step and chain.window.depth == 0:
             launched = f"gather {names[plan.uses[step - 1]]}"
         if step or launched:
-            lines.append(f"  {use:<44} {launched}".rstrip())
+            # Small weights may all travel together: their names take several lines.
+            lines += textwrap.wrap(
+                f"  {use:<44} {launched}", _PLAN_WIDTH, subsequent_indent=" " * 54, break_long_words=False
+            )
     return "\n".join(lines)
 
 

@@ -247,6 +247,39 @@ def test_only_the_compat_package_uses_private_torch_symbols() -> None:
     assert found == {}
 
 
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+# The runtime's streams and events, and the stream on which a graph is recorded.
+OWN_STREAMS = {"dtensor_gtp/_runtime/comm_context.py", "dtensor_gtp/capture.py"}
+
+
+def stream_makers(tree: ast.Module) -> set[str]:
+    """Streams and events of devices that are made, and ``record_stream``, which hides who keeps memory alive."""
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {call for call in calls if re.fullmatch(r"torch\.(\w+\.)?(Stream|Event)", call)} | names & {"record_stream"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("s = torch.cuda.Stream()", {"torch.cuda.Stream"}),
+        ("def f(e: torch.Event) -> torch.Stream:\n    return torch.Stream(e.device)", {"torch.Stream"}),
+        ("e = torch.Event(device)", {"torch.Event"}),
+        ("t.record_stream(s)", {"record_stream"}),
+        ("lost = threading.Event()\ns = torch.cuda.current_stream()\ne = s.record_event()", set()),
+    ],
+)
+def test_stream_scan_sees(source: str, found: set[str]) -> None:
+    assert stream_makers(ast.parse(source)) == found
+
+
+def test_streams_and_events_are_made_in_one_place_and_nobody_records_streams() -> None:
+    found = {path.relative_to(ROOT).as_posix(): stream_makers(ast.parse(path.read_text())) for path in SOURCES}
+    assert {name for name, makers in found.items() if makers} == OWN_STREAMS
+    assert not any("record_stream" in makers for makers in found.values())
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

@@ -351,6 +351,23 @@ forward of Model: 4 uses, 2 uses or 4.0 KiB ahead, together up to 6.0 KiB
   use head.weight""",
         )
 
+    def test_launches_of_many_weights_take_several_lines(self) -> None:
+        self.assertExpectedInline(
+            self.formatted("forward of Model", [0, 1, 2, 3] * 2, (5,) * 4, Window(9, 0, 10**9)),
+            """\
+forward of Model: 8 uses, 9 uses ahead, together up to 953.7 MiB
+  begin                                        gather table.weight + layer0.weight + layer1.weight + head.weight (20 B),
+                                                      table.weight + layer0.weight + layer1.weight + head.weight (20 B)
+  use table.weight
+  use layer0.weight
+  use layer1.weight
+  use head.weight
+  use table.weight
+  use layer0.weight
+  use layer1.weight
+  use head.weight""",
+        )
+
     def test_depth_zero_gathers_at_the_use(self) -> None:
         self.assertExpectedInline(
             self.formatted("backward", (3, 1), (1,) * 4, Window(0, 100, 100)),
