@@ -293,7 +293,7 @@ class TestSwitches(GlooTest):
             assert torch.equal(param.to_local().detach(), part), f"ranks {ranks}, shape {tuple(param.shape)}"
         return record
 
-    def test_permuted_ranks_give_the_bits_of_the_default_mesh(self) -> None:
+    def test_r11_permuted_ranks_give_the_bits_of_the_default_mesh(self) -> None:
         for default, permuted in (
             ([0, 1, 2, 3], [[2, 0, 3, 1], [3, 2, 1, 0]]),
             ([[0, 1], [2, 3]], [[[2, 3], [0, 1]], [[3, 2], [1, 0]], [[1, 0], [3, 2]]]),
@@ -303,7 +303,7 @@ class TestSwitches(GlooTest):
             for ranks in permuted:
                 assert_bit_equal(self.permuted_record(ranks), expected, f"ranks {ranks}")
 
-    def test_ranks_that_no_order_of_groups_fits_are_refused(self) -> None:
+    def test_r11_ranks_that_no_order_of_groups_fits_are_refused(self) -> None:
         mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "gtp"))
         model = small_model()
         with self.assertRaisesRegex(ValueError, "ranks can be put in ascending order .* Build the mesh with"):

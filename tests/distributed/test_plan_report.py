@@ -1,11 +1,17 @@
-"""What the plan says as data, and what a profiler's trace calls the things that are done for a weight."""
+"""What the plan says as data, what a profiler's trace calls the things that are done for a weight, and over which
+communicators they go."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import unittest
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from common import fake_world
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.report import PassReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4
@@ -72,6 +79,24 @@ class TestPlanReport(unittest.TestCase):
             expected[f"GTP::wgrad ({name})"] = 1
             expected[f"GTP::reduce_scatter ({name})"] = 1
         self.assertEqual(counts, expected)
+
+    def test_gathers_and_scatters_have_communicators_of_their_own(self) -> None:
+        """So that both can be under way at once in backward."""
+        used: dict[str, set[str]] = {"all_gather_base": set(), "reduce_scatter_base": set()}
+        with contextlib.ExitStack() as stack:
+            for name, groups in used.items():
+                launch = getattr(compat, name)
+
+                def noting(
+                    *args: Any, launch: Callable[..., Any] = launch, groups: set[str] = groups, **options: Any
+                ) -> Any:
+                    groups |= {arg.group_name for arg in args if isinstance(arg, dist.ProcessGroup)}
+                    return launch(*args, **options)
+
+                stack.enter_context(mock.patch.object(compat, name, noting))
+            self.step()
+        (gather,), (scatter,) = used.values()
+        self.assertNotEqual(gather, scatter)
 
 
 if __name__ == "__main__":

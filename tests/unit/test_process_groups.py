@@ -127,7 +127,7 @@ def test_scan_accepts_groups_that_were_passed(source: str) -> None:
     assert findings(source) == []
 
 
-def test_package_uses_no_process_global_group() -> None:
+def test_r11_package_uses_no_process_global_group() -> None:
     root = Path(dtensor_gtp.__file__).parent
     files = sorted(root.rglob("*.py"))
     assert len(files) > 10
