@@ -58,17 +58,23 @@ class Casts:
         return self.turned(data, multiple), scale
 
     def cast_rows(
-        self, matrix: torch.Tensor, *, factor: torch.Tensor | None = None, amax: torch.Tensor | None = None
+        self,
+        matrix: torch.Tensor,
+        *,
+        factor: torch.Tensor | None = None,
+        group: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """e4m3 elements, and a scale of shape ``(*, rows, 1)`` for each row.
 
         Args:
             factor: Each column is multiplied by one first, in float32; shape ``(columns,)``.
+            group: Shape ``(rows,)``: which factors are those of each row; ``factor`` has shape ``(groups, columns)``.
             amax: Largest magnitudes, shape ``(*, rows, 1)``; by default the matrix's own.
         """
         values = cast.wide(matrix)
         if factor is not None:
-            values = values * factor
+            values = values * (factor if group is None else factor[group])
         scale = cast.e4m3_scale(cast.amax(values, (-1,)) if amax is None else amax)
         return cast.to_e4m3(values / scale), scale
 

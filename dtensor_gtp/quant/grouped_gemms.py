@@ -32,7 +32,8 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
             ends_G: Where each group ends, int32.
         """
         data, scale = weight.planes
-        return self._grouped(x_TK, data, scale.squeeze(-1), ends_G, dtype, use_fast_accum=True)
+        left = casts_for(x_TK).cast_rows(x_TK)
+        return self._grouped(left, data, scale.squeeze(-1), ends_G, dtype, use_fast_accum=True)
 
     def grouped_grad_input(
         self, grad_TN: torch.Tensor, weight: Quantized, ends_G: torch.Tensor, dtype: torch.dtype
@@ -41,21 +42,21 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         data, scale = weight.planes
         rows = torch.arange(grad_TN.shape[0], device=grad_TN.device, dtype=ends_G.dtype)
         group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=data.shape[0] - 1)
-        scaled_TN = grad_TN.to(torch.float32) * scale.squeeze(-1)[group_T]
+        left = casts_for(grad_TN).cast_rows(grad_TN, factor=scale.squeeze(-1), group=group_T)
         ones_GK = torch.ones((data.shape[0], data.shape[2]), dtype=torch.float32, device=data.device)
-        return self._grouped(scaled_TN, data.mT, ones_GK, ends_G, dtype)
+        return self._grouped(left, data.mT, ones_GK, ends_G, dtype)
 
     def _grouped(
         self,
-        left_TC: torch.Tensor,
+        operand: tuple[torch.Tensor, torch.Tensor],
         data_GRC: torch.Tensor,
         scale_GR: torch.Tensor,
         ends_G: torch.Tensor,
         dtype: torch.dtype,
         use_fast_accum: bool = False,
     ) -> torch.Tensor:
-        """Rows of ``left``, which is quantized here, times the transpose of each group's matrix."""
-        left, left_scale = self.cast_input(left_TC)
+        """Rows of the quantized operand times the transpose of each group's matrix."""
+        left, left_scale = operand
         if self.on_hardware:
             result: torch.Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left,
@@ -69,7 +70,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
                 use_fast_accum=use_fast_accum,
             )
             return result
-        output = left_TC.new_zeros(left_TC.shape[0], data_GRC.shape[1], dtype=dtype)
+        output = left_scale.new_zeros(left.shape[0], data_GRC.shape[1], dtype=dtype)
         begin = 0
         for group, end in enumerate(ends_G.tolist()):
             right = Operand(data_GRC[group], scale_GR[group].unsqueeze(-1), Granularity.ROW)

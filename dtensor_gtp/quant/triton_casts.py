@@ -37,7 +37,7 @@ class TritonCasts(Casts):
         weight = _row_major(weight)
         if dims == (-1,):
             amax = weight.new_empty((*weight.shape[:-1], 1), dtype=torch.float32)
-            self._rows(weight, None, amax, None, None)
+            self._rows(weight, None, None, amax, None, None)
             return amax
         with _on(weight):
             parts = self._parts(weight)
@@ -85,20 +85,26 @@ class TritonCasts(Casts):
         return data.view(torch.float8_e4m3fn), scale
 
     def cast_rows(
-        self, matrix: torch.Tensor, *, factor: torch.Tensor | None = None, amax: torch.Tensor | None = None
+        self,
+        matrix: torch.Tensor,
+        *,
+        factor: torch.Tensor | None = None,
+        group: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         matrix = _row_major(matrix)
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
             scale = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
             factor = None if factor is None else factor.contiguous()
-            self._rows(matrix, factor, amax, data, scale)
+            self._rows(matrix, factor, group, amax, data, scale)
         return data.view(torch.float8_e4m3fn), scale
 
     def _rows(
         self,
         matrix: torch.Tensor,
         factor: torch.Tensor | None,
+        group: torch.Tensor | None,
         amax: torch.Tensor | None,
         data: torch.Tensor | None,
         scale: torch.Tensor | None,
@@ -112,12 +118,14 @@ class TritonCasts(Casts):
             kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
                 matrix,
                 factor,
+                None if group is None else group.contiguous(),
                 None if amax is None else _as_bits(amax),
                 data,
                 scale,
                 num_rows,
                 num_columns,
                 HAS_FACTOR=factor is not None,
+                HAS_GROUP=group is not None,
                 HAS_AMAX=data is not None and amax is not None,
                 CAST=data is not None,
                 IS_SINGLE=num_columns <= block,

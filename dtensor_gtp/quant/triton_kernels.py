@@ -170,11 +170,11 @@ def turn(
 
 
 @triton.jit
-def _row_values(x_ptr, factor_ptr, offset, column, is_row, num_columns, HAS_FACTOR: tl.constexpr):
-    is_column = column < num_columns
-    value = tl.load(x_ptr + offset + column, mask=is_row & is_column, other=0.0).to(tl.float32)
+def _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns, HAS_FACTOR: tl.constexpr):
+    is_inside = is_row & (column < num_columns)
+    value = tl.load(x_ptr + offset + column, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
-        value = value * tl.load(factor_ptr + column, mask=is_column, other=0.0)
+        value = value * tl.load(factor_ptr + group * num_columns + column, mask=is_inside, other=0.0)
     return value
 
 
@@ -182,12 +182,14 @@ def _row_values(x_ptr, factor_ptr, offset, column, is_row, num_columns, HAS_FACT
 def cast_rows(
     x_ptr,
     factor_ptr,
+    group_ptr,
     amax_ptr,
     q_ptr,
     scale_ptr,
     num_rows,
     num_columns,
     HAS_FACTOR: tl.constexpr,
+    HAS_GROUP: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     CAST: tl.constexpr,
     IS_SINGLE: tl.constexpr,
@@ -197,23 +199,24 @@ def cast_rows(
 ):
     """e4m3 and the scale of each row, or (not ``CAST``) its largest magnitude.
 
-    ``HAS_FACTOR``: columns are multiplied by factors first. ``HAS_AMAX``: the magnitudes are known. ``IS_SINGLE``: a
-    row is one block, and is read once.
+    ``HAS_FACTOR``: columns are multiplied by factors first, those of a row's group if ``HAS_GROUP``. ``HAS_AMAX``: the
+    magnitudes are known. ``IS_SINGLE``: a row is one block, and is read once.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     is_row = row < num_rows
     column = tl.arange(0, BLOCK)[None, :]
     offset = row * num_columns
+    group = tl.load(group_ptr + row, mask=is_row, other=0).to(tl.int64) if HAS_GROUP else 0
     value = tl.zeros((ROWS, BLOCK), tl.float32)
     if IS_SINGLE:
-        value = _row_values(x_ptr, factor_ptr, offset, column, is_row, num_columns, HAS_FACTOR)
+        value = _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns, HAS_FACTOR)
     if HAS_AMAX:
         largest = tl.load(amax_ptr + row, mask=is_row, other=0) & 0x7FFFFFFF
     else:
         most = _magnitude(value)
         if not IS_SINGLE:
             for start in range(0, num_columns, BLOCK):
-                part = _row_values(x_ptr, factor_ptr, offset, start + column, is_row, num_columns, HAS_FACTOR)
+                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
                 most = tl.maximum(most, _magnitude(part))
         largest = tl.max(most, 1, keep_dims=True)
     if not CAST:
@@ -226,7 +229,7 @@ def cast_rows(
             tl.store(q_ptr + offset + column, code, mask=is_row & (column < num_columns))
         else:
             for start in range(0, num_columns, BLOCK):
-                part = _row_values(x_ptr, factor_ptr, offset, start + column, is_row, num_columns, HAS_FACTOR)
+                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
                 code = _to_float8(tl.div_rn(part, scale), False, HARDWARE)
                 tl.store(q_ptr + offset + start + column, code, mask=is_row & (start + column < num_columns))
 

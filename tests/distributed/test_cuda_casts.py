@@ -85,6 +85,8 @@ def casts_of(matrix: torch.Tensor) -> Calls:
     """By name: a cast of ``matrix``, and how many kernels it is."""
     amax, rows = REFERENCE.amax(matrix, (-2, -1)), REFERENCE.amax(matrix, (-1,))
     factor = torch.linspace(-2, 3, matrix.shape[-1], device=matrix.device)
+    group = torch.arange(matrix.shape[-2], device=matrix.device) // 7 % 3
+    factors = torch.stack([factor, factor.flip(0), 1 / (factor - 0.123)])
     e5m2 = REFERENCE.cast_matrix(matrix, torch.float8_e5m2)[0]
     calls: Calls = {
         "amax": (lambda c: c.amax(matrix, (-2, -1)), 2),
@@ -97,6 +99,7 @@ def casts_of(matrix: torch.Tensor) -> Calls:
         "rows": (lambda c: c.cast_rows(matrix), 1),
         "rows of known amax": (lambda c: c.cast_rows(matrix, amax=rows), 1),
         "rows with factors": (lambda c: c.cast_rows(matrix, factor=factor), 1),
+        "rows with factors of groups": (lambda c: c.cast_rows(matrix, factor=factors, group=group), 1),
         "blocks": (lambda c: c.cast_blocks(matrix, (1, 128)), 1),
         "squares": (lambda c: c.cast_blocks(matrix, (128, 128)), 1),
         "turned blocks": (lambda c: c.cast_blocks_turned(matrix, (1, 128), 16), 1),
