@@ -1,0 +1,373 @@
+"""Ops on DTensors with GTPShard placements: what keeps the layout, what gathers, what is refused.
+
+Four ranks are simulated in one process (LocalTensorMode over the fake process group).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from placement_common import (
+    CASES,
+    Case,
+    Meshes,
+    assert_holds,
+    coded,
+    each_op_case,
+    local_tensors,
+    shard,
+    simulated_meshes,
+    whole,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import implicit_replication
+
+from dtensor_gtp.placement import GTPShard
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Iterator[Meshes]:
+    with simulated_meshes() as made:
+        yield made
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+
+F = nn.functional
+Op = Callable[[Any, Any], Any]
+
+KEEP_LAYOUT: dict[str, Op] = {
+    "add": lambda a, b: a + b,
+    "add_scalar": lambda a, b: a + 1,
+    "sub_alpha": lambda a, b: torch.sub(a, b, alpha=2),
+    "rsub": lambda a, b: 1 - a,
+    "mul": lambda a, b: a * b,
+    "mul_0dim": lambda a, b: a * torch.tensor(2.0),
+    "pow_sqrt": lambda a, b: a.pow(2).sqrt(),
+    "gelu": lambda a, b: F.gelu(a),
+    "clamp": lambda a, b: a.clamp(-1, 1),
+    "maximum": lambda a, b: torch.maximum(a, b),
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "lerp": lambda a, b: a.lerp(b, 0.3),
+    "addcmul": lambda a, b: a.addcmul(a, b, value=0.5),
+    "addcdiv": lambda a, b: a.addcdiv(a, b, value=0.5),
+    "isfinite": lambda a, b: torch.isfinite(a),
+    "nan_to_num": lambda a, b: a.nan_to_num(),
+    "masked_fill": lambda a, b: a.masked_fill(b > 0, 7.0),
+    "to_dtype": lambda a, b: a.to(torch.float64),
+    "to_bfloat16": lambda a, b: a.to(torch.bfloat16),
+    "cpu": lambda a, b: a.cpu(),
+    "clone": lambda a, b: a.clone(),
+    "detach": lambda a, b: a.detach(),
+    "contiguous": lambda a, b: a.contiguous(),
+    "zeros_like": lambda a, b: torch.zeros_like(a),
+    "ones_like": lambda a, b: torch.ones_like(a),
+    "full_like": lambda a, b: torch.full_like(a, 3.0, dtype=torch.float64),
+    "empty_like": lambda a, b: torch.empty_like(a).fill_(4),
+    "foreach_add": lambda a, b: torch._foreach_add([b, a], [a, b])[1],
+    "foreach_mul_scalar": lambda a, b: torch._foreach_mul([b, a], 2.0)[1],
+    "foreach_mul_tensor": lambda a, b: torch._foreach_mul([b, a], torch.tensor(2.0))[1],
+    "foreach_div_list": lambda a, b: torch._foreach_div([a], [b])[0],
+    "foreach_sqrt": lambda a, b: torch._foreach_sqrt([a.abs()])[0],
+}
+
+IN_PLACE: dict[str, Op] = {
+    "add_": lambda a, b: a.add_(b, alpha=2),
+    "mul_": lambda a, b: a.mul_(2),
+    "div_": lambda a, b: a.div_(b),
+    "copy_": lambda a, b: a.copy_(b),
+    "zero_": lambda a, b: a.zero_(),
+    "fill_": lambda a, b: a.fill_(3),
+    "clamp_": lambda a, b: a.clamp_(0, 1),
+    "abs_": lambda a, b: a.abs_(),
+    "lerp_": lambda a, b: a.lerp_(b, 0.1),
+    "addcmul_": lambda a, b: a.addcmul_(b, b),
+    "addcdiv_": lambda a, b: a.addcdiv_(b, b, value=0.5),
+    "masked_fill_": lambda a, b: a.masked_fill_(b > 0, 0.0),
+    "out": lambda a, b: torch.add(a, b, out=a),
+    "foreach_add_": lambda a, b: torch._foreach_add_([a], [b], alpha=2),
+    "foreach_mul_": lambda a, b: torch._foreach_mul_([a], torch.tensor(3.0)),
+    "foreach_zero_": lambda a, b: torch._foreach_zero_([a]),
+    "foreach_lerp_": lambda a, b: torch._foreach_lerp_([a], [b], 0.5),
+    "foreach_addcdiv_": lambda a, b: torch._foreach_addcdiv_([a], [b], [b], [0.5]),
+    "write_through_transpose": lambda a, b: a.transpose(0, -1).mul_(2),
+    "write_through_detach": lambda a, b: a.detach().add_(b),
+}
+
+REDUCE: dict[str, Op] = {
+    "sum": lambda a, b: a.sum(),
+    "sum_first_dim": lambda a, b: a.sum(0),
+    "sum_last_dim": lambda a, b: a.sum(-1),
+    "sum_keepdim": lambda a, b: a.sum(0, keepdim=True),
+    "norm": lambda a, b: a.norm(),
+    "norm_1": lambda a, b: torch.linalg.vector_norm(a, 1),
+    "norm_inf": lambda a, b: torch.linalg.vector_norm(a, math.inf),
+    "norm_last_dim": lambda a, b: torch.linalg.vector_norm(a, dim=-1),
+    "foreach_norm": lambda a, b: torch._foreach_norm([b, a]),
+    "foreach_norm_inf": lambda a, b: torch._foreach_norm([b, a], math.inf),
+    "max": lambda a, b: a.max(),
+    "min": lambda a, b: a.min(),
+    "amax_first_dim": lambda a, b: a.amax(0),
+    "amin_last_dim": lambda a, b: a.amin(-1),
+    "any": lambda a, b: (a > 2).any(),
+    "all": lambda a, b: torch.isfinite(a).all(),
+    "mean": lambda a, b: a.mean(),
+    "mean_first_dim": lambda a, b: a.mean(0),
+    "var": lambda a, b: a.var(),
+    "prod": lambda a, b: a.clamp(0.9, 1.1).prod(),
+    "logsumexp": lambda a, b: a.logsumexp(0),
+    "count_nonzero": lambda a, b: a.count_nonzero(),
+}
+
+GATHER: dict[str, Op] = {
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "cumsum": lambda a, b: a.cumsum(0),
+    "softmax": lambda a, b: a.softmax(-1),
+    "sort": lambda a, b: a.sort(0)[0],
+    "topk": lambda a, b: a.topk(1, 0)[0],
+    "index_select": lambda a, b: a.index_select(0, torch.tensor([0, 1])),
+    "new_zeros": lambda a, b: a.new_zeros(3),
+    "new_ones": lambda a, b: a.new_ones(a.shape),
+    "matmul": lambda a, b: (
+        torch.matmul(torch.ones(5, a.shape[0]), a) if a.ndim == 2 else a.dot(b) if a.ndim == 1 else a
+    ),
+    "linear": lambda a, b: F.linear(torch.ones(2, a.shape[-1]), a) if a.ndim == 2 else a,
+    "tril": lambda a, b: a.tril() if a.ndim > 1 else a,
+}
+
+REFUSED: dict[str, Op] = {
+    "view": lambda a, b: a.view(-1, 1),
+    "reshape": lambda a, b: a.reshape(1, -1),
+    "slice": lambda a, b: a[1:2],
+    "select": lambda a, b: a[0],
+    "unsqueeze": lambda a, b: a.unsqueeze(0),
+    "chunk": lambda a, b: a.chunk(2),
+    "setitem": lambda a, b: a.__setitem__(0, 1.0),
+    "index_fill_": lambda a, b: a.index_fill_(0, torch.tensor([0, 1]), 1.0),
+    "foreach_copy_": lambda a, b: torch._foreach_copy_([a], [b]),
+    "exponential_": lambda a, b: a.exponential_(),
+    "argmax": lambda a, b: a.argmax(),
+    "cumsum_": lambda a, b: a.cumsum_(0),
+}
+
+
+def operands(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    # no random ops: LocalTensorMode would draw other values for each rank
+    return (1.7 * coded(case.shape)).sin(), (0.9 * coded(case.shape)).cos()
+
+
+def run_op(
+    op: Op, case: Case, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[Any, Any, DTensor, torch.Tensor]:
+    """Results on DTensors and on plain tensors, and the first operands afterwards."""
+    a, b = operands(case)
+    da, db = shard(a, mesh, placements), shard(b, mesh, placements)
+    with implicit_replication():
+        result = op(da, db)
+    return result, op(a, b), da, a
+
+
+@pytest.mark.parametrize("op", KEEP_LAYOUT.values(), ids=KEEP_LAYOUT.keys())
+@each_op_case
+def test_elementwise_ops_keep_the_layout(meshes: Meshes, case: Case, op: Op) -> None:
+    mesh, placements = case.on(meshes, 4)
+    result, expected, _, _ = run_op(op, case, mesh, placements)
+    assert result.dtype == expected.dtype
+    assert_holds(result, expected, placements)
+
+
+@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE.keys())
+@each_op_case
+def test_in_place_ops_keep_the_layout(meshes: Meshes, case: Case, op: Op) -> None:
+    mesh, placements = case.on(meshes, 4)
+    _, _, changed, expected = run_op(op, case, mesh, placements)
+    assert_holds(changed, expected, placements)
+
+
+@pytest.mark.parametrize("op", [*REDUCE.values(), *GATHER.values()], ids=[*REDUCE.keys(), *GATHER.keys()])
+@each_op_case
+def test_other_ops_give_right_values(meshes: Meshes, case: Case, op: Op) -> None:
+    mesh, placements = case.on(meshes, 4)
+    result, expected, _, _ = run_op(op, case, mesh, placements)
+    result, expected = whole(result), whole(expected)
+    torch.testing.assert_close(result, list(expected) if isinstance(result, list) else expected)
+
+
+@pytest.mark.parametrize("op", REFUSED.values(), ids=REFUSED.keys())
+def test_ops_that_cannot_be_right_raise(meshes: Meshes, op: Op) -> None:
+    mesh, placements = CASES["uneven"].on(meshes, 4)
+    with pytest.raises(NotImplementedError, match=r"does not support a GTPShard with block_size > 1.*full_tensor"):
+        run_op(op, CASES["uneven"], mesh, placements)
+
+
+def test_convolution_weights_in_blocks_raise(meshes: Meshes) -> None:
+    # DTensor's handler of convolutions would use the shard as if it were the weight
+    weight = shard(coded((10, 3, 2)), meshes.gtp, [GTPShard(0, block_size=4)])
+    with pytest.raises(NotImplementedError, match=r"aten.convolution.default does not support .*handler of its own"):
+        F.conv1d(shard(coded((1, 3, 8)), meshes.gtp, [Replicate()]), weight)
+
+
+def test_inference_mode(meshes: Meshes) -> None:
+    # composite ops arrive undecomposed
+    mesh, placements = CASES["tp_same_dim"].on(meshes, 4)
+    tensor = coded((25, 2))
+    with torch.inference_mode():
+        source = shard(tensor, mesh, placements)
+        assert_holds((source * 2).contiguous().to(torch.float64), (tensor * 2).double(), placements)
+        torch.testing.assert_close(whole(source.norm()), tensor.norm())
+        columns = shard(torch.ones(2, 3), mesh, [Replicate(), Replicate()])
+        assert torch.equal(whole(torch.matmul(source, columns)), tensor @ torch.ones(2, 3))
+        with pytest.raises(NotImplementedError, match=r"aten.view.default does not support"):
+            source.reshape(-1)
+
+
+def test_reductions_of_row_sums_stay_sharded(meshes: Meshes) -> None:
+    placements = [GTPShard(0, block_size=4)]
+    tensor = coded((10, 3))
+    assert_holds(shard(tensor, meshes.gtp, placements).sum(1), tensor.sum(1), placements)
+    of_columns = shard(tensor, meshes.gtp, placements).sum(0)
+    assert of_columns.placements == (Partial(),)
+
+
+@pytest.mark.parametrize(
+    "op", [lambda t: t.transpose(0, 1), lambda t: t.mT, lambda t: t.t(), lambda t: t.permute(1, 0)]
+)
+def test_transposes_carry_the_blocks_along(meshes: Meshes, op: Callable[[Any], Any]) -> None:
+    tensor = coded((10, 3))
+    flipped = op(shard(tensor, meshes.gtp, [GTPShard(0, block_size=4)]))
+    assert flipped.placements == (GTPShard(1, block_size=4),)
+    assert torch.equal(whole(flipped), op(tensor))
+    assert_holds(op(flipped).contiguous(), tensor, [GTPShard(0, block_size=4)])
+
+
+def test_norms_and_sums_do_not_gather(meshes: Meshes) -> None:
+    tensor = shard(coded((10, 3)), meshes.gtp, [GTPShard(0, block_size=2)])
+    with CommDebugMode() as comms:
+        torch._foreach_norm([tensor])
+        torch.linalg.vector_norm(tensor)
+        (tensor * 2 + tensor).sum()
+        torch.zeros_like(tensor).add_(tensor)
+        tensor.new_zeros(3)
+    assert comms.get_total_counts() == 0
+
+
+# --- operands with unlike layouts -------------------------------------------------------------------------------------
+
+OTHERS: list[tuple[Placement, ...]] = [
+    (Replicate(),),
+    (Shard(0),),
+    (Shard(1),),
+    (GTPShard(0),),
+    (GTPShard(0, block_size=3),),
+    (GTPShard(1, block_size=2),),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_operands_follow_the_first_block_placement(meshes: Meshes, other: tuple[Placement, ...]) -> None:
+    mesh, placements = meshes.gtp, (GTPShard(0, block_size=4),)
+    a, b = operands(CASES["uneven"])
+    da, db = shard(a, mesh, placements), shard(b, mesh, other)
+    assert_holds(da + db, a + b, placements)
+    assert_holds(torch._foreach_mul([da], [db])[0], a * b, placements)
+    is_block = getattr(other[0], "block_size", 1) > 1
+    assert_holds(db * da, a * b, other if is_block else placements)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_operands_follow_the_tensor_that_is_written_to(meshes: Meshes, other: tuple[Placement, ...]) -> None:
+    mesh, placements = meshes.gtp, (GTPShard(0, block_size=4),)
+    a, b = operands(CASES["uneven"])
+    assert_holds(shard(a, mesh, placements).copy_(shard(b, mesh, other)), b, placements)
+    assert_holds(shard(a, mesh, other).copy_(shard(b, mesh, placements)), b, other)
+    assert_holds(shard(a, mesh, other).add_(shard(b, mesh, placements)), a + b, other)
+    written = shard(a, mesh, other)
+    torch._foreach_add_([written], [shard(b, mesh, placements)])
+    assert_holds(written, a + b, other)
+
+
+def test_lists_may_mix_placements(meshes: Meshes) -> None:
+    mesh = meshes.gtp
+    kinds = [(Replicate(),), (GTPShard(0, block_size=4),), (Shard(0),), (GTPShard(0, block_size=3),)]
+    a, b = operands(CASES["uneven"])
+    left, right = [shard(a, mesh, k) for k in kinds], [shard(b, mesh, k) for k in kinds]
+    for result, kind in zip(torch._foreach_add(left, right), kinds, strict=True):
+        assert_holds(result, a + b, kind)
+    torch._foreach_mul_(left, right)
+    for result, kind in zip(left, kinds, strict=True):
+        assert_holds(result, a * b, kind)
+    for norm in torch._foreach_norm(right):
+        torch.testing.assert_close(whole(norm), b.norm())
+
+
+def test_partial_operands_are_reduced(meshes: Meshes) -> None:
+    mesh, placements = meshes.gtp, (GTPShard(0, block_size=4),)
+    a, b = operands(CASES["uneven"])
+    partial = DTensor.from_local(shard(b, mesh, [Replicate()]).to_local(), mesh, [Partial()])
+    da = shard(a, mesh, placements)
+    torch.testing.assert_close(whole(da + partial), a + 4 * b)
+    torch.testing.assert_close(whole(partial * da), a * 4 * b)
+    with pytest.raises(NotImplementedError, match="write to a tensor with partial values"):
+        partial.add_(da)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected_dim"),
+    [
+        (((10, 3), 0), ((3,), None), 0),
+        (((10, 3), 0), ((1, 3), None), 0),
+        (((10, 3), 0), ((10, 1), 0), 0),
+        (((10, 3), 0), ((), None), 0),
+        (((37,), 0), ((2, 1), None), 1),
+        (((2, 37), 1), ((37,), 0), 1),
+        (((10, 3), 0), ((10, 1), None), 0),
+        (((37,), 0), ((2, 37), None), 1),
+        (((1, 3), 0), ((10, 3), None), None),
+    ],
+    ids=str,
+)
+def test_broadcasting(meshes: Meshes, left: tuple[Any, Any], right: tuple[Any, Any], expected_dim: int | None) -> None:
+    def made(shape: tuple[int, ...], dim: int | None) -> tuple[torch.Tensor, DTensor]:
+        tensor = coded(shape).sin()
+        return tensor, shard(tensor, meshes.gtp, [Replicate() if dim is None else GTPShard(dim, block_size=4)])
+
+    (a, da), (b, db) = made(*left), made(*right)
+    expected = [Replicate() if expected_dim is None else GTPShard(expected_dim, block_size=4)]
+    with CommDebugMode() as comms:
+        product, difference = da * db, db - da
+    assert_holds(product, a * b, expected)
+    assert_holds(difference, b - a, expected)
+    # a replicated operand is cut without communication; a dim of size 1 that grows has to be gathered
+    assert comms.get_total_counts() == (2 if expected_dim is None else 0)
+
+
+def test_caches_tell_block_sizes_apart(meshes: Meshes) -> None:
+    # one shape and one op: only the block size, which torch's placements do not have, makes the difference
+    tensor = coded((40, 3))
+    for placement in [Shard(0), GTPShard(0, block_size=8), GTPShard(0, block_size=16), GTPShard(0), Shard(0)] * 2:
+        source = shard(tensor, meshes.gtp, [placement])
+        assert_holds(source, tensor, [placement])
+        assert_holds(source + source, 2 * tensor, [placement])
+        assert_holds(torch.zeros_like(source).add_(source), tensor, [placement])
+        assert_holds(torch._foreach_neg([source])[0], -tensor, [placement])
+
+
+def test_random_ops_fill_every_rank_by_its_own_size(meshes: Meshes) -> None:
+    placements = (GTPShard(0, block_size=4),)
+    source = shard(torch.full((10, 3), math.nan), meshes.gtp, placements)
+    for filled in [
+        torch.rand_like(source),
+        torch.randn_like(source),
+        source.clone().normal_(),
+        source.clone().uniform_(),
+        source.clone().bernoulli_(0.5),
+    ]:
+        assert filled.placements == placements
+        assert [t.shape[0] for t in local_tensors(filled).values()] == [4, 4, 2, 0]
+        assert torch.isfinite(whole(filled)).all()
