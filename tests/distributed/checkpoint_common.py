@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, rows_of_rank
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from common import ALL, full, rows_of_rank, shared_directory
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -94,6 +96,87 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 def job_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> dict[str, Any]:
     state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     return state if scheduler is None else state | {"scheduler": scheduler.state_dict()}
+
+
+class Topology(NamedTuple):
+    """How a plain model is sharded and wrapped, and which part of a global batch this rank has there."""
+
+    shard: Callable[[Any], Any]
+    rows: Callable[[Any], Any]
+
+
+PLAIN = Topology(lambda model: model, lambda batch: batch)
+
+
+def topology(shard: Callable[[Any], Any], mesh: DeviceMesh) -> Topology:
+    """Ranks along all axes of ``mesh`` see different data."""
+    return Topology(shard, partial(rows_of_rank, mesh=mesh))
+
+
+def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in params if param.requires_grad], lr=0.2, momentum=0.9)
+
+
+def check_reload(
+    make: Callable[[int], nn.Module],
+    make_batch: Callable[[int], Any],
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    topologies: Sequence[Topology],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = momentum,
+    **tolerance: float,
+) -> None:
+    """Train on the first topology, save; load onto each of them, and train on there: all equal one process.
+
+    What is compared with one process are gradients and parameters of each step, before the save and after each load,
+    and optimizer states after each load. Wrappers may rename parameters, so these are compared in order.
+
+    Args:
+        make: A plain model whose values depend on the seed.
+        make_batch: A global batch by the number of the step.
+        loss: Of a model and a batch or the rank's part of one; wrapped modules are called as they are.
+        topologies: The first one saves; it is loaded onto, too.
+    """
+
+    def job(shard: Callable[[Any], Any], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = shard(make(seed))
+        return module, make_optimizer(list(module.parameters()))
+
+    def same(mine: nn.Module, theirs: nn.Module, what: str) -> None:
+        names = [name for name, _ in theirs.named_parameters()]
+        for name, *pair in zip(names, mine.parameters(), theirs.parameters(), strict=True):
+            a, b = (param if what == "parameter" else param.grad for param in pair)
+            assert (a is None) == (b is None), f"{what} of {name}: {a is None} vs reference {b is None}"
+            if a is not None:
+                torch.testing.assert_close(full(a), b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
+
+    def step(jobs: Sequence[tuple[nn.Module, torch.optim.Optimizer]], number: int, rows: Callable[[Any], Any]) -> None:
+        """``jobs`` are that of this rank, and the reference's."""
+        for (module, _), part in zip(jobs, (rows(make_batch(number)), make_batch(number)), strict=True):
+            loss(module, part).backward()
+        same(jobs[0][0], jobs[1][0], "gradient")
+        for _, optimizer in jobs:
+            optimizer.step()
+            optimizer.zero_grad()
+        same(jobs[0][0], jobs[1][0], "parameter")
+
+    reference, model = job(PLAIN.shard, 0), job(topologies[0].shard, 0)
+    for number in range(2):
+        step((model, reference), number, topologies[0].rows)
+    with shared_directory() as path:
+        dcp.save(job_state(*model), checkpoint_id=path)
+        for shard, rows in topologies:
+            loaded, expected = job(shard, 1), job(PLAIN.shard, 2)
+            state = job_state(*loaded)
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            same(loaded[0], reference[0], "parameter")
+            for mine, theirs in zip(loaded[0].parameters(), reference[0].parameters(), strict=True):
+                for key, value in reference[1].state.get(theirs, {}).items():
+                    actual = full(loaded[1].state[mine][key])
+                    torch.testing.assert_close(actual, value, check_device=False, **tolerance)
+            expected[0].load_state_dict(reference[0].state_dict())
+            expected[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
+            step((loaded, expected), 2, rows)
 
 
 @contextmanager

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from checkpoint_common import job_state
-from common import ALL, assert_same_params, check_training, full, rows_of_rank, shared_directory
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from checkpoint_common import PLAIN, check_reload, topology
+from common import ALL, check_training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -112,6 +109,17 @@ def tensor_parallel(model: Any, tp: DeviceMesh) -> None:
         parallelize_module(layer, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+def three_axes(mesh: DeviceMesh, outer: Any = "dp", gtp: dict[str, Any] | None = None, **options: Any) -> Any:
+    """From a model to one that is cut over tp, then gtp, then ``outer`` (two axes for HSDP)."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        tensor_parallel(model, mesh["tp"])
+        gtp_shard(model, mesh["gtp"], schedule=ALL, **(gtp or {}))
+        return wrap(model, mesh[outer], **options)
+
+    return shard
+
+
 def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **options: Any) -> Any:
     """``check_training`` on the device of the mesh."""
     options.setdefault("make_optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5))
@@ -127,52 +135,22 @@ def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **
 
 
 def check_checkpoints(mesh: DeviceMesh, shard: Callable[[Any], Any]) -> None:
-    """Train, save; load onto this and other topologies, and train on there: each step equals that of one process."""
+    """What was saved resumes on these axes, from the meta device, under gtp alone and in one process."""
     data = mesh["dp", "gtp"] if mesh.ndim > 2 else mesh
     device = mesh.device_type
 
-    def job(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+    def on_meta(model: nn.Module) -> Any:
+        return shard(model.to("meta")).to_empty(device=device)
 
-    def backward(module: nn.Module, seed: int, axes: DeviceMesh | None) -> None:
-        tokens = token_batch(torch.Generator().manual_seed(seed)).to(device)
-        next_token_loss(module, tokens if axes is None else rows_of_rank(tokens, axes)).backward()
-
-    def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int, axes: DeviceMesh | None) -> None:
-        backward(module, seed, axes)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def on_meta(module: nn.Module) -> nn.Module:
-        sharded: nn.Module = shard(module.to("meta"))
-        return sharded.to_empty(device=device)
-
-    topologies: list[tuple[Callable[[Any], Any], DeviceMesh | None]] = [
-        (shard, data),
-        (on_meta, data),
-        (lambda module: gtp_shard(module, data["gtp"], schedule=ALL), data["gtp"]),
-        (lambda module: module, None),
-    ]
-    reference, model = job(make().to(device)), job(shard(make().to(device)))
-    for seed in range(2):
-        step(*reference, seed, None)
-        step(*model, seed, data)
-    with shared_directory() as path:
-        dcp.save(job_state(*model), checkpoint_id=path)
-        for reshard, axes in topologies:
-            loaded = job(reshard(make(seed=1).to(device)))
-            state = job_state(*loaded)
-            dcp.load(state, checkpoint_id=path)
-            set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-            assert_same_params(loaded[0], reference[0])
-            for mine, theirs in zip(loaded[0].parameters(), reference[0].parameters(), strict=True):
-                for key, value in reference[1].state[theirs].items():
-                    torch.testing.assert_close(full(loaded[1].state[mine][key]), value, check_device=False)
-            expected = job(copy.deepcopy(reference[0]))
-            expected[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
-            backward(expected[0], 7, None)
-            backward(loaded[0], 7, axes)
-            assert_same_params(loaded[0], expected[0], "grad")
-            for _, optimizer in (expected, loaded):
-                optimizer.step()
-            assert_same_params(loaded[0], expected[0])
+    check_reload(
+        lambda seed: make(seed=seed).to(device),
+        lambda step: token_batch(torch.Generator().manual_seed(step)).to(device),
+        next_token_loss,
+        [
+            topology(shard, data),
+            topology(on_meta, data),
+            topology(lambda model: gtp_shard(model, data["gtp"], schedule=ALL), data["gtp"]),
+            PLAIN,
+        ],
+        lambda params: torch.optim.AdamW(params, lr=1e-2),
+    )

@@ -8,7 +8,6 @@ CPU does not have (fused norms, inductor's). Needs 4 or 8 GPUs of one host.
 from __future__ import annotations
 
 import unittest
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn as nn
 from common import ALL, assert_same_params, check_training, environment, rows_of_rank
 from cuda_common import BF16, CudaTest
 from cuda_common import NUM_GPUS as ALL_GPUS
-from fsdp_common import VOCABULARY, Model, both, check, check_checkpoints, make, mesh_of, tensor_parallel, wrap
+from fsdp_common import VOCABULARY, Model, both, check, check_checkpoints, make, mesh_of, three_axes, wrap
 from fsdp_common import next_token_loss as token_loss
 from fsdp_common import token_batch as tokens_of
 from runtime_common import assert_idle
@@ -69,17 +68,6 @@ def dp_gtp() -> DeviceMesh:
 
 def dp_gtp_tp() -> DeviceMesh:
     return mesh_of((2, QUARTER, 2), ("dp", "gtp", "tp"), DEVICE)
-
-
-def under_fully_shard(mesh: DeviceMesh, **options: Any) -> Callable[[nn.Module], nn.Module]:
-    """From a model to one that is cut over tp, then gtp, then dp."""
-
-    def shard(model: nn.Module) -> nn.Module:
-        tensor_parallel(model, mesh["tp"])
-        gtp_shard(model, mesh["gtp"], schedule=ALL)
-        return wrap(model, mesh["dp"], **options)
-
-    return shard
 
 
 def plain_cell() -> Cell:
@@ -154,9 +142,9 @@ class TestCudaCompose(CudaTest):
         """dp x gtp x tp: on four GPUs with a gtp axis of one rank."""
         mesh = dp_gtp_tp()
         data = mesh["dp", "gtp"]
-        check(make(), under_fully_shard(mesh, reshard_after_forward=True), data, num_microbatches=2)
-        check(make(Recomputes), under_fully_shard(mesh, reshard_after_forward=False), data)
-        check_checkpoints(mesh, under_fully_shard(mesh))
+        check(make(), three_axes(mesh, reshard_after_forward=True), data, num_microbatches=2)
+        check(make(Recomputes), three_axes(mesh, reshard_after_forward=False), data)
+        check_checkpoints(mesh, three_axes(mesh))
 
     def test_hsdp_outside(self) -> None:
         mesh = mesh_of((2, QUARTER, 2), ("dp_replicate", "dp_shard", "gtp"), DEVICE)
@@ -166,6 +154,9 @@ class TestCudaCompose(CudaTest):
             return wrap(model, mesh["dp_replicate", "dp_shard"], reshard_after_forward=True)
 
         check(make(), shard, mesh)
+        mesh = mesh_of((2, QUARTER, 1, 2), ("dp_replicate", "dp_shard", "gtp", "tp"), DEVICE)
+        axes = ("dp_replicate", "dp_shard")
+        check(make(), three_axes(mesh, axes), mesh[(*axes, "gtp")], num_microbatches=2)
 
     def test_fully_shard_reads_complete_gradients_and_gtp_complete_shards(self) -> None:
         """Slow and poisoned collectives on their own streams: what is read too early is NaN or the last step's."""
@@ -187,6 +178,14 @@ class TestCudaCompose(CudaTest):
             token_loss(model, rows_of_rank(tokens, mesh)).backward()
             self.assertEqual({param.grad.dtype for param in model.parameters()}, {torch.float32})
             assert_same_params(model, reference, "grad", rtol=0.1, atol=2e-3)
+        mesh = dp_gtp_tp()
+        check(
+            make().float(),
+            three_axes(mesh, gtp={"mp_policy": BF16}),
+            mesh["dp", "gtp"],
+            loss_fn=lambda model, tokens: token_loss(model, tokens).float(),
+            tolerance={"rtol": 0.1, "atol": 5e-3},
+        )
 
     # --- torch.compile ------------------------------------------------------------------------------------------------
 

@@ -1,139 +1,181 @@
-"""``gtp_shard`` together with ``fully_shard`` outside of it and with ``torch.compile``."""
+"""``gtp_shard`` with two more at once; and what each composition has saved, loaded onto itself and into one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from common import ALL, GlooTest, check_training
+from checkpoint_common import PLAIN, check_reload, topology
+from common import ALL, GlooTest
+from fsdp_common import (
+    Model,
+    check,
+    dp_gtp,
+    make,
+    mesh_of,
+    next_token_loss,
+    tensor_parallel,
+    three_axes,
+    token_batch,
+    wrap,
+)
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
 
-class Block(nn.Module):
-    """Fused linears, a norm, and a raw weight."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
-        self.mix = nn.Parameter(torch.randn(dim, dim) * 0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.mix
-        return y
-
-
-class Model(nn.Module):
-    def __init__(self, dim: int = 16, num_layers: int = 3) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(33, dim)
-        self.layers = nn.ModuleList([Block(dim) for _ in range(num_layers)])
-        self.head = nn.Linear(dim, 33, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
-
-
-def token_batch(generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 33, (8, 6), generator=generator)
-
-
-def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Unlike AdamW it does not blow up the last bit of a gradient near zero."""
-    return torch.optim.SGD(params, lr=0.5)
+def compile_blocks(model: Any, is_wrapped: bool = False) -> Any:
+    """In place, or by a wrapper, which adds to the names of parameters."""
+    for index, layer in enumerate(model.layers):
+        if is_wrapped:
+            model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        else:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    return model
 
 
 class TestThreeAtOnce(GlooTest):
     """``gtp_shard`` with two more: each pair has a file of its own."""
 
-    def test_compiled_blocks_inside_of_fully_shard(self) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
+    def compiled(self, shard: Callable[[nn.Module], nn.Module], mesh: DeviceMesh) -> None:
+        """One graph for all blocks, without a break."""
         torch._dynamo.reset()
         counters.clear()
-
-        def shard(model: nn.Module) -> nn.Module:
-            gtp_shard(model, mesh["gtp"], schedule=ALL)
-            for layer in model.layers:  # type: ignore[union-attr]
-                layer.compile(backend="aot_eager", fullgraph=True)
-                fully_shard(layer, mesh=mesh["dp"])
-            return fully_shard(model, mesh=mesh["dp"])
-
-        torch.manual_seed(0)
-        check_training(Model(), shard, mesh, token_batch, next_token_loss, make_optimizer=sgd, num_microbatches=2)
-        self.assertFalse(counters["graph_break"])
-
-    def test_tensor_parallel_in_mixed_precision(self) -> None:
-        """Reduced in fp32, the gradients are as close as bf16 compute allows; parameters stay fp32."""
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
-
-        def shard(model: nn.Module) -> nn.Module:
-            parallelize_module(model, mesh["tp"], plan)
-            return gtp_shard(model, mesh["gtp"], schedule=ALL, mp_policy=policy)
-
-        torch.manual_seed(0)
-        model = check_training(
-            Model(),
-            shard,
-            mesh["gtp"],
-            token_batch,
-            lambda model, tokens: next_token_loss(model, tokens).float(),
-            make_optimizer=sgd,
-            tolerance={"rtol": 0.05, "atol": 2e-3},
-        )
-        self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})
-
-    def test_use_outside_of_its_module_is_refused(self) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
-        torch.manual_seed(0)
-        model = gtp_shard(Model(), mesh["gtp"], schedule=ALL)
-        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
-        model(token_batch(torch.Generator().manual_seed(0)))
-        with self.assertRaisesRegex(RuntimeError, "'head.weight'.*is used outside of the forward or backward of the"):
-            model.head(torch.zeros(1, 16))
-
-
-class TestCompile(GlooTest):
-    world_size = 2
-
-    def _check(self, whole: bool) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        counters.clear()
-
-        def shard(model: nn.Module) -> nn.Module:
-            gtp_shard(model, mesh, schedule=ALL)
-            for module in [model] if whole else model.layers:  # type: ignore[union-attr]
-                module.compile(backend="aot_eager", fullgraph=True)
-            return model
-
-        check_training(Model(), shard, mesh, token_batch, next_token_loss, make_optimizer=sgd, num_microbatches=2)
-        # one graph, also for all the layers of one shape
+        check(make(), lambda model: compile_blocks(shard(model)), mesh, num_microbatches=2)
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
         self.assertFalse(counters["graph_break"])
 
-    def test_blocks_share_one_graph(self) -> None:
-        self._check(whole=False)
+    def test_compiled_blocks_inside_of_fully_shard(self) -> None:
+        mesh = dp_gtp()
+        self.compiled(lambda model: wrap(gtp_shard(model, mesh["gtp"], schedule=ALL), mesh["dp"]), mesh)
 
-    def test_whole_model(self) -> None:
-        self._check(whole=True)
+    def test_compiled_blocks_with_replicas(self) -> None:
+        mesh = self.hsdp_mesh()
+        self.compiled(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh)
+
+    def test_tensor_parallel_in_mixed_precision(self) -> None:
+        """Reduced in fp32, the gradients are as close as bf16 compute allows; parameters stay fp32."""
+        policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+        gtp_tp, dp_gtp_tp = mesh_of((2, 2), ("gtp", "tp")), mesh_of((2, 1, 2), ("dp", "gtp", "tp"))
+
+        def two_axes(model: nn.Module) -> nn.Module:
+            tensor_parallel(model, gtp_tp["tp"])
+            return gtp_shard(model, gtp_tp["gtp"], schedule=ALL, **policy)
+
+        cells = (
+            (two_axes, gtp_tp["gtp"]),
+            (three_axes(dp_gtp_tp, gtp=policy), dp_gtp_tp["dp", "gtp"]),
+            (three_axes(dp_gtp_tp, **policy), dp_gtp_tp["dp", "gtp"]),
+        )
+        for shard, data in cells:
+            model = check(
+                make().float(),
+                shard,
+                data,
+                loss_fn=lambda model, tokens: next_token_loss(model, tokens).float(),
+                tolerance={"rtol": 0.05, "atol": 4e-3},
+            )
+            self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})
+
+
+def model_of(seed: int) -> Any:
+    return make(Model, seed)
+
+
+class TestReload(GlooTest):
+    """Trained, saved, loaded and trained on: what other files do not do for their compositions."""
+
+    def check(
+        self, shard: Callable[[Any], Any], mesh: DeviceMesh, make_model: Callable[[int], nn.Module] = model_of
+    ) -> None:
+        check_reload(
+            make_model,
+            lambda step: token_batch(torch.Generator().manual_seed(step)),
+            next_token_loss,
+            [topology(shard, mesh), PLAIN],
+        )
+
+    def test_replicas_with_checkpoint_wrappers(self) -> None:
+        mesh = self.hsdp_mesh()
+
+        def shard(model: Any) -> nn.Module:
+            for index, layer in enumerate(model.layers):
+                model.layers[index] = checkpoint_wrapper(layer)
+            return gtp_shard(model, mesh, schedule=ALL)
+
+        self.check(shard, mesh)
+
+    def test_compiled_blocks(self) -> None:
+        mesh = self.hsdp_mesh()
+        torch._dynamo.reset()
+        self.check(lambda model: compile_blocks(gtp_shard(model, mesh, schedule=ALL), is_wrapped=True), mesh)
+
+    def test_hsdp_outside(self) -> None:
+        mesh = mesh_of((2, 1, 2), ("outer", "middle", "gtp"))
+
+        def shard(model: Any) -> nn.Module:
+            gtp_shard(model, mesh["gtp"], schedule=ALL)
+            return wrap(model, mesh["outer", "middle"])
+
+        self.check(shard, mesh)
+
+    def test_siblings(self) -> None:
+        """``fully_shard``, ``replicate`` or DDP on the others."""
+        mesh = self.gtp_mesh()
+        beside: list[Callable[[nn.Module], nn.Module]] = [
+            lambda module: fully_shard(module, mesh=mesh),
+            lambda module: replicate(module, mesh=mesh),
+            DistributedDataParallel,
+        ]
+        for wrapper in beside:
+
+            def shard(model: Any, wrapper: Callable[[nn.Module], nn.Module] = wrapper) -> nn.Module:
+                gtp_shard(model.layers[0], mesh, schedule=ALL)
+                for owner, name in ((model.layers, "1"), (model, "embedding"), (model, "norm"), (model, "head")):
+                    setattr(owner, name, wrapper(getattr(owner, name)))
+                return model  # type: ignore[no-any-return]
+
+            self.check(shard, mesh)
+
+    def test_around(self) -> None:
+        """Of ``fully_shard``, inside of ``replicate``, inside of DDP that reduces what it ignores."""
+        mesh, outer = self.gtp_mesh(), dp_gtp()
+
+        def around(model: Any) -> nn.Module:
+            fully_shard(model.layers[0], mesh=mesh, reshard_after_forward=True)
+            return gtp_shard(model, mesh, schedule=ALL, ignored_params=set(model.layers[0].parameters()))
+
+        def inside(model: Any) -> nn.Module:
+            gtp_shard(model, outer["gtp"], schedule=ALL)
+            return replicate(model, mesh=outer["dp"])
+
+        def inside_of_ddp(model: Any) -> nn.Module:
+            gtp_shard(model, mesh, schedule=ALL, ignored_params={model.head.weight, *model.norm.parameters()})
+            return DistributedDataParallel(model)
+
+        for shard, data in ((around, mesh), (inside, outer), (inside_of_ddp, mesh)):
+            self.check(shard, data)
+
+    def test_frozen_weights(self) -> None:
+        """A base of which the norms and one layer train."""
+        mesh = self.gtp_mesh()
+
+        def frozen(seed: int) -> nn.Module:
+            model = model_of(seed)
+            model.requires_grad_(False)
+            for module in (model.norm, model.layers[0].norm, model.layers[1].up):
+                module.requires_grad_(True)
+            return model
+
+        self.check(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh, frozen)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from checkpoint_common import PLAIN, Topology, check_reload
 from common import ALL, GlooTest, _mesh, assert_same_params
 from runtime_common import Raw, assert_idle
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
@@ -80,8 +81,8 @@ class Model(nn.Module):
         return logits
 
 
-def make_model() -> Model:
-    torch.manual_seed(0)
+def make_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
     return Model()
 
 
@@ -93,6 +94,29 @@ def sum_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, posi
 def make_batch(step: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     return tokens[:, :-1], tokens[:, 1:].clone()
+
+
+def along(model: nn.Module, cp: DeviceMesh) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.cp = cp.get_group()
+    return model
+
+
+def part_of(batch: Any, cp: DeviceMesh, samples: DeviceMesh, is_balanced: bool = False, rows: Any = None) -> Any:
+    """This rank's tokens and targets, of its samples and its positions; and these.
+
+    Args:
+        is_balanced: A rank holds a part of the front and one of the back, as causal masks ask for.
+        rows: How many samples each rank of ``samples`` has; None for equally many.
+    """
+    num, rank = cp.size(), cp.get_local_rank()
+    mine = torch.arange(LENGTH).chunk(num)[rank]
+    if is_balanced:
+        parts = torch.arange(LENGTH).chunk(2 * num)
+        mine = torch.cat([parts[rank], parts[-1 - rank]])
+    rows = rows or batch[0].shape[0] // samples.size()
+    return (*(t.split(rows)[samples.get_local_rank()][:, mine] for t in batch), mine)
 
 
 class Trainers:
@@ -121,32 +145,31 @@ class TestDataAxes(GlooTest):
         *,
         is_balanced: bool = False,
         is_checkpointed: bool = False,
+        rows: list[int] | None = None,
     ) -> None:
-        """Each rank's loss is the mean over its tokens, of which all ranks have as many.
+        """Each rank's loss is the mean over its tokens, of which all ranks have as many, unless ``rows`` says how many
+        samples each has: then some targets do not count either, and the loss is a share of the mean over all ranks.
 
         Args:
             cp: Ranks that hold parts of the same sequences.
             samples: Ranks that hold different samples.
-            is_balanced: A rank holds a part of the front and one of the back, as causal masks ask for.
         """
         reference = make_model()
         model = copy.deepcopy(reference)
         model.is_checkpointed = is_checkpointed
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.cp = cp.get_group()
-        shard(model)
+        shard(along(model, cp))
         trainers = Trainers(model, reference)
-        num, rank = cp.size(), cp.get_local_rank()
-        mine = torch.arange(LENGTH).chunk(num)[rank]
-        if is_balanced:
-            parts = torch.arange(LENGTH).chunk(2 * num)
-            mine = torch.cat([parts[rank], parts[-1 - rank]])
         for step in range(3):
             batch = make_batch(step)
-            (sum_loss(reference, *batch) / batch[1].numel()).backward()
-            tokens, targets = (t.chunk(samples.size())[samples.get_local_rank()][:, mine] for t in batch)
-            (sum_loss(model, tokens, targets, mine) / targets.numel()).backward()
+            if rows is not None:
+                batch[1][:3, 3:] = -100  # as padding behind shorter samples
+            tokens, targets, positions = part_of(batch, cp, samples, is_balanced, rows)
+            num_tokens = (targets != -100).sum()
+            if rows is not None:
+                dist.all_reduce(num_tokens)
+            share = sum_loss(model, tokens, targets, positions) / num_tokens
+            (share if rows is None else share * self.world_size).backward()
+            (sum_loss(reference, *batch) / (batch[1] != -100).sum()).backward()
             trainers.compare_and_step()
             if not is_checkpointed:
                 assert_idle(model)
@@ -184,6 +207,35 @@ class TestDataAxes(GlooTest):
             fully_shard(model, mesh=mesh.flatten("dp", "cp"))
 
         self.check_cp(mesh["cp"], mesh.batch, shard)
+
+    def test_cp_with_uneven_batches(self) -> None:
+        """Ranks differ in samples, and, along cp, in targets that count."""
+        mesh = init_weight_mesh("cpu", cp=2, gtp=2)
+        for weights in (mesh.weights, mesh.flatten("cp", "gtp")):
+            for is_balanced in (False, True):
+                self.check_cp(
+                    mesh["cp"],
+                    mesh.batch,
+                    lambda m, on=weights: gtp_shard(m, on, schedule=ALL),
+                    is_balanced=is_balanced,
+                    rows=[5, 3],
+                )
+
+    def test_cp_checkpoints(self) -> None:
+        """Loaded on the same axes, and in one process."""
+        mesh = init_weight_mesh("cpu", cp=2, gtp=2)
+
+        def under_fully_shard(model: nn.Module) -> nn.Module:
+            gtp_shard(along(model, mesh["cp"]), mesh["gtp"], schedule=ALL)
+            return fully_shard(model, mesh=mesh.flatten("dp", "cp"))
+
+        for shard in (lambda m: gtp_shard(along(m, mesh["cp"]), mesh.weights, schedule=ALL), under_fully_shard):
+            check_reload(
+                make_model,
+                lambda step: (*make_batch(step), torch.arange(LENGTH)),
+                lambda model, part: sum_loss(model, *part) / part[1].numel(),
+                [Topology(shard, lambda batch: part_of(batch[:2], mesh["cp"], mesh.batch)), PLAIN],
+            )
 
     # --- uneven batches -----------------------------------------------------------------------------------------------
 

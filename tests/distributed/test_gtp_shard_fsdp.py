@@ -34,7 +34,7 @@ from fsdp_common import (
     make,
     mesh_of,
     next_token_loss,
-    tensor_parallel,
+    three_axes,
     token_batch,
     wrap,
 )
@@ -202,6 +202,11 @@ class TestFullyShardOutside(GlooTest):
 
             check(make(), shard, mesh)
 
+    def test_hsdp_outside_of_tensor_parallelism(self) -> None:
+        mesh = mesh_of((2, 1, 1, 2), ("outer", "middle", "gtp", "tp"))
+        shard = three_axes(mesh, ("outer", "middle"), reshard_after_forward=True)
+        check(make(), shard, mesh["outer", "middle", "gtp"], num_microbatches=2)
+
     def test_replicas_inside(self) -> None:
         for shape in ((2, 2, 1), (2, 1, 2)):
             mesh = mesh_of(shape, ("outer", "middle", "gtp"))
@@ -270,6 +275,9 @@ class TestFullyShardOutside(GlooTest):
             self.assertEqual(FP32 in counts.dtypes["_allgather_base_"], name == "gtp")
             self.assertEqual({p.grad.dtype for p in model.parameters()}, {FP32}, name)
             assert_same_params(model, reference, "grad", rtol=0.1, atol=2e-3)
+            for module in (model, reference):
+                torch.optim.SGD(module.parameters(), lr=0.5).step()
+            assert_same_params(model, reference, rtol=0, atol=5e-3)
 
     def test_wide_reduction_under_gtp_policy(self) -> None:
         """Gradients that bf16 cannot hold survive both reductions where fully_shard keeps the parameters in fp32."""
@@ -406,15 +414,10 @@ class TestFullyShardOutsideOfEight(GlooTest):
 
     def test_tensor_parallel(self) -> None:
         mesh = mesh_of((2, 2, 2), ("dp", "gtp", "tp"))
-
-        def shard(model: nn.Module, **options: Any) -> nn.Module:
-            tensor_parallel(model, mesh["tp"])
-            gtp_shard(model, mesh["gtp"], schedule=ALL)
-            return wrap(model, mesh["dp"], **options)
-
-        check(make(), lambda model: shard(model, reshard_after_forward=True), mesh["dp", "gtp"], num_microbatches=2)
-        check(make(Recomputes), lambda model: shard(model, reshard_after_forward=False), mesh["dp", "gtp"], steps=1)
-        check_checkpoints(mesh, shard)
+        data = mesh["dp", "gtp"]
+        check(make(), three_axes(mesh, reshard_after_forward=True), data, num_microbatches=2)
+        check(make(Recomputes), three_axes(mesh, reshard_after_forward=False), data, steps=1)
+        check_checkpoints(mesh, three_axes(mesh))
 
     def test_hsdp_outside(self) -> None:
         mesh = mesh_of((2, 2, 2), ("dp_replicate", "dp_shard", "gtp"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.utils.parametrize as parametrize
+from checkpoint_common import PLAIN, check_reload, topology
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Raw, assert_idle, make_rows, shard_copy, small_model, square_loss, square_step
 from torch.distributed.tensor import DTensor
@@ -315,6 +316,22 @@ class TestHooks(GlooTest):
                 raise AssertionError(f"{what}: {error}") from error
             reference.train()
             model.train()
+
+    def test_checkpoints_of_parametrizations(self) -> None:
+        """What a parametrization keeps: parameters, and buffers that change in each forward (spectral norm)."""
+        mesh = self.gtp_mesh()
+        for name in ("weight_norm", "weight_norm by hook", "spectral_norm", "custom with a parameter"):
+
+            def make_model(seed: int, name: str = name) -> nn.Module:
+                torch.manual_seed(seed)
+                return nn.Sequential(PARAMETRIZED[name](), nn.Tanh(), Raw()).double()
+
+            check_reload(
+                make_model,
+                lambda step: make_rows(step, dtype=torch.float64),
+                square_loss,
+                [topology(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh), PLAIN],
+            )
 
     def test_parametrizations_after_sharding_are_refused(self) -> None:
         """They replace the sharded parameter by others, at which no gradient is reduced."""

@@ -17,6 +17,7 @@ from common import assert_same_params, environment, fake_world
 from expecttest import TestCase
 from runtime_common import assert_idle, counted, num_gathers, runtime_of, weight_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp._runtime.gathered import Gatherable, Gathered
@@ -149,6 +150,52 @@ use 0.q""",
         assert_idle(model)
         used = num_gathers(model)
         self.assertEqual(set(used.values()) - {4}, {3}, "one each way; the last of the forward is kept")
+
+    def test_recomputations_are_gathered_ahead(self) -> None:
+        """In one chain with the rest of backward, in the order in which they really alternate: each gather is launched
+        before its use, on demand it would be after it."""
+
+        class Model(nn.Sequential):
+            use_reentrant = False
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in self:
+                    x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+                return x
+
+        for use_reentrant in (False, True):
+            model = Model(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+            model.use_reentrant = use_reentrant
+            gtp_shard(
+                model,
+                self.mesh["gtp"],
+                schedule=SchedulePolicy(1, min_shard_numel=WIDTH + 1, coalesce_nbytes=0, prefetch_nbytes=0),
+            )
+            for _ in range(2):
+                self.step(model)
+            output = model(torch.ones(3, WIDTH, requires_grad=True)).tanh().sum()
+            with recorded(model) as lines:
+                output.backward()
+            self.assertExpectedInline(
+                "\n".join(lines),
+                """\
+  gather 1.0
+use 1.0
+  gather 1.1
+use 1.1
+  gather 1.1
+use 1.1
+  gather 1.0
+use 1.0
+  gather 0.0
+use 0.0
+  gather 0.1
+use 0.1
+  gather 0.1
+use 0.1
+  gather 0.0
+use 0.0""",
+            )
 
     def test_experts_of_the_dense_window(self) -> None:
         model = self.make(num_blocks=2, expert_blocks_ahead=0)

@@ -210,10 +210,14 @@ def train(
     pipeline.assert_same_logits(reference, steps)
 
 
-def check_reload(pipeline: Pipeline, reference: nn.Sequential) -> None:
-    """What is saved from the stages loads into other stages, and into a whole model over another mesh."""
+def check_reload(pipeline: Pipeline, reference: nn.Sequential, **options: Any) -> None:
+    """What is saved from the stages loads into other stages, which train on, and into a whole model over another mesh.
+
+    Args:
+        options: Of the other stages.
+    """
     layout = pipeline.layout
-    again = Pipeline(layout, make_parts(layout.num_parts, seed=1))
+    again = Pipeline(layout, make_parts(layout.num_parts, seed=1), **options)
     whole = gtp_shard(make_parts(layout.num_parts, seed=2), _mesh((4,), ("gtp",)), schedule=ALL)
     with shared_directory() as folder:
         dcp.save({"model": pipeline.state_dict()}, checkpoint_id=folder)
@@ -222,6 +226,7 @@ def check_reload(pipeline: Pipeline, reference: nn.Sequential) -> None:
     again.assert_same(reference, "param")
     assert_same_params(whole, reference)
     again.assert_same_logits(reference, 9)
+    train(again, reference, steps=1)
 
 
 def check(layout: Layout) -> None:
@@ -323,7 +328,7 @@ class TestPipeline(GlooTest):
 
     def test_kept_across_microbatches(self) -> None:
         """Each step gathers each weight once. It is freed by ``reshard``, or when the optimizer has made it stale."""
-        for layout, stage_class in ((ONE_F_ONE_B, Stage), (INTERLEAVED, OncePerStep)):
+        for layout, stage_class in ((ONE_F_ONE_B, Stage), (INTERLEAVED, Stage), (INTERLEAVED, OncePerStep)):
             reference, pipeline = make_parts(layout.num_parts), Pipeline(layout, stage_class=stage_class)
             for part in pipeline.parts.values():
                 part.set_reshard_after_forward(False)
@@ -421,7 +426,9 @@ class TestPipeline(GlooTest):
 
         for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
             layout = Layout(2, lambda rank: (0, 1), schedule, sizes=(1, 2, 2))
-            train(Pipeline(layout, shard=shard), make_parts(2))
+            pipeline, reference = Pipeline(layout, shard=shard), make_parts(2)
+            train(pipeline, reference)
+        check_reload(pipeline, reference, shard=shard)
 
     def test_tied_stages_of_one_rank(self) -> None:
         """Embedding and head meet on the first ranks: one shard, summed gradients. A schedule that scales gradients

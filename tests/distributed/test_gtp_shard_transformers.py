@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from checkpoint_common import PLAIN, check_reload, topology
 from common import ALL, GlooTest, assert_same_params, check_training, full
 from runtime_common import assert_idle, num_gathers
 from torch._dynamo.utils import counters
@@ -104,12 +105,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 TEXT_MODELS = ["bert", "gpt2", "llama", "mixtral", "t5"]
 
 
-def make(name: str) -> nn.Module:
+def make(name: str, seed: int = 0) -> nn.Module:
     """The model in train mode, with every parameter away from its all-zeros or all-ones start.
 
     In float64, but for the one whose kernel does not take it.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = MODELS[name]().train()
     if name != "mixtral_grouped_mm":
         model.double()
@@ -404,6 +405,17 @@ class TestTransformers(GlooTest):
         end = int(free[0, NUM_TOKENS + 2 * self.rank])  # the token that ends this rank's sequence, early on rank 0
         expected = reference.generate(tokens, **options, eos_token_id=end)
         self.assertEqual(model.generate(tokens, **options, eos_token_id=end, synced_gpus=True), expected)
+
+    def test_reloads(self) -> None:
+        """From a distributed checkpoint, sharded and in one process; both train on."""
+        mesh = self.gtp_mesh()
+        for name in ("gpt2", "llama_tied", "mixtral", "t5"):
+            check_reload(
+                functools.partial(make, name),
+                lambda step, name=name: make_batch(name, torch.Generator().manual_seed(step)),
+                model_loss,
+                [topology(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh), PLAIN],
+            )
 
     @parametrize("name", TEXT_MODELS)
     def test_exports(self, name: str) -> None:

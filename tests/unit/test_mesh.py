@@ -3,7 +3,7 @@
 import ast
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -368,6 +368,39 @@ def test_tied_pipeline_stages_on_different_meshes() -> None:
         assert not isinstance(last[0].weight, DTensor)
         gtp_shard(last, mesh["gtp"], schedule=ALL)
         assert last[1].weight is first[0].weight
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_each_wrong_order_is_refused_on_each_rank_with_the_order_to_use(rank: int) -> None:
+    """Every rank runs the same lines, and finds out without asking another: none is left in a collective."""
+    with fake_world(8, rank=rank):
+        mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
+        other = DeviceMesh("cpu", torch.arange(8).flip(0).view(2, 4), mesh_dim_names=("dp", "gtp"))
+        sharded = gtp_shard(mlp(), mesh["gtp"], schedule=ALL)
+        under_fsdp = fully_shard(mlp(), mesh=mesh["dp"])
+        parallel = parallelize_module(mlp(), mesh["tp"], PLAN)
+        first, last = tied_stages()
+        gtp_shard(first, mesh["gtp"], schedule=ALL)
+        refused: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+            "axes of one view in its order": (KeyError, lambda: gtp_shard(mlp(), mesh["gpt"])),
+            r"whose axes no parameter uses yet.* mesh\['gtp'\] beside mesh\['tp'\]": (
+                ValueError,
+                lambda: gtp_shard(parallel, mesh["tp"]),
+            ),
+            "Call parallelize_module first, then gtp_shard, then fully_shard": (
+                RuntimeError,
+                lambda: parallelize_module(sharded, mesh["tp"], PLAN),
+            ),
+            "Call gtp_shard first, then fully_shard": (ValueError, lambda: gtp_shard(under_fsdp, mesh["gtp"])),
+            "same root as its own.* Build one mesh with init_device_mesh": (
+                ValueError,
+                lambda: gtp_shard(parallel, other["gtp"]),
+            ),
+            "tied weights on one pipeline stage": (ValueError, lambda: gtp_shard(last, mesh.weights, schedule=ALL)),
+        }
+        for message, (kind, call) in refused.items():
+            with pytest.raises(kind, match=message):
+                call()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
