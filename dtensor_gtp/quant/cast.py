@@ -190,10 +190,10 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     code = (magnitude > 0.25).to(torch.uint8)
     # A tie goes to the code that is even: down at .25, 1.25, 2.5 and 5, up at .75, 1.75 and 3.5.
     for bound in (1.25, 2.5, 5.0):
-        code += magnitude > bound
+        code = code + (magnitude > bound)  # not in place, which a checkpoint that saves everything does not allow
     for bound in (0.75, 1.75, 3.5):
-        code += magnitude >= bound
-    code |= values.signbit().to(torch.uint8) << 3
+        code = code + (magnitude >= bound)
+    code = code | (values.signbit().to(torch.uint8) << 3)
     return torch.where(values.isnan(), 0, code).to(torch.uint8)
 
 

@@ -216,6 +216,7 @@ class TestOnOneGPU(unittest.TestCase):
             actual = casts_for(late).cast_rows(late)
         stream.synchronize()
         self.assert_same_bits(actual, REFERENCE.cast_rows(matrix + 1), device)
+        self.assert_same_bits(casts_for(matrix).cast_rows(matrix), REFERENCE.cast_rows(matrix), "current device")
 
     def test_cuda_graph(self) -> None:
         matrix = hard_matrix().cuda()
