@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy, Waitable
-from . import collectives
 from .backends import choose_gather_backend, make_copy_engine
 from .copy_engine import CopyEngine
 from .debug import DebugFlags, Delays, check_order
@@ -203,13 +202,9 @@ class CommContext:
         elif done.work is not None:
             done.work.wait()
 
-    def all_to_all(self, groups: Groups, output: torch.Tensor, input: torch.Tensor) -> dist.Work | None:
-        """Within ``reducing``: send the i-th of equal slices to rank i, see ``collectives.all_to_all``."""
-        engine = self._scatter_engines.get(groups.scatter_name)
-        if engine is None:
-            return collectives.all_to_all(output, input, groups.scatter, self.has_streams)
-        engine.all_to_all(output, input)
-        return None
+    def scatter_engine(self, groups: Groups) -> CopyEngine:
+        """The copy engines of the scatter group, for ``reduce_scatter="copy_engine"``."""
+        return self._scatter_engines[groups.scatter_name]
 
     def reducing(self) -> AbstractContextManager[Any]:
         """Context in which a reduction is launched, on the scatter stream. Bounds how many are in flight."""

@@ -20,11 +20,12 @@ What follows from it:
   graph, replayed any number of times and mixed with eager gathers. All ranks must replay alike, as with NCCL.
 - *The stage grows* when a larger gather comes, outside of CUDA graphs only: all ranks wait for their streams, then
   meet, before the old stage is freed. One that a graph uses is kept for as long as the backend is.
-- *A process that ends or hangs in between* leaves its peers in a barrier. Those give up after ``_TIMEOUT_MS``, with an
-  error of the device that ends the process, as NCCL's watchdog does. What they have mapped of a process that is gone
-  stays valid memory until they unmap it.
+- *A process that ends or hangs in between* leaves its peers' streams waiting, as long as these processes live. What
+  ends them is the launcher, or the watchdog of the next collective of NCCL, such as that of the whole parameters.
+  What they have mapped of a process that is gone stays valid memory until they unmap it.
 
-NVLink multicast is not used.
+Barriers are memory operations of the streams: no kernel has to find a place beside the GEMMs (see
+``_torch_compat.driver``). NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 
 _ALIGNMENT = 16
-_TIMEOUT_MS = 600_000
 
 
 class Stage(Protocol):
@@ -133,18 +133,23 @@ class CopyEngine(Staged[compat.SymmetricBuffer]):
             if part[self._rank].data_ptr() != shard.data_ptr():
                 part[self._rank].copy_(shard)
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Copy the slice for this rank out of every rank's ``input``, on the current stream.
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """Copy the row for this rank out of every rank's inputs, on the current stream.
 
         Args:
-            output, input: Shape ``(world * rows, ...)``, contiguous.
+            outputs: Shape ``(world, numel)``; row i comes from rank i. Each row contiguous.
+            inputs: Shape ``(world, numel)``, contiguous; row i is for rank i.
         """
-        received, sent = output.chunk(self._num_ranks), input.chunk(self._num_ranks)
-        stage = self._fill([input], [0, input.nbytes])
-        place = self._rank * sent[self._rank].nbytes
+        places = offsets([input.nbytes for input in inputs])
+        stage = self._fill(inputs, places)
+        rows = [
+            (place + self._rank * input[0].nbytes, input[0].shape) for place, input in zip(places, inputs, strict=False)
+        ]
         for rank in self._peers():
-            received[rank].copy_(stage.view(rank, place, received[rank].shape, input.dtype))
-        received[self._rank].copy_(sent[self._rank])
+            for output, (place, shape) in zip(outputs, rows, strict=True):
+                output[rank].copy_(stage.view(rank, place, shape, output.dtype))
+        for output, input in zip(outputs, inputs, strict=True):
+            output[self._rank].copy_(input[self._rank])
 
     def _peers(self) -> list[int]:
         """The others, each rank beginning with its neighbour, so that no link is asked by all at once."""
@@ -153,10 +158,10 @@ class CopyEngine(Staged[compat.SymmetricBuffer]):
     def _fill(self, sources: list[torch.Tensor], places: list[int]) -> compat.SymmetricBuffer:
         """Steps 1 to 3 of [Note: rules of the copy engine]."""
         stage = self._reserve(places[-1])
-        stage.barrier(_TIMEOUT_MS)
+        stage.barrier(0)
         for source, place in zip(sources, places, strict=False):
             stage.view(self._rank, place, source.shape, source.dtype).copy_(source)
-        stage.barrier(_TIMEOUT_MS)
+        stage.barrier(1)
         return stage
 
 

@@ -21,7 +21,7 @@ from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
 from .debug import profiler_range
 from .param import ManagedParam, ShardedWeight, WholeParam
-from .scattering import Scattering, can_travel_together, launch_together, make_scattering, sum_dtype
+from .scattering import Scattering, can_travel_together, make_scattering, sum_dtype
 
 
 class _Job(NamedTuple):
@@ -38,13 +38,12 @@ class _Submitted(NamedTuple):
     """A gradient on its way to the scatter stream."""
 
     job: _Job
-    scattering: Scattering
+    buffer: torch.Tensor
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What is alike in gradients that travel together."""
-        slot, weight = self.scattering.slot, self.job.weight
-        return weight.groups, slot.dtype, self.job.scale
+        return self.job.weight.groups, self.job.weight.reduce_dtype, self.job.scale
 
 
 class UnequalReplicas(Protocol):
@@ -171,17 +170,16 @@ class Gradients:
         if self.replicas is not None:
             share = self.replicas.share(factor)
             buffer = self.replicas.weigh_full(buffer, factor)
-        scattering = make_scattering(self._kind, buffer, layout.world, weight.reduce_dtype)
-        scale = collectives.reduce_scale(scattering.slot.dtype, weight.num_ranks, factor)
+        scale = collectives.reduce_scale(sum_dtype(self._kind, weight.reduce_dtype), weight.num_ranks, factor)
         job = _Job(weight, scale, groups.replicate, flags.requires_all_reduce, share)
 
-        submitted = _Submitted(job, scattering)
-        if buffer.nbytes >= self._together_nbytes or not can_travel_together(scattering):
+        submitted = _Submitted(job, buffer)
+        if buffer.nbytes >= self._together_nbytes or not can_travel_together(self._kind, layout.world):
             self.launch_waiting()
             self._launch([submitted])
             return
         waiting = self._waiting
-        nbytes = buffer.nbytes + sum(other.scattering.keep[0].nbytes for other in waiting)
+        nbytes = buffer.nbytes + sum(other.buffer.nbytes for other in waiting)
         if waiting and (nbytes > self._together_nbytes or waiting[0].key != submitted.key):
             self.launch_waiting()
         self._waiting.append(submitted)
@@ -193,18 +191,15 @@ class Gradients:
             self._launch(waiting)
 
     def _launch(self, together: list[_Submitted]) -> None:
-        comm, (job, first), groups = self._comm, together[0], together[0].job.weight.groups
-        is_one = len(together) == 1
-        names = job.weight.fqn if is_one else ", ".join(other.weight.fqn for other, _ in together)
+        comm, (weight, scale, *_) = self._comm, together[0].job
+        names = ", ".join(job.weight.fqn for job, _ in together)
+        fulls = [buffer for _, buffer in together]
+        scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype)
         with profiler_range("GTP::reduce_scatter", names), comm.reducing():
-            comm.before_collective("reduce_scatter", names, groups)
-            if is_one:
-                work, keep = first.launch(job.scale, groups, comm), first.keep
-            else:
-                scatterings = [scattering for _, scattering in together]
-                work = launch_together(scatterings, job.scale, groups.scatter, comm.has_streams)
-                keep = tuple(buffer for scattering in scatterings for buffer in scattering.keep)
-            comm.reduction_launched(work, partial(self._scattered, together), keep)
+            comm.before_collective("reduce_scatter", names, weight.groups)
+            work = scattering.launch(scale, weight.groups, comm)
+            complete = partial(self._scattered, [job for job, _ in together], scattering)
+            comm.reduction_launched(work, complete, scattering.keep)
 
     def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
@@ -225,10 +220,10 @@ class Gradients:
         with self._comm.reducing():
             self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot,))
 
-    def _scattered(self, together: list[_Submitted]) -> None:
-        for job, scattering in together:
-            scattering.finish(job.scale)
-            self._complete(job, scattering.slot)
+    def _scattered(self, jobs: list[_Job], scattering: Scattering) -> None:
+        scattering.finish(jobs[0].scale)
+        for job, slot in zip(jobs, scattering.slots, strict=True):
+            self._complete(job, slot)
 
     def _complete(self, job: _Job, slot: torch.Tensor) -> None:
         """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""

@@ -1,7 +1,8 @@
 """Kinds of reduce-scatter: how the full gradients of all ranks become the reduced rows of each.
 
-A *scattering* is one of them in flight. It is made on the compute stream, where it allocates its buffers, launched on
-the scatter stream, and finished there after the collective (without streams: after the background work).
+A *scattering* is one of them in flight, of one gradient or of several that travel together. It is made on the compute
+stream, where it allocates its buffers, launched on the scatter stream, and finished there after the collective (without
+streams: after the background work).
 
 [Note: error of a reduction]
 A ring adds up in the dtype of the wire, one rank after the other: with bf16, whose rounding is 2^-9, the error of the
@@ -33,14 +34,14 @@ def sum_dtype(kind: ReduceScatterKind, wire_dtype: torch.dtype) -> torch.dtype:
 
 
 class Scattering(Protocol):
-    """One reduce-scatter.
+    """One reduce-scatter, of one gradient or of several.
 
-    ``slot`` holds this rank's rows in the end, in the dtype of the sum. ``keep`` are the buffers that the communication
-    uses, after the launch; the first is what is sent.
+    ``slots`` hold this rank's rows of each in the end, in the dtype of the sum. ``keep`` are the buffers that the
+    communication uses, after the launch.
     """
 
     @property
-    def slot(self) -> torch.Tensor: ...
+    def slots(self) -> list[torch.Tensor]: ...
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]: ...
@@ -49,45 +50,33 @@ class Scattering(Protocol):
         """Launch the collective: on the current stream, or in the background where there are no streams."""
 
     def finish(self, scale: ReduceScale) -> None:
-        """After the collective: what is left until ``slot`` is the sum (the mean, if that is the operation)."""
+        """After the collective: what is left until ``slots`` are the sums (the means, if that is the operation)."""
+
+
+def can_travel_together(kind: ReduceScatterKind, num_ranks: int) -> bool:
+    """Whether one scattering takes several gradients."""
+    return num_ranks > 1 and kind != "all_to_all"
 
 
 def make_scattering(
-    kind: ReduceScatterKind, full: torch.Tensor, num_ranks: int, wire_dtype: torch.dtype | None = None
+    kind: ReduceScatterKind, fulls: Sequence[torch.Tensor], num_ranks: int, wire_dtype: torch.dtype
 ) -> Scattering:
-    """A scattering of ``full``, on the current stream.
+    """A scattering of gradients, on the current stream.
 
     Args:
         kind: Which one.
-        full: A gradient of shape ``(num_ranks * rows, ...)``; it may be written to. If it is not contiguous or has
-            another dtype, what is sent is a copy, which the launch makes.
+        fulls: Gradients of shape ``(num_ranks * rows, ...)``; they may be written to. Of those that are not contiguous
+            or of another dtype, a copy is sent, which the launch makes. One, or several if they can travel together.
         num_ranks: Size of the group.
-        wire_dtype: What it is sent in; by default its own dtype.
+        wire_dtype: What they are sent in.
     """
-    wire_dtype = wire_dtype or full.dtype
     dtype = sum_dtype(kind, wire_dtype)
     if num_ranks == 1:
-        return _Alone(full, dtype)
-    parcel = _Parcel(full, wire_dtype)
-    return _Ring(parcel, num_ranks) if kind == "ring" else _AllToAll(parcel, num_ranks, dtype)
-
-
-def can_travel_together(scattering: Scattering) -> bool:
-    """Whether :func:`launch_together` takes it."""
-    return isinstance(scattering, _Ring)
-
-
-def launch_together(
-    scatterings: Sequence[Scattering], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
-) -> dist.Work | None:
-    """Launch several scatterings of one dtype as one operation."""
-    rings = [scattering for scattering in scatterings if isinstance(scattering, _Ring)]
-    fulls, slots = [ring.parcel.packed() for ring in rings], [ring.slot for ring in rings]
-    return collectives.reduce_scatter_many(slots, fulls, scale, group, stream)
-
-
-def _empty_slot(full: torch.Tensor, num_ranks: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(full.shape[0] // num_ranks, *full.shape[1:], dtype=dtype, device=full.device)
+        return _Alone(fulls[0], dtype)
+    parcels = [_Parcel(full, wire_dtype) for full in fulls]
+    if kind == "ring":
+        return _Ring(parcels, num_ranks)
+    return _AllToAll(parcels[0], num_ranks, dtype) if kind == "all_to_all" else _Copies(parcels, num_ranks, dtype)
 
 
 class _Parcel:
@@ -101,7 +90,12 @@ class _Parcel:
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:
+        """What the communication uses; the first is what is sent."""
         return (self._sent,) if self._source is None else (self._sent, self._source)
+
+    def slot_shape(self, num_ranks: int) -> torch.Size:
+        """Of the rows of one rank."""
+        return torch.Size((self._sent.shape[0] // num_ranks, *self._sent.shape[1:]))
 
     def packed(self) -> torch.Tensor:
         """What to send, on the current stream."""
@@ -116,31 +110,31 @@ class _Alone:
     """One rank: nothing is sent, the sum has one addend."""
 
     def __init__(self, full: torch.Tensor, dtype: torch.dtype) -> None:
-        self.slot = full if full.dtype == dtype else full.to(dtype)
+        self.slots = [full if full.dtype == dtype else full.to(dtype)]
         self.keep = (full,)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> None:
         if scale.predivide is not None:
-            self.slot.div_(scale.predivide)
+            self.slots[0].div_(scale.predivide)
 
     def finish(self, scale: ReduceScale) -> None:
         pass
 
 
 class _Ring:
-    """The backend's own reduce-scatter, in the dtype of the gradient."""
+    """The backend's own reduce-scatter, in the dtype of the gradients."""
 
-    def __init__(self, parcel: _Parcel, num_ranks: int) -> None:
-        self.parcel = parcel
-        sent = parcel.keep[0]
-        self.slot = _empty_slot(sent, num_ranks, sent.dtype)
+    def __init__(self, parcels: list[_Parcel], num_ranks: int) -> None:
+        self._parcels = parcels
+        self.slots = [parcel.keep[0].new_empty(parcel.slot_shape(num_ranks)) for parcel in parcels]
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:
-        return (*self.parcel.keep, self.slot)
+        return (*(buffer for parcel in self._parcels for buffer in parcel.keep), *self.slots)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
-        return collectives.reduce_scatter(self.slot, self.parcel.packed(), scale, groups.scatter, comm.has_streams)
+        fulls = [parcel.packed() for parcel in self._parcels]
+        return collectives.reduce_scatter_many(self.slots, fulls, scale, groups.scatter, comm.has_streams)
 
     def finish(self, scale: ReduceScale) -> None:
         pass
@@ -152,19 +146,50 @@ class _AllToAll:
     def __init__(self, parcel: _Parcel, num_ranks: int, dtype: torch.dtype) -> None:
         self._parcel = parcel
         sent = parcel.keep[0]
-        self.slot = _empty_slot(sent, num_ranks, dtype)
+        self.slots = [sent.new_empty(parcel.slot_shape(num_ranks), dtype=dtype)]
         self._received = torch.empty_like(sent)
         self._num_ranks = num_ranks
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:
-        return (*self._parcel.keep, self._received, self.slot)
+        return (*self._parcel.keep, self._received, *self.slots)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         assert scale.predivide is None, "a sum in float32 does not overflow"
-        return comm.all_to_all(groups, self._received, self._parcel.packed())
+        return collectives.all_to_all(self._received, self._parcel.packed(), groups.scatter, comm.has_streams)
 
     def finish(self, scale: ReduceScale) -> None:
-        addends = self._received.view(self._num_ranks, *self.slot.shape)
-        reduce = torch.mean if scale.op == dist.ReduceOp.AVG else torch.sum
-        reduce(addends, 0, dtype=self.slot.dtype, out=self.slot)
+        (slot,) = self.slots
+        _add(self._received.view(self._num_ranks, *slot.shape), slot, scale)
+
+
+class _Copies:
+    """The same by copy engines. What is received of one rank lies in one piece, so that one kernel adds everything:
+    each kernel on the scatter stream waits until a GEMM has left room for it."""
+
+    def __init__(self, parcels: list[_Parcel], num_ranks: int, dtype: torch.dtype) -> None:
+        self._parcels = parcels
+        shapes = [parcel.slot_shape(num_ranks) for parcel in parcels]
+        self._sizes = [shape.numel() for shape in shapes]
+        sent = parcels[0].keep[0]
+        self._sum = sent.new_empty(sum(self._sizes), dtype=dtype)
+        self._received = sent.new_empty(num_ranks, sum(self._sizes))
+        self.slots = [part.view(shape) for part, shape in zip(self._sum.split(self._sizes), shapes, strict=True)]
+
+    @property
+    def keep(self) -> tuple[torch.Tensor, ...]:
+        return (*(buffer for parcel in self._parcels for buffer in parcel.keep), self._received, self._sum)
+
+    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> None:
+        assert scale.predivide is None, "a sum in float32 does not overflow"
+        num_ranks = len(self._received)
+        sent = [parcel.packed().view(num_ranks, size) for parcel, size in zip(self._parcels, self._sizes, strict=True)]
+        comm.scatter_engine(groups).all_to_all(list(self._received.split(self._sizes, 1)), sent)
+
+    def finish(self, scale: ReduceScale) -> None:
+        _add(self._received, self._sum, scale)
+
+
+def _add(addends: torch.Tensor, total: torch.Tensor, scale: ReduceScale) -> None:
+    reduce = torch.mean if scale.op == dist.ReduceOp.AVG else torch.sum
+    reduce(addends, 0, dtype=total.dtype, out=total)

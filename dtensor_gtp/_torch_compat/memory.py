@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from .driver import SignalBarrier, num_flag_bytes
 from .groups import resolve_group
+
+_FLAG_ALIGNMENT = 256
 
 
 class RegisteredBuffer:
@@ -47,12 +50,22 @@ class SymmetricBuffer:
 
     def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
         memory = torch._C._distributed_c10d._SymmetricMemory
+        group = resolve_group(group_name)
+        begin = -(-nbytes // _FLAG_ALIGNMENT) * _FLAG_ALIGNMENT
         self.nbytes = nbytes
-        self._own = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group_name)
-        self._handle = memory.rendezvous(self._own, group_name)
+        self._device = device
+        own = memory.empty_strided_p2p((begin + num_flag_bytes(group.size()),), (1,), torch.uint8, device, group_name)
+        self._handle = memory.rendezvous(own, group_name)
         self._views: dict[tuple[int, int, torch.Size, torch.dtype], torch.Tensor] = {}
         if self._handle is None:
             raise RuntimeError(f"no symmetric memory for the ranks of process group '{group_name}'")
+        own[begin:].zero_()
+        self._barrier = SignalBarrier([pointer + begin for pointer in self._handle.buffer_ptrs], group.rank())
+        self._handle.barrier(0, 0)  # no peer may signal before the flags are zero
+        for turn in range(2):  # a driver that refuses is to do so now
+            self.barrier(turn)
+        torch.cuda.current_stream(device).synchronize()
+        self._own = own
 
     def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the buffer of ``rank``, ``offset`` bytes from its begin, a multiple of the dtype's size."""
@@ -61,6 +74,6 @@ class SymmetricBuffer:
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
         return self._views[key]
 
-    def barrier(self, timeout_ms: int) -> None:
-        """Wait on the current stream until the streams of all ranks have come here. Nobody but them waits."""
-        self._handle.barrier(0, timeout_ms)
+    def barrier(self, turn: int) -> None:
+        """Let the current stream wait for those of all ranks, see ``SignalBarrier``."""
+        self._barrier.wait(turn, torch.cuda.current_stream(self._device))

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._torch_compat.driver import SignalBarrier, num_flag_bytes
 from dtensor_gtp.nn import GroupedLinear
 
 WORLD_SIZE = 4
@@ -338,6 +339,84 @@ class TestStreams(unittest.TestCase):
                         tokens = tokens_of(index)
                         self.assertTrue(torch.equal(step(tokens), eager_step(tokens)), f"step {index}")
                     self.assert_same(local_values(model), local_values(eager), name)
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+class TestSignals(unittest.TestCase):
+    """Two streams of one GPU in the place of those of two; their priorities give them channels of their own."""
+
+    def setUp(self) -> None:
+        nbytes = num_flag_bytes(2)
+        self.flags = torch.zeros(2, nbytes, dtype=torch.uint8, device="cuda")
+        addresses = [self.flags.data_ptr() + rank * nbytes for rank in range(2)]
+        self.barriers = [SignalBarrier(addresses, rank) for rank in range(2)]
+        self.streams = [torch.cuda.Stream(priority=-rank) for rank in range(2)]
+        self.values = torch.zeros(2, dtype=torch.int64, device="cuda")
+        self.sent = torch.arange(40, device="cuda").view(20, 2)
+        # Nothing may be loaded or allocated while a stream waits: that would wait for the stream.
+        torch.cuda._sleep(1)
+        self.values[0].copy_(self.sent[0, 0])
+        torch.cuda.synchronize()
+
+    def exchange(self, rank: int, sent: torch.Tensor, results: torch.Tensor) -> None:
+        """Tell a value, and read the other's."""
+        with torch.cuda.stream(self.streams[rank]):
+            self.barriers[rank].wait(0, self.streams[rank])
+            if rank == 0:
+                torch.cuda._sleep(2_000_000)
+            self.values[rank].copy_(sent[rank])
+            self.barriers[rank].wait(1, self.streams[rank])
+            results[rank].copy_(self.values[1 - rank])
+
+    def test_eager(self) -> None:
+        results = torch.zeros(20, 2, dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        for sent, result in zip(self.sent, results, strict=True):
+            for rank in range(2):
+                self.exchange(rank, sent, result)
+        torch.cuda.synchronize()
+        self.assertTrue(torch.equal(results, self.sent.flip(1)))
+        self.assertFalse(self.flags.any())
+
+    def test_in_graphs_of_their_own(self) -> None:
+        """As ranks record them: one graph each, replayed any number of times."""
+        sent, result = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+        graphs = []
+        for rank in range(2):
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=self.streams[rank]):
+                self.exchange(rank, sent, result)
+            graphs.append(graph)
+        for index in range(20):
+            sent.copy_(self.sent[index])
+            torch.cuda.synchronize()
+            for graph, stream in zip(graphs, self.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            torch.cuda.synchronize()
+            self.assertTrue(torch.equal(result, self.sent[index].flip(0)))
+
+    def test_no_kernel(self) -> None:
+        """A barrier finds no place on an SM and needs none: it passes while a GEMM runs."""
+        x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        ends = [torch.cuda.Event(), torch.cuda.Event()]
+        for barrier, stream in zip(self.barriers, self.streams, strict=True):  # the first call loads what it needs
+            barrier.wait(0, stream)
+        for barrier, stream in zip(self.barriers, self.streams, strict=True):
+            barrier.wait(1, stream)
+        torch.cuda.synchronize()
+        for _ in range(20):
+            x @ x
+        after = torch.cuda.current_stream().record_event()
+        for turn in range(2):
+            for barrier, stream in zip(self.barriers, self.streams, strict=True):
+                barrier.wait(turn, stream)
+        for end, stream in zip(ends, self.streams, strict=True):
+            end.record(stream)
+            end.synchronize()
+        self.assertFalse(after.query())
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

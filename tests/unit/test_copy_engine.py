@@ -12,7 +12,9 @@ import torch
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import copy_engine, zero_cta
+from dtensor_gtp._runtime.collectives import ReduceScale
 from dtensor_gtp._runtime.copy_engine import CopyEngine, offsets
+from dtensor_gtp._runtime.scattering import make_scattering
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
 
 NUM_RANKS = 4
@@ -82,14 +84,16 @@ class Shared:
     """Stands for ``SymmetricBuffer``."""
 
     def __init__(self, nbytes: int, group: Group) -> None:
-        self.nbytes, self.group = nbytes, group
+        self.nbytes, self.group, self.num_barriers = nbytes, group, 0
         group.new_stage(nbytes)
 
     def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         stage = self.group.ranks.memory[rank, self.nbytes]
         return stage[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def barrier(self, timeout_ms: int) -> None:
+    def barrier(self, turn: int) -> None:
+        assert turn == self.num_barriers % 2
+        self.num_barriers += 1
         self.group.ranks.barrier.wait()
 
 
@@ -168,13 +172,37 @@ def test_gathers_of_several_tensors(kind: Any) -> None:
 def test_exchange_of_slices() -> None:
     def job(group: Group) -> None:
         engine = Engine(group, CPU)
-        for turn, (dtype, rows) in enumerate([(torch.bfloat16, 3), (torch.float32, 1), (torch.uint8, 40)]):
-            sent = value(group.rank(), (NUM_RANKS * rows, 5), dtype, turn)
-            received = torch.empty_like(sent)
-            engine.all_to_all(received, sent)
-            others = [value(rank, (NUM_RANKS * rows, 5), dtype, turn) for rank in range(NUM_RANKS)]
-            want = torch.cat([other.chunk(NUM_RANKS)[group.rank()] for other in others])
-            assert torch.equal(received, want), f"rank {group.rank()}, turn {turn}"
+        for turn, (dtype, sizes) in enumerate([(torch.bfloat16, [15]), (torch.float32, [5, 1, 7]), (torch.uint8, [3])]):
+            sent = [value(group.rank(), (NUM_RANKS, size), dtype, turn) for size in sizes]
+            received = torch.empty(NUM_RANKS, sum(sizes), dtype=dtype)
+            engine.all_to_all(list(received.split(sizes, 1)), sent)
+            for part, size in zip(received.split(sizes, 1), sizes, strict=True):
+                others = [value(rank, (NUM_RANKS, size), dtype, turn) for rank in range(NUM_RANKS)]
+                want = torch.stack([other[group.rank()] for other in others])
+                assert torch.equal(part, want), f"rank {group.rank()}, turn {turn}"
+
+    Ranks().run(job)
+
+
+@pytest.mark.parametrize("op", [torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG])
+def test_gradients_that_travel_together(op: Any) -> None:
+    shapes = [(3, 5), (1, 7, 2), (2,)]
+    scale = ReduceScale(op, None, None)
+
+    def full(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return value(rank, (NUM_RANKS * shape[0], *shape[1:]), torch.bfloat16, 0)
+
+    def job(group: Group) -> None:
+        engine = Engine(group, CPU)
+        comm = mock.Mock(scatter_engine=lambda groups: engine)
+        fulls = [full(group.rank(), shape) for shape in shapes]
+        scattering = make_scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16)
+        assert scattering.launch(scale, mock.Mock(), comm) is None
+        scattering.finish(scale)
+        for slot, shape in zip(scattering.slots, shapes, strict=True):
+            addends = torch.stack([full(rank, shape).chunk(NUM_RANKS)[group.rank()] for rank in range(NUM_RANKS)])
+            want = addends.float().sum(0) / (NUM_RANKS if op == torch.distributed.ReduceOp.AVG else 1)
+            assert torch.equal(slot, want), f"rank {group.rank()}, {shape}"
 
     Ranks().run(job)
 

@@ -29,20 +29,21 @@ def test_dtype_of_the_sum() -> None:
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_all_to_all_adds_in_float32_what_it_received(op: ReduceOp.RedOpType) -> None:
-    scattering = make_scattering("all_to_all", torch.zeros(6, 5, dtype=BF16), 3)
+    scattering = make_scattering("all_to_all", [torch.zeros(6, 5, dtype=BF16)], 3, BF16)
     received = scattering.keep[1]
     received.copy_(torch.tensor([1.0, 2.0**-12, 2.0**-12]).repeat_interleave(2)[:, None].expand(6, 5))
     scattering.finish(ReduceScale(op, None, None))
+    (slot,) = scattering.slots
     exact = torch.tensor(1 + 2.0**-11, dtype=FP32) / (3 if op == ReduceOp.AVG else 1)
-    assert scattering.slot.shape == (2, 5)
-    assert scattering.slot.dtype == FP32
-    assert scattering.slot.eq(exact).all()
+    assert slot.shape == (2, 5)
+    assert slot.dtype == FP32
+    assert slot.eq(exact).all()
 
 
 def test_one_rank_sends_nothing() -> None:
     full = torch.ones(4, 2, dtype=BF16)
-    assert make_scattering("ring", full, 1).slot is full
-    slot = make_scattering("all_to_all", full, 1).slot
+    assert make_scattering("ring", [full], 1, BF16).slots[0] is full
+    (slot,) = make_scattering("all_to_all", [full], 1, BF16).slots
     assert slot.dtype == FP32
     assert slot.eq(1).all()
 

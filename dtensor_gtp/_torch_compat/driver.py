@@ -1,0 +1,96 @@
+"""Memory operations of streams (CUDA driver API): signals between GPUs that take no SM.
+
+A kernel that waits for a peer needs a place on an SM before it can even tell the peer that it is there. Beside a GEMM
+that fills the GPU it gets one when the GEMM leaves it, on every rank at another time. These operations are executed by
+the front end of the GPU in the order of the stream. NCCL (2.28) orders its own copy-engine collectives with them, and
+like everything in a stream they can be recorded into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
+_WAIT_EQUAL = 1  # CUstreamWaitValue_flags
+_FLAG_NBYTES = 4
+
+
+class _Operation(ctypes.Structure):
+    """``CUstreamBatchMemOpParams`` for writing and waiting."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("_padding", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("_more_padding", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("_reserved", ctypes.c_uint64),
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """Raises:
+    OSError: There is no CUDA driver.
+    """
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def enqueue_operations(operations: ctypes.Array[_Operation], stream: torch.cuda.Stream) -> None:
+    """Give ``stream`` these operations, to be executed in their order.
+
+    Raises:
+        RuntimeError: The driver refuses.
+    """
+    code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), len(operations), operations, 0)
+    if code:
+        raise RuntimeError(f"cuStreamBatchMemOp failed with CUresult {code}")
+
+
+class SignalBarrier:
+    """Barriers of some ranks' streams.
+
+    [Note: two sets of flags]
+    Each rank has a flag for each peer. A barrier writes 1 to this rank's flag at every peer, waits until all of its own
+    flags are 1, and sets them to 0. A peer that is ahead may come to the next barrier before this rank has cleared the
+    flags of this one: so two sets take turns. It cannot come to the one after that, which waits for this rank in
+    between. Constant values, and an even number of barriers in whatever belongs together, are what allows to record
+    them into graphs and to replay those in any order.
+
+    Args:
+        flags: Address of each rank's flags, ``num_flag_bytes(len(flags))`` bytes that are zero.
+        rank: This one.
+    """
+
+    def __init__(self, flags: Sequence[int], rank: int) -> None:
+        self._turns = [_barrier(flags, rank, turn) for turn in range(2)]
+
+    def wait(self, turn: int, stream: torch.cuda.Stream) -> None:
+        """Let ``stream`` wait until those of all ranks have come here; ``turn`` is 0 and 1 in alternation."""
+        enqueue_operations(self._turns[turn], stream)
+
+
+def num_flag_bytes(num_ranks: int) -> int:
+    return 2 * num_ranks * _FLAG_NBYTES
+
+
+def _barrier(flags: Sequence[int], rank: int, turn: int) -> ctypes.Array[_Operation]:
+    num_ranks = len(flags)
+    peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+
+    def flag(of: int, peer: int) -> int:
+        return flags[of] + (turn * num_ranks + peer) * _FLAG_NBYTES
+
+    tell = [_Operation(operation=_WRITE_VALUE_32, address=flag(peer, rank), value=1) for peer in peers]
+    hear = [
+        _Operation(operation=_WAIT_VALUE_32, address=flag(rank, peer), value=1, flags=_WAIT_EQUAL) for peer in peers
+    ]
+    clear = [_Operation(operation=_WRITE_VALUE_32, address=flag(rank, peer), value=0) for peer in peers]
+    operations = [*tell, *hear, *clear]
+    return (_Operation * len(operations))(*operations)

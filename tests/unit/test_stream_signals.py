@@ -1,0 +1,91 @@
+"""Barriers of streams, with a thread that does what a GPU's front end would do for each rank."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dtensor_gtp._torch_compat import driver
+from dtensor_gtp._torch_compat.driver import SignalBarrier
+
+NUM_RANKS, NUM_BARRIERS = 4, 60
+
+
+class FrontEnds:
+    """Memory of all ranks, and who executes operations on it, in order."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, int] = {}
+        self.changed = threading.Condition()
+
+    def execute(self, operations: Any, dice: random.Random) -> None:
+        for operation in operations:
+            if dice.random() < 0.02:
+                time.sleep(dice.random() / 500)
+            with self.changed:
+                if operation.operation == driver._WRITE_VALUE_32:
+                    self.memory[operation.address] = operation.value
+                    self.changed.notify_all()
+                else:
+                    assert (operation.operation, operation.flags) == (driver._WAIT_VALUE_32, driver._WAIT_EQUAL)
+                    is_there = partial(self.holds, operation.address, operation.value)
+                    if not self.changed.wait_for(is_there, timeout=10):
+                        raise TimeoutError
+
+    def holds(self, address: int, value: int) -> bool:
+        return self.memory.get(address, 0) == value
+
+
+def test_nobody_passes_before_all_have_come() -> None:
+    front_ends = FrontEnds()
+    arrived = [0] * NUM_RANKS
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        dice = random.Random(rank)
+        barrier = SignalBarrier([1000 * (other + 1) for other in range(NUM_RANKS)], rank)
+        try:
+            for index in range(NUM_BARRIERS):
+                arrived[rank] += 1
+                front_ends.execute(barrier._turns[index % 2], dice)
+                assert min(arrived) > index
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    # As at the begin: what is recorded once can be repeated.
+    assert set(front_ends.memory.values()) == {0}
+    nbytes = driver.num_flag_bytes(NUM_RANKS)
+    assert all(0 <= address % 1000 < nbytes for address in front_ends.memory)
+
+
+def test_layout_is_that_of_the_driver() -> None:
+    """``CUstreamBatchMemOpParams`` is a union of 6 words of 64 bits."""
+    assert ctypes.sizeof(driver._Operation) == 48
+    offsets = {name: getattr(driver._Operation, name).offset for name in ("address", "value", "flags", "alias")}
+    assert offsets == {"address": 8, "value": 16, "flags": 24, "alias": 32}
+
+
+def test_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses:
+        @staticmethod
+        def cuStreamBatchMemOp_v2(*arguments: Any) -> int:
+            return 801
+
+    class Stream:
+        cuda_stream = 7
+
+    monkeypatch.setattr(driver, "_driver", Refuses)
+    with pytest.raises(RuntimeError, match="failed with CUresult 801"):
+        SignalBarrier([0, 1000], 0).wait(0, Stream())  # type: ignore[arg-type]
