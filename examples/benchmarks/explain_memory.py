@@ -111,5 +111,6 @@ def explain_peak(
     uses = explain_uses(model, mode, workload, seq_len, world.size)
     if uses is None:
         return None
-    max_inflight = SchedulePolicy(**workload.schedule).max_inflight_reduce_scatters
-    return predict_peak(uses, state_bytes(model, optimizer), max_inflight)
+    schedule = SchedulePolicy(**workload.schedule)
+    together = schedule.coalesce_grad_nbytes if schedule.reduce_scatter != "all_to_all" else 0
+    return predict_peak(uses, state_bytes(model, optimizer), schedule.max_inflight_reduce_scatters, together)

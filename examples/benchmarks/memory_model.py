@@ -83,7 +83,39 @@ class Peak(NamedTuple):
         return f"{text}; measured {measured / 2**20:.1f} MiB ({(measured / self.total - 1) * 100:+.1f}%)"
 
 
-def moments(uses: Sequence[Use], state: int, max_inflight: int) -> list[Peak]:
+class Reductions:
+    """The gradients that wait to travel together, and those on their way."""
+
+    def __init__(self, max_inflight: int, together: int) -> None:
+        self._max_inflight = max_inflight
+        self._together = together
+        self._waiting: list[Use] = []
+        self._inflight: list[list[Use]] = []
+
+    @property
+    def nbytes(self) -> int:
+        on_the_way = sum(use.wgrad + use.sent for launch in self._inflight for use in launch)
+        return on_the_way + sum(use.wgrad for use in self._waiting)
+
+    def submit(self, use: Use) -> list[list[Use]]:
+        """Takes a gradient; returns what is launched by it."""
+        launches = []
+        is_alone = use.wgrad >= self._together
+        if self._waiting and (is_alone or sum(other.wgrad for other in self._waiting) + use.wgrad > self._together):
+            launches.append(self._waiting)
+            self._waiting = []
+        if is_alone:
+            launches.append([use])
+        else:
+            self._waiting = [*self._waiting, use]
+        return launches
+
+    def launch(self, launches: list[list[Use]]) -> None:
+        """They are on their way, and the oldest have been waited for."""
+        self._inflight = [*self._inflight, *launches][-self._max_inflight :]
+
+
+def moments(uses: Sequence[Use], state: int, max_inflight: int, together: int = 0) -> list[Peak]:
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found = []
 
@@ -95,29 +127,32 @@ def moments(uses: Sequence[Use], state: int, max_inflight: int) -> list[Peak]:
         add("in forward", "forward", use)
         add("after forward", "after_forward", use)
     grads = 0
-    in_flight: list[Use] = []
+    reductions = Reductions(max_inflight, together)
     for use in reversed(uses):
-        on_the_way = sum(other.wgrad + other.sent for other in in_flight)
-        add("before backward", "before_backward", use, grads, on_the_way)
-        # The buffers of this reduction are made while as many as may be are in flight; then the oldest is waited for.
-        add("in backward", "wgrad", use, grads, on_the_way + use.unreduced + use.wgrad + use.sent + use.grad)
-        in_flight = [*in_flight, use][-max_inflight:]
-        grads += use.grad
-        add("in backward", "dgrad", use, grads, sum(other.wgrad + other.sent for other in in_flight))
+        before = reductions.nbytes
+        add("before backward", "before_backward", use, grads, before)
+        # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
+        launches = reductions.submit(use)
+        launched = sum(other.sent + other.grad for launch in launches for other in launch)
+        add("in backward", "wgrad", use, grads, before + use.unreduced + use.wgrad + launched)
+        reductions.launch(launches)
+        grads += sum(other.grad for launch in launches for other in launch)
+        add("in backward", "dgrad", use, grads, reductions.nbytes)
     return found
 
 
-def predict_peak(uses: Sequence[Use], state: int, max_inflight: int) -> Peak:
+def predict_peak(uses: Sequence[Use], state: int, max_inflight: int, together: int = 0) -> Peak:
     """Where a forward and backward have their peak.
 
     Args:
         uses: In the order of the forward.
         state: See ``Peak``.
         max_inflight: ``SchedulePolicy.max_inflight_reduce_scatters``.
+        together: ``SchedulePolicy.coalesce_grad_nbytes``.
 
     Raises:
         ValueError: There are no uses.
     """
     if not uses:
         raise ValueError("predict_peak expects at least one use of a weight, but got none.")
-    return max(moments(uses, state, max_inflight), key=lambda moment: moment.total)
+    return max(moments(uses, state, max_inflight, together), key=lambda moment: moment.total)
