@@ -16,8 +16,8 @@ from dtensor_gtp.quant import Recipe, resolve_recipe
 from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
 
-MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-exchange")
-EXCHANGE = "-exchange"
+MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-lookup", "gtp-bf16-exchange")
+LOOKUP, EXCHANGE = "-lookup", "-exchange"
 COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
 GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA graph
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
@@ -108,7 +108,11 @@ def recipe_modes(modes: list[str], recipes: list[str]) -> list[str]:
     if recipes and not gtp:
         raise ValueError(f"recipe_modes expects a gtp mode for the recipes {', '.join(recipes)}, but got {modes}.")
     has_peer = importlib.util.find_spec("torchao") and any(name.startswith("float8") for name in recipes)
-    peers = [f"torchao-{mode.partition('-')[2]}" for mode in gtp if not mode.endswith(EXCHANGE)] if has_peer else []
+    peers = (
+        [f"torchao-{mode.partition('-')[2]}" for mode in gtp if not mode.endswith((LOOKUP, EXCHANGE))]
+        if has_peer
+        else []
+    )
     with_recipes = [[mode, *(mode + RECIPE + name for name in recipes if mode in gtp)] for mode in modes]
     return [*peers, *(name for names in with_recipes for name in names)]
 
@@ -165,10 +169,16 @@ class Mode(NamedTuple):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return _REDUCE_DTYPES[self.base.removesuffix(EXCHANGE).partition("-")[2]]
+        return _REDUCE_DTYPES[self.base.split("-")[1]]
 
     @property
     def is_exchanging(self) -> bool:
+        """Whether activations cross the wire in the place of the embedding's weight."""
+        return self.base.endswith((LOOKUP, EXCHANGE))
+
+    @property
+    def is_vocabulary_parallel(self) -> bool:
+        """Whether they do in the place of the output projection's weight, too."""
         return self.base.endswith(EXCHANGE)
 
 
@@ -178,11 +188,12 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     Args:
         mode: "compute": whole bf16 weights and no communication, the bound; "fsdp2-R": ``fully_shard`` on each block
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
-            "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-R@RECIPE": the linear layers of the
-            blocks with that recipe; "gtp-bf16-exchange": activations cross the wire in the place of the weights of
-            embedding and output projection; "torchao-R": the same layers as torchao's float8 with float8 all-gather,
-            under ``fully_shard``. With the suffix "-compiled" each block is compiled, with ``fullgraph=True``; with
-            "-graph" after it, which only :func:`make_step` heeds, steps of gtp modes are CUDA graphs.
+            "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-bf16-lookup": activations cross the wire
+            in the place of the embedding's weight; "gtp-bf16-exchange": in the place of the output projection's, too.
+            "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
+            float8 with float8 all-gather, under ``fully_shard``. With the suffix "-compiled" each block is compiled,
+            with ``fullgraph=True``; with "-graph" after it, which only :func:`make_step` heeds, steps of gtp modes are
+            CUDA graphs.
         workload: the model.
         world: the processes.
 
@@ -274,10 +285,11 @@ def make_step(
     def loss_of(inputs: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    if Mode.parse(mode).is_exchanging:
-        from dtensor_gtp.nn.functional import linear_cross_entropy
-
+    parsed = Mode.parse(mode)
+    if parsed.is_exchanging:
         model.reset_exchanges()  # they carry as many tokens as the longest sequence had so far
+    if parsed.is_vocabulary_parallel:
+        from dtensor_gtp.nn.functional import linear_cross_entropy
 
         def loss_of(inputs: torch.Tensor) -> torch.Tensor:
             return model(inputs, lambda hidden, output: linear_cross_entropy(hidden, output, targets))
@@ -294,7 +306,7 @@ def make_step(
             parameter.grad = None
         return loss.detach()
 
-    if not Mode.parse(mode).is_captured:
+    if not parsed.is_captured:
         return step
     captured = capture_step(step, model, [optimizer] if optimizer is not None else [])
     # what is inspected is a tensor of an eager step

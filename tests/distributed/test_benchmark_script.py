@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "benchmarks" / "train_step.py"
-MODES = ["compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-exchange"]
+MODES = ["compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-lookup", "gtp-bf16-exchange"]
 PHASES = ["forward+backward", "full step"]
 SEQ_LENS = [16, 32]
 
