@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,9 +23,11 @@ from torch.distributed.tensor import DTensor, Placement
 from .. import _torch_compat as compat
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs
+from . import refusals
 from .comm_context import Groups
 from .gathered import Columnwise, Gatherable, Gathered, Version
 from .layout import WeightLayout
+from .refusals import Expected, Extent
 from .stand_in import StandIn
 from .tokens import TokenExchange
 from .user_hooks import run_post_accumulate_hooks, run_tensor_hooks
@@ -94,6 +95,7 @@ class ManagedParam:
         self.param = param
         self.replaced: ReplacedParam | None = None
         self.shard = compat.local_tensor(_as_dtensor(param))
+        self._extent = Extent.of(param, self.shard)
         # What stands for the parameter in autograd's graph.
         self.leaf: torch.Tensor
         # An outer fully_shard manages the parameter: what is registered is ours only while it is gathered.
@@ -143,11 +145,12 @@ class ManagedParam:
             return
         # A tensor that is no parameter, as functional_call puts there, would never see its gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
-            raise self._replaced_by(current)
+            raise refusals.replaced(self._expected, current)
         if current.dtype != self.param.dtype:
             self._wide_grad = None
         self.param = current
         self.shard = compat.local_tensor(current)
+        self._extent = Extent.of(current, self.shard)
         if not self.is_cut_again:
             for other in self.sites:
                 other.module._parameters[other.name] = current
@@ -166,19 +169,15 @@ class ManagedParam:
             if isinstance(before, DTensor) and isinstance(current, DTensor):
                 spec, expected = compat.dtensor_spec(current), compat.dtensor_spec(before)
                 if (spec.mesh, spec.placements) != (expected.mesh, expected.placements):
-                    raise self._replaced_by(current)
+                    raise refusals.replaced(self._expected, current)
             self.follow(site)
         except RuntimeError:
             site.module._parameters[site.name] = before
             raise
 
-    def _replaced_by(self, current: object) -> RuntimeError:
-        return RuntimeError(
-            f"Parameter '{self.fqn}' was replaced behind gtp_shard by {_describe(current)}, but gtp_shard expects a "
-            f"parameter of shape {tuple(self.param.shape)} with placements {self.placements} on mesh axes "
-            f"{self._spec.mesh.mesh_dim_names} (rank {dist.get_rank()}). Load values with load_state_dict or copy_ "
-            "into the DTensor, change the module before gtp_shard, and call it without functional_call."
-        )
+    @property
+    def _expected(self) -> Expected:
+        return Expected(self.fqn, self._extent.shape, self.placements, self._spec.mesh)
 
     @property
     def _spec(self) -> compat.DTensorSpec:
@@ -260,13 +259,13 @@ class ManagedParam:
 
     def begin_forward(self) -> None:
         """What may have changed since the last pass: a sum over microbatches that the user has dropped with ``.grad``,
-        whether the parameter is frozen, and (a RuntimeError) whether it is still registered."""
+        whether the parameter is frozen, and (a RuntimeError) whether it is still registered and of its size."""
         if any(name not in module._parameters for module, name in self.sites):
-            raise RuntimeError(
-                f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was removed from its module (rank "
-                f"{dist.get_rank()}): weight_norm, a parametrization or pruning after gtp_shard put others in its "
-                "place, which nobody shards. Change the module before gtp_shard."
-            )
+            raise refusals.removed(self._expected)
+        # An outer fully_shard frees what it has gathered; another shard is followed when it is used.
+        is_same = not self.is_cut_again and self.shard is compat.local_tensor(self.param)  # type: ignore[arg-type]
+        if is_same and not self._extent.is_kept_by(self.param, self.shard):
+            raise refusals.resized(self._expected, self.param, self.shard, self._extent)
         if self._wide_grad is not None and self.param.grad is None:
             self._wide_grad = None
         self._follow_frozen()
@@ -487,11 +486,3 @@ def _take_wide(param: WholeParam | None, used: torch.Tensor) -> None:
 def _as_dtensor(tensor: torch.Tensor) -> DTensor:
     assert isinstance(tensor, DTensor)
     return tensor
-
-
-def _describe(value: object) -> str:
-    if value is None:
-        return "None"
-    if isinstance(value, DTensor):
-        return f"a DTensor of shape {tuple(value.shape)} with placements {value.placements}"
-    return f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "")

@@ -9,6 +9,7 @@ import copy
 import pickle
 import unittest
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -121,6 +122,34 @@ class TestRefusalsLater(unittest.TestCase):
             self.net.head.weight._local_tensor = torch.cat([local, local]).detach()
         with self.assertRaisesRegex(RuntimeError, "'head.weight' was replaced behind gtp_shard"):
             self.net(self.x)
+
+    def test_resized_or_cast_in_place(self) -> None:
+        """The same object, which reads like a parameter of another kind; before and after the first forward."""
+
+        def data(param: nn.Parameter, value: torch.Tensor) -> None:
+            param.data = value
+
+        changes: dict[str, Callable[[nn.Module], Any]] = {
+            r"'head.weight' .* it is of shape \(12, 8\)": lambda net: data(net.head.weight, torch.randn(12, 8)),
+            r"'head.weight' .* it is of shape \(8, 6\)": lambda net: data(net.head.weight, net.inner[0].weight.data),
+            r"'head.weight' .* and torch.float64": lambda net: data(net.head.weight, net.head.weight.data.double()),
+            r"'head.weight' .* its shard of shape \(4, 8\)": lambda net: net.head.weight._local_tensor.resize_(4, 8),
+            r"'head.weight' .* its shard has no": lambda net: net.head.weight._local_tensor.untyped_storage().resize_(
+                0
+            ),
+            r"'head.bias' .* its shard of shape \(3,\)": lambda net: net.head.bias._local_tensor.resize_(3),
+        }
+        for (message, change), is_used in product(changes.items(), (False, True)):
+            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+            if is_used:
+                net(self.x).sum().backward()
+            with torch.no_grad():
+                change(net)
+            expected = r".* but gtp_shard expects .* on mesh axes \('gtp',\) \(rank 1\).* Load values"
+            with self.assertRaisesRegex(RuntimeError, message + expected):
+                net(self.x)
+        self.net.double()(self.x.double()).sum().backward()  # as modules are cast
+        self.net.to(torch.float32)(self.x).sum().backward()
 
     def test_backward_twice(self) -> None:
         loss = self.net(self.x).sum()
