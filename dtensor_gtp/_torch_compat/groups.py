@@ -87,12 +87,15 @@ def clone_store(store: Store) -> Store:
     return cast("Any", store).clone()  # type: ignore[no-any-return]
 
 
-def abort_device_groups() -> None:
+def abort_device_groups(*, wait: bool = True) -> None:
     """Abort the collectives of all process groups on devices, from any thread: who waits for one returns or raises.
 
     All at once, a thread for each: NCCL's abort of a group waits for what the group has queued on the device, which may
     stand behind a collective of another group that hangs. Gloo has none to abort: its collectives end when a connection
     breaks or their time limit passes.
+
+    Args:
+        wait: Return when all are aborted, which may take seconds.
     """
     threads = [
         threading.Thread(target=group.abort, name="dtensor_gtp abort", daemon=True)
@@ -101,7 +104,7 @@ def abort_device_groups() -> None:
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
+    for thread in threads if wait else ():
         thread.join()
 
 

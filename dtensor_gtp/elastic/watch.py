@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ _BEATS_PER_LIMIT = 6
 _NUM_NEIGHBOURS = 2
 _DONE = b"done"
 _SILENT = b"was silent"
+_UPDATE = b"update"
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
 _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
 
@@ -115,6 +117,7 @@ class RankWatch:
         if self._listener is not None:
             self._listener.stop()
         self.layout, self.rank, self.generation = layout, rank, generation
+        self._num_commits = 0
         # Of its own for each thread: a store serves one request at a time, and some wait.
         self._own = self._shared(compat.clone_store(self.store))
         self.pulse = Pulse(self._own, self.limit)
@@ -132,18 +135,34 @@ class RankWatch:
         return self.pulse.is_alive(beat_of(rank))
 
     def commit(self) -> None:
-        """Wait until the gradients of this step are there, and raise if they may not be whole because a rank is lost.
+        """Wait until all ranks have the gradients of this step; if a rank is lost before, raise on all of them.
 
-        Call it between ``backward()`` and ``optimizer.step()`` where the state is to be recovered from memory: on a
-        device that runs behind the host a collective that was aborted leaves garbage without an error.
+        Call it on all ranks between ``backward()`` and ``optimizer.step()``, where the state is to be recovered from
+        memory. A failure may leave some ranks with whole gradients and others without, and on a device that runs behind
+        the host a collective that was aborted leaves garbage without an error. If some updated then and others did
+        not, parts of two steps would be all that is left. So it is decided once, in the store: all that are left
+        update, or none.
 
         Raises:
-            RanksLostError: Ranks are gone.
+            RanksLostError: Ranks are gone, and nobody updates.
         """
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         assert self._listener is not None
-        if self._listener.is_lost.is_set():
+        is_lost, own = self._listener.is_lost, self._own
+        name, earlier = (f"commit/{number}" for number in (self._num_commits, self._num_commits - 1))
+        self._num_commits += 1
+        # Who knows of a loss has gradients that may not be whole, and is never ready.
+        if not is_lost.is_set() and own.add(f"{name}/ready", 1) == self.layout.num_ranks:
+            own.compare_set(name, "", _UPDATE.decode())
+            for key in (earlier, f"{earlier}/ready"):  # which all have left behind
+                own.delete_key(key)
+        while not own.check([name]):
+            if is_lost.is_set():
+                own.compare_set(name, "", "keep")
+            with suppress(RuntimeError):  # it says so when the time is over
+                own.wait([name], timedelta(seconds=self._interval))
+        if own.get(name) != _UPDATE:
             raise self._error()
 
     def regroup(
@@ -224,7 +243,8 @@ class _Listener:
                 report_lost(self._store, rank, f"{_SILENT.decode()} for {self._limit:g} seconds")
         if not self.is_lost.is_set() and self._store.check(["any"]):
             self.is_lost.set()
-            compat.abort_device_groups()
+            # Not waited for: this thread goes on beating, or the others take this rank for lost as well.
+            compat.abort_device_groups(wait=False)
 
 
 def is_peer_lost(error: BaseException) -> bool:

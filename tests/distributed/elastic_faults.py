@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_common import job_state
 from test_elastic_checkpoint import Job, Reference
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 
 from dtensor_gtp.elastic import (
     HeldState,
@@ -85,6 +85,7 @@ class Setup:
         path: Where checkpoints are written after each second step; None for none.
         num_steps: How many to train; None until the store has ``stop``.
         min_ranks: Steps wait until there are so many.
+        device: ``cuda`` gives each rank a GPU of its own, with NCCL between them.
     """
 
     port: int
@@ -93,6 +94,16 @@ class Setup:
     path: Path | None = None
     num_steps: int | None = 5
     min_ranks: int = 1
+    device: str = "cpu"
+
+    @property
+    def backend(self) -> str:
+        return "gloo" if self.device == "cpu" else "nccl"
+
+    @property
+    def timeout(self) -> timedelta:
+        """NCCL's collectives are aborted when a rank is silent; to connect takes it longer than gloo."""
+        return TIMEOUT if self.device == "cpu" else timedelta(seconds=60)
 
 
 @dataclass
@@ -111,49 +122,57 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
     replicas, generation = setup.replicas, 0
     if rank is None:
         survivors, watch = join(
-            store, grace=GRACE, backend="gloo", timeout=TIMEOUT, limit=LIMIT, num_replicas=len(setup.replicas)
+            store,
+            grace=GRACE,
+            backend=setup.backend,
+            timeout=setup.timeout,
+            limit=LIMIT,
+            num_replicas=len(setup.replicas),
         )
         assert watch is not None
         replicas, generation = survivors.replicas, survivors.generation
     else:
         layout = replicas_of(replicas)
         first = dist.PrefixStore("first", store)
-        dist.init_process_group("gloo", store=first, rank=rank, world_size=layout.num_ranks, timeout=TIMEOUT)
+        dist.init_process_group(
+            setup.backend, store=first, rank=rank, world_size=layout.num_ranks, timeout=setup.timeout
+        )
         watch = RankWatch(layout, rank, store, limit=LIMIT)
     store.set(_member(os.getpid()), "1")
     while True:
         started = time.monotonic()
         try:
             with watch:
-                mesh = nonuniform_mesh("cpu", replicas=replicas)
+                mesh = nonuniform_mesh(setup.device, replicas=replicas)
                 job = Job(mesh, seed=generation)
                 if generation:
                     recover(job, progress, setup)
+                    store.set("recovered", str(progress.step))
                 progress.is_ready = True
                 job.sync.check_values()
-                if train(job, progress, setup, store, generation):
+                if train(job, progress, setup, watch):
                     break
         except RuntimeError as error:
             if isinstance(error, RanksLostError):
                 report = json.dumps([str(error), time.monotonic() - started])
                 store.set(f"error/{generation}/{watch.rank}", report)
-        survivors = leave(job, progress, watch, len(setup.replicas))
+        survivors = leave(job, progress, watch, setup)
         replicas, generation = survivors.replicas, survivors.generation
-    job.check(Reference(progress.step))
+    job.check(Reference(progress.step, setup.device))
     store.set("steps", str(progress.step))
     dist.barrier()
     watch.close()
     dist.destroy_process_group()
 
 
-def leave(job: Job, progress: Progress, watch: RankWatch, num_replicas: int) -> Survivors:
+def leave(job: Job, progress: Progress, watch: RankWatch, setup: Setup) -> Survivors:
     for patch in progress.patches:
         patch.stop()
     progress.patches.clear()
     if progress.is_ready:  # else what was held before is all there is
         progress.held = hold_state(job_state(job.model, job.optimizer), step=progress.step)
     progress.is_ready = False
-    return watch.regroup(grace=GRACE, timeout=TIMEOUT, num_replicas=num_replicas)
+    return watch.regroup(grace=GRACE, timeout=setup.timeout, num_replicas=len(setup.replicas))
 
 
 def recover(job: Job, progress: Progress, setup: Setup) -> None:
@@ -163,22 +182,23 @@ def recover(job: Job, progress: Progress, setup: Setup) -> None:
         progress.step = recover_state(progress.held, state, job.mesh)  # type: ignore[arg-type]
     except StateLostError:
         latest = latest_checkpoint(setup.path)
-        progress.step = 0 if latest is None else int(latest.name.partition("-")[2])
         if latest is None:
-            fresh = Job(job.mesh, seed=0)
-            state = job_state(fresh.model, fresh.optimizer)
-        else:
-            dcp.load(state, checkpoint_id=latest)
+            progress.step = 0
+            set_model_state_dict(job.model, Job(job.mesh, seed=0).model.state_dict())
+            job.optimizer.state.clear()  # job_state() has made one, which counts a step
+            return
+        progress.step = int(latest.name.partition("-")[2])
+        dcp.load(state, checkpoint_id=latest)
     set_state_dict(job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def train(job: Job, progress: Progress, setup: Setup, store: dist.Store, generation: int) -> bool:
+def train(job: Job, progress: Progress, setup: Setup, watch: RankWatch) -> bool:
     """Whether training is at its end; else there are ranks to take in."""
-    mesh = job.mesh
+    mesh, store = job.mesh, watch.store
     while True:
-        news = torch.tensor([0, 0])
+        news = torch.tensor([0, 0], device=setup.device)
         if dist.get_rank() == 0:
-            news = torch.tensor([num_waiting(store), int(store.check(["stop"]))])
+            news = torch.tensor([num_waiting(store), int(store.check(["stop"]))], device=setup.device)
         dist.broadcast(news, 0)
         if progress.step == setup.num_steps or int(news[1]):
             return True
@@ -189,11 +209,11 @@ def train(job: Job, progress: Progress, setup: Setup, store: dist.Store, generat
         if mesh.layout.num_ranks < setup.min_ranks and setup.num_steps is not None:  # type: ignore[union-attr]
             time.sleep(0.1)
             continue
-        train_step(job, progress, setup, generation)
+        train_step(job, progress, setup, watch)
 
 
-def train_step(job: Job, progress: Progress, setup: Setup, generation: int) -> None:
-    step = progress.step
+def train_step(job: Job, progress: Progress, setup: Setup, watch: RankWatch) -> None:
+    step, generation = progress.step, watch.generation
 
     def strike(point: str) -> Callable[..., None] | None:
         for fault in setup.faults:
@@ -211,6 +231,7 @@ def train_step(job: Job, progress: Progress, setup: Setup, generation: int) -> N
     job.backward(progress.step)
     if (struck := strike("optimizer")) is not None:
         job.optimizer.register_step_pre_hook(struck)
+    watch.commit()
     job.optimizer.step()
     progress.step += 1
     if (struck := strike("updated")) is not None:
@@ -248,9 +269,13 @@ def _member(pid: int) -> str:
     return f"member/{pid}"
 
 
-def run_rank(setup: Setup, rank: int | None) -> None:
+def run_rank(setup: Setup, rank: int | None, gpu: int) -> None:
     torch.set_num_threads(1)
-    if setup.num_steps is None:
+    if setup.device == "cuda":
+        os.environ["LOCAL_RANK"] = str(gpu)
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends a process whose peer is gone
+        torch.cuda.set_device(gpu)
+    if setup.num_steps is None or setup.device == "cuda":
         torch.set_default_dtype(torch.float64)  # over many steps another order of sums would show
     try:
         store = dist.TCPStore("localhost", setup.port, is_master=False, timeout=timedelta(seconds=60))
@@ -270,12 +295,13 @@ class FaultyJob:
         self.setup = Setup(self.store.port, tuple(map(tuple, replicas)), tuple(faults), **options)
         self.processes: list[Any] = []
         for rank in range(sum(map(len, replicas))):
-            self.add(rank)
+            self.add(rank, rank)
 
-    def add(self, rank: int | None = None) -> Any:
+    def add(self, rank: int | None = None, gpu: int = 0) -> Any:
+        """A process of the first ranks, or one that joins; where ranks have GPUs, say one that is free."""
         # not forked from this process, whose threads (torch's, the store's) may hold locks at that moment
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=run_rank, args=(self.setup, rank), daemon=True)
+        process = context.Process(target=run_rank, args=(self.setup, rank, gpu), daemon=True)
         process.start()
         self.processes.append(process)
         return process

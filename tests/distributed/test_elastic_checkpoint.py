@@ -45,14 +45,15 @@ OTHER: Ranks = ((5,), (0, 2, 1), (3, 4))
 class Reference:
     """One process on the whole batch: what every other job must agree with."""
 
-    def __init__(self, steps: int = 0) -> None:
-        self.model = make(0)
+    def __init__(self, steps: int = 0, device: str = "cpu") -> None:
+        self.device = device
+        self.model = make(0).to(device)
         self.optimizer = adamw(self.model)
         self.train(range(steps))
 
     def train(self, steps: Sequence[int]) -> None:
         for step in steps:
-            token_loss(self.model, tokens_of(step, 15)).backward()
+            token_loss(self.model, tokens_of(step, 15).to(self.device)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -62,13 +63,15 @@ class Job:
 
     def __init__(self, mesh: ElasticMesh | DeviceMesh, seed: int = 0) -> None:
         self.mesh = mesh
-        self.model = shard(make(seed), mesh.weights if isinstance(mesh, ElasticMesh) else mesh)
+        weights = mesh.weights if isinstance(mesh, ElasticMesh) else mesh
+        self.device = weights.device_type
+        self.model = shard(make(seed).to(self.device), weights)
         self.optimizer = adamw(self.model)
         if isinstance(mesh, ElasticMesh):
             self.sync = synchronize_replicas(self.model, mesh)
 
     def backward(self, step: int) -> None:
-        batch = tokens_of(step, 15)
+        batch = tokens_of(step, 15).to(self.device)
         if isinstance(self.mesh, ElasticMesh):
             share = self.mesh.rebalance_batch(len(batch))
             self.sync.set_batch(share)

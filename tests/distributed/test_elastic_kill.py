@@ -67,12 +67,30 @@ def test_a_rank_that_raises_is_named() -> None:
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_killed_at_each_point_of_a_step(point: str, rank: int, tmp_path: Path) -> None:
-    """One rank of a replica of two, and the only one of another. In memory the job ends like an undisturbed one (each
-    rank compares); the last checkpoint of it can be read, too."""
-    job = FaultyJob([[0, 1], [2]], [Fault(3, rank, point)], path=tmp_path, num_steps=6)
+    """One rank of a replica of two, and the only one of another."""
+    check_killed([[0, 1], [2]], Fault(3, rank, point), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", [point for point in POINTS if point != "sync"])
+def test_killed_beside_a_replica_that_is_cut_alike(point: str, tmp_path: Path) -> None:
+    check_killed([[0, 1], [2, 3]], Fault(3, 3, point), tmp_path)
+
+
+def test_nobody_updates_where_one_has_no_gradient() -> None:
+    """Ranks 0 and 2 sum what they own without the rank that is killed; rank 1, which owns what that did, cannot. If
+    those two updated, the second half of the weights would be gone. Without a checkpoint there is memory alone."""
+    job = FaultyJob([[0, 1], [2, 3]], [Fault(2, 3, "sync")], num_steps=4)
+    assert job.wait() == [0, 0, 0, -9]
+    assert int(job.store.get("recovered")) == 2
+
+
+def check_killed(replicas: list[list[int]], fault: Fault, path: Path) -> None:
+    """In memory the job ends like an undisturbed one (each rank compares); the last checkpoint can be read, too."""
+    job = FaultyJob(replicas, [fault], path=path, num_steps=6)
     codes = job.wait()
-    assert codes == [-9 if r == rank else 0 for r in range(3)], codes
-    check_checkpoint(tmp_path, 6)
+    assert codes == [-9 if r == fault.rank else 0 for r in range(len(codes))], codes
+    check_checkpoint(path, 6)
 
 
 def check_checkpoint(path: Path, least: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -203,8 +204,46 @@ class TestWatch(TestCase):
         for watch in watches[1:]:
             watch.close()
         time.sleep(1)
-        watches[0].commit()
+        assert watches[0]._listener is not None
+        self.assertFalse(watches[0]._listener.is_lost.is_set())
         self.assertTrue(watches[0].is_alive(2))
+
+    def commit(self, watches: Sequence[RankWatch], delay: float = 0.0) -> list[bool]:
+        """Whether each of them may update; each comes later than the one before."""
+        may_update = [False] * len(watches)
+
+        def run(index: int) -> None:
+            time.sleep(index * delay)
+            with contextlib.suppress(RanksLostError):
+                watches[index].commit()
+                may_update[index] = True
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(watches))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            self.assertFalse(thread.is_alive())
+        return may_update
+
+    def test_all_ranks_update_or_none(self) -> None:
+        watches, store = self.watches(limit=1.0)
+        for _ in range(3):
+            self.assertEqual(self.commit(watches), [True] * 4)
+        self.assertLess(store.num_keys(), 10)  # those of earlier steps are removed
+        assert watches[3]._listener is not None
+        watches[3]._listener.stop()
+        # The last one comes when the others have given up, and neither does the one that was silent update alone.
+        self.assertEqual(self.commit(watches[:3], delay=1.2), [False] * 3)
+        self.assertEqual(self.commit(watches[3:]), [False])
+
+    def test_what_all_had_before_one_was_lost_is_taken(self) -> None:
+        watches, _ = self.watches(limit=1.0)
+        watches[3]._own.add("commit/0/ready", 1)
+        assert watches[3]._listener is not None
+        watches[3]._listener.stop()
+        self.assertEqual(self.commit(watches[:3]), [True] * 3)
+        self.assertEqual(self.commit(watches[:3]), [False] * 3)
 
     def test_what_tells_of_a_peer(self) -> None:
         for error, expected in (
