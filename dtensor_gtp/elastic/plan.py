@@ -362,8 +362,9 @@ def memory_of_replica(
         largest = slices[0] * model.gathered_nbytes
         in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, SchedulePolicy.coalesce_nbytes)
         gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))
-    # One that is computed beside those that are sent.
-    sent = sum(slices[: model.max_inflight_reduce_scatters + 1]) * model.reduce_nbytes
+    # Those that are computed and wait for each other, beside those that are sent together.
+    launch = max([SchedulePolicy.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
+    sent = min(sum(slices) * model.reduce_nbytes, (model.max_inflight_reduce_scatters + 1) * launch)
     return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // tp))
 
 

@@ -392,17 +392,17 @@ class TestMemory(TestCase):
         layout = plan_replicas(replicate=2, gtp=4, failed={(1, 0, 0), (1, 1, 0), (1, 2, 0)})
         (first, second) = check_memory(layout, weights, MemoryModel(budget=1 << 30))
         self.assertEqual(first.shards, 16 * (8 * 1024 * 1024 // 4 + 1024))
-        self.assertEqual(first.buffers, (8 * 2 + 3 * 4) * 1024 * 1024, "all of so small a model may be gathered")
+        self.assertEqual(first.buffers, 8 * (2 + 4) * 1024 * 1024, "all of so small a model may be gathered")
         by_depth = MemoryModel(budget=1 << 30, prefetch_nbytes=0)
-        self.assertEqual(check_memory(layout, weights, by_depth)[0].buffers, 3 * 1024 * 1024 * (2 + 4))
-        by_bytes = MemoryModel(budget=4 << 30, prefetch_nbytes=5 << 20)
-        many = weights * 16
-        self.assertEqual(check_memory(layout, many, by_bytes)[0].buffers, ((2 + 5 + 64) + 3 * 4) * 1024 * 1024)
+        self.assertEqual(check_memory(layout, weights, by_depth)[0].buffers, (3 * 2 + 8 * 4) * 1024 * 1024)
+        by_bytes = MemoryModel(budget=8 << 30, prefetch_nbytes=5 << 20)
+        many = weights * 32
+        self.assertEqual(check_memory(layout, many, by_bytes)[0].buffers, ((2 + 5 + 256) + 3 * 128) * 1024 * 1024)
         self.assertGreater(second.total, first.total)
         with self.assertRaisesRegex(
             ValueError,
-            r"replica 1 of 1 ranks \(gtp 1, tp 1\) is too small: rank 4 needs 156\.0 MiB \(shards 128\.0 MiB, buffers "
-            r"28\.0 MiB, activations 0 B\), and has 100\.0 MiB",
+            r"replica 1 of 1 ranks \(gtp 1, tp 1\) is too small: rank 4 needs 176\.0 MiB \(shards 128\.0 MiB, buffers "
+            r"48\.0 MiB, activations 0 B\), and has 100\.0 MiB",
         ):
             check_memory(layout, weights, MemoryModel(budget=100 << 20))
 
