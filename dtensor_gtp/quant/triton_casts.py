@@ -321,6 +321,7 @@ class TritonCasts(Casts):
                 BLOCK_ROWS=block[0],
                 BLOCK_COLUMNS=block[1] or 1,
                 PACKED=packed,
+                HARDWARE=self._has_float8,
                 ROWS=rows,
                 COLUMNS=columns,
             )

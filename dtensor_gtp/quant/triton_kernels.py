@@ -1,9 +1,9 @@
 """The casts as Triton kernels: the arithmetic of ``cast``, bit for bit, in one pass over memory.
 
 What makes the bits equal: magnitudes are compared as integers, so that no order of a maximum loses a NaN; quotients are
-rounded as IEEE says (``div_rn``), products are never part of a sum that could fuse with them; float8 comes from the
-hardware's own conversion (``HARDWARE``: compute capability 8.9 and later), or from integers, and goes to float32 by
-integers. All of float8 and e8m0 is passed as uint8, because not every GPU lets Triton name the type.
+rounded as IEEE says; products are never part of a sum that could fuse with them; float8 comes from the hardware's own
+conversion (``HARDWARE``: compute capability 8.9 and later), or from integers. float8 and e8m0 are passed as uint8,
+because not every GPU lets Triton name the type.
 
 Matrices are row-major, several of them one after the other. Offsets within a tile are int32, those of tiles int64.
 """
@@ -33,13 +33,34 @@ def _scale_of(largest, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _to_float8(value, E5M2: tl.constexpr, HARDWARE: tl.constexpr):
-    """float32 to the bits of float8: nearest, ties to even, saturating; every NaN is 0x7F."""
-    element_max: tl.constexpr = 57344.0 if E5M2 else 448.0
-    clamped = tl.minimum(tl.maximum(value, -element_max), element_max)
+def _divided(x, scale, HARDWARE: tl.constexpr):
+    """``x / scale``, rounded as IEEE says, for quotients that are not beyond the range of float8.
+
+    IEEE's division costs as much as all the rest of a cast. For many quotients with one divisor, its correctly rounded
+    reciprocal and two corrections by the exact remainder give the same bits (Markstein, "Computation of elementary
+    functions on the IBM RISC System/6000 processor", 1990), if the remainder is a normal number: hence the shift.
+    """
     if HARDWARE:
-        code = clamped.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
+        shift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
+        x = x * shift
+        reciprocal, negative = tl.div_rn(1.0, scale * shift), -scale * shift
+        first = x * reciprocal
+        second = tl.fma(tl.fma(first, negative, x), reciprocal, first)
+        third = tl.fma(tl.fma(second, negative, x), reciprocal, second)
+        # A zero would be positive, whatever it is made of.
+        sign = x.to(tl.int32, bitcast=True) & -0x80000000
+        return (_magnitude(third) | sign).to(tl.float32, bitcast=True)
+    return tl.div_rn(x, scale)
+
+
+@triton.jit
+def _to_float8(value, E5M2: tl.constexpr, HARDWARE: tl.constexpr, HAS_NAN: tl.constexpr = True):
+    """float32 to the bits of float8: nearest, ties to even, saturating; every NaN is 0x7F."""
+    if HARDWARE:  # which saturates
+        code = value.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
+        element_max: tl.constexpr = 57344.0 if E5M2 else 448.0
+        clamped = tl.minimum(tl.maximum(value, -element_max), element_max)
         dropped: tl.constexpr = 21 if E5M2 else 20  # bits of the mantissa
         smallest_normal: tl.constexpr = 2.0**-14 if E5M2 else 2.0**-6
         # The sum with it has the smallest denormal as its last bit.
@@ -53,13 +74,17 @@ def _to_float8(value, E5M2: tl.constexpr, HARDWARE: tl.constexpr):
         small = (magnitude + denormal).to(tl.int32, bitcast=True) - denormal_bits
         sign = (clamped.to(tl.int32, bitcast=True) >> 24) & 0x80
         code = (tl.where(magnitude < smallest_normal, small, normal) | sign).to(tl.uint8)
-    return tl.where(value == value, code, 0x7F).to(tl.uint8)
+    if HAS_NAN:
+        code = tl.where(value == value, code, 0x7F).to(tl.uint8)
+    return code
 
 
 @triton.jit
-def _from_e4m3(code):
-    """The bits of e4m3 to float32, exact: as those of a float32 whose exponent is 120 too small."""
-    wide = code.to(tl.int32)
+def _from_e4m3(code, HARDWARE: tl.constexpr):
+    """The bits of e4m3 to float32, exact."""
+    if HARDWARE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    wide = code.to(tl.int32)  # as the bits of a float32 whose exponent is 120 too small
     value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
 
@@ -125,10 +150,16 @@ def cast_matrix(
     if program == 0:
         tl.store(scale_ptr + matrix, scale)
     base = matrix.to(tl.int64) * numel
-    for start in range(program * BLOCK, numel, num_programs * BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + base + index, mask=index < numel, other=0.0).to(tl.float32)
-        tl.store(q_ptr + base + index, _to_float8(tl.div_rn(x, scale), E5M2, HARDWARE), mask=index < numel)
+    if largest < _INFINITY:
+        for start in range(program * BLOCK, numel, num_programs * BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + base + index, mask=index < numel, other=0.0).to(tl.float32)
+            code = _to_float8(_divided(x, scale, HARDWARE), E5M2, HARDWARE, False)
+            tl.store(q_ptr + base + index, code, mask=index < numel)
+    else:
+        for start in range(program * BLOCK, numel, num_programs * BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            tl.store(q_ptr + base + index, tl.full((BLOCK,), 0x7F, tl.uint8), mask=index < numel)
 
 
 @triton.jit
@@ -161,7 +192,7 @@ def turn(
         scale = _scale_of(largest, E5M2)
         if tile == 0:
             tl.store(scale_ptr + matrix, scale)
-        x = tl.where(is_inside, _to_float8(tl.div_rn(x.to(tl.float32), scale), E5M2, HARDWARE), 0).to(tl.uint8)
+        x = tl.where(is_inside, _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), E5M2, HARDWARE), 0).to(tl.uint8)
     q_ptr += (matrix.to(tl.int64) * num_columns + column0) * padded_rows
     tl.store(q_ptr + (column - column0) * padded_rows + row, x, mask=(row < padded_rows) & (column < num_columns))
 
@@ -225,12 +256,12 @@ def cast_rows(
         scale = _scale_of(largest, False)
         tl.store(scale_ptr + row, scale, mask=is_row)
         if IS_SINGLE:
-            code = _to_float8(tl.div_rn(value, scale), False, HARDWARE)
+            code = _to_float8(_divided(value, scale, HARDWARE), False, HARDWARE)
             tl.store(q_ptr + offset + column, code, mask=is_row & (column < num_columns))
         else:
             for start in range(0, num_columns, BLOCK):
                 part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
-                code = _to_float8(tl.div_rn(part, scale), False, HARDWARE)
+                code = _to_float8(_divided(part, scale, HARDWARE), False, HARDWARE)
                 tl.store(q_ptr + offset + start + column, code, mask=is_row & (start + column < num_columns))
 
 
@@ -300,7 +331,7 @@ def cast_blocks(
     else:
         scale = _scale_of(largest, False)
         tl.store(scale_ptr + line * s_across + block * s_along, scale, mask=is_block)
-        value = tl.div_rn(x, scale)
+        value = _divided(x, scale, HARDWARE)
     tl.store(
         q_ptr + line * q_across + along * q_along,
         _to_float8(value, False, HARDWARE),
@@ -322,7 +353,7 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
     x = tl.load(x_ptr + base + row * num_columns + column, mask=is_inside, other=0.0).to(tl.float32)
     scale = _scale_of(tl.max(tl.max(_magnitude(x), 1), 0), False)
     tl.store(scale_ptr + tl.program_id(0), scale)
-    code = _to_float8(tl.div_rn(x, scale), False, HARDWARE)
+    code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
     tl.store(q_ptr + base + row * num_columns + column, code, mask=is_inside)
 
 
@@ -393,7 +424,7 @@ def cast_nvfp4(
     code = _to_float8(relative, False, HARDWARE)
     is_block = is_line & (block0 + block < num_blocks)
     tl.store(scale_ptr + line * s_across + block * s_along, code, mask=is_block)
-    scale = _from_e4m3(code) * tensor_scale
+    scale = _from_e4m3(code, HARDWARE) * tensor_scale
     packed = _to_e2m1(tl.div_rn(first, scale)) | (_to_e2m1(tl.div_rn(second, scale)) << 4)
     tl.store(packed_ptr + line * p_across + pair * p_along, packed.to(tl.uint8), mask=is_block & (pair >= 0))
 
@@ -419,6 +450,7 @@ def dequantize(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     PACKED: tl.constexpr,
+    HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -440,7 +472,7 @@ def dequantize(
         byte = tl.load(q_ptr + row.to(tl.int64) * q_row + column // 2, mask=is_inside, other=0).to(tl.int32)
         value = _from_e2m1((byte >> ((column & 1) * 4)) & 0xF)
     else:
-        value = _from_e4m3(tl.load(q_ptr + row.to(tl.int64) * q_row + column, mask=is_inside, other=0))
+        value = _from_e4m3(tl.load(q_ptr + row.to(tl.int64) * q_row + column, mask=is_inside, other=0), HARDWARE)
     if KIND == "amax":
         scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, False)
     else:
@@ -451,7 +483,7 @@ def dequantize(
             power = tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
             scale = tl.where(code == 0xFF, float("nan"), power)
         elif KIND == "nvfp4":
-            scale = _from_e4m3(scale) * _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
+            scale = _from_e4m3(scale, HARDWARE) * _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
     out_ptr += (matrix * num_rows + row0) * num_columns
     tl.store(
         out_ptr + (row - row0) * num_columns + column, (value * scale).to(out_ptr.dtype.element_ty), mask=is_inside

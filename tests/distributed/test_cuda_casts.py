@@ -49,6 +49,7 @@ def hard_matrix() -> torch.Tensor:
     matrix[40, 40] = -0.0
     matrix[64:96, :32] *= 2.0**-120
     matrix[100] *= 2.0**-149
+    matrix[101, :64], matrix[101, 5], matrix[101, 40] = 0.0, 448.0, 448.0 * (1 + 2.0**-23)
     return matrix
 
 
