@@ -46,7 +46,7 @@ FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
 _CAPTURE_CALLS = 4
 
 
-def parse_arguments() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
@@ -96,6 +96,11 @@ def parse_arguments() -> argparse.Namespace:
         "without a wire: compute, host, memory. Forward and backward only",
     )
     add("--host-time", action="store_true", help="measure the host's time per weight use instead")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = _parser()
     arguments = parser.parse_args()
     try:
         arguments.modes = recipe_modes(resolve_modes(arguments.modes), arguments.recipe)
