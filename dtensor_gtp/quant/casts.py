@@ -14,6 +14,7 @@ from functools import cache
 import torch
 import torch.nn as nn
 
+from .. import _torch_compat as compat
 from . import cast
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,8 @@ def _on_device(device: torch.device) -> tuple[Casts, str]:
         if torch.cuda.is_current_stream_capturing():
             # Kernels are compiled and loaded outside of graphs; a step that is captured has run before.
             return _REFERENCE, "first used in a CUDA graph"
-        found = _verdicts()[index] = _try(torch.device("cuda", index))
+        with compat.without_dispatch_modes(), torch.no_grad():  # a checkpoint's policy must not count these ops
+            found = _verdicts()[index] = _try(torch.device("cuda", index))
         if found[1]:
             logger.warning("Casts of low precision run op by op on %s, several kernels each: %s", device, found[1])
     return found

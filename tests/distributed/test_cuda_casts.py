@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise
+from dtensor_gtp.quant import casts as casts_module
 from dtensor_gtp.quant.casts import Casts, casts_for, describe_casts
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
@@ -249,12 +250,19 @@ class TestOnOneGPU(unittest.TestCase):
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE
 
-        y = layers[1](layers[0](x))
         z = checkpoint(layers, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+        y = layers[1](layers[0](x))
         (y.float().square().sum() + z.float().sum()).backward()
         with torch.inference_mode():
             w = layers(x.detach())
         return [y.detach(), z.detach(), w.clone(), x.grad, *(p.grad for p in layers.parameters())]
+
+    def test_first_cast_in_a_checkpoint(self) -> None:
+        """What is tried before the first cast is no op of the checkpoint, whose recomputation does not try again."""
+        with environment(DTENSOR_GTP_CASTS="reference"):
+            expected = self._linear(Float8Rowwise())
+        casts_module._verdicts.cache_clear()
+        self.assert_same_bits(self._linear(Float8Rowwise()), expected, "first cast")
 
     def test_layers(self) -> None:
         recipes = [cls() for cls in RECIPES.values()]
