@@ -110,9 +110,12 @@ def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.de
     )
 
 
+_NOTHING = nullcontext()
+
+
 def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
     """A named range in the profiler's trace; free while no profiler records."""
-    return torch.profiler.record_function(f"{name} ({detail})") if compat.is_profiling() else nullcontext()
+    return torch.profiler.record_function(f"{name} ({detail})") if compat.is_profiling() else _NOTHING
 
 
 def poison(buffer: torch.Tensor) -> None:

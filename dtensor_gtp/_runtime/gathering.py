@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -36,6 +35,29 @@ class ChainKey(NamedTuple):
     module: nn.Module | None
     is_grad_enabled: bool
     is_backward: bool = False
+
+
+class Use:
+    """A use of a weight, as a context. A class, because a generator takes the host several times as long."""
+
+    __slots__ = ("_gathered", "_gathering", "_range", "_target")
+
+    def __init__(self, gathering: Gathering, target: Gatherable) -> None:
+        self._gathering, self._target = gathering, target
+
+    def __enter__(self) -> torch.Tensor:
+        gathered = self._gathered = self._gathering.acquire(self._target)
+        self._range = profiler_range("GTP::compute", self._target.weight.fqn)
+        self._range.__enter__()
+        try:
+            return gathered.full
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        self._range.__exit__(*exception)
+        self._gathering.release(self._target, self._gathered)
 
 
 class Gathering:
@@ -169,15 +191,9 @@ class Gathering:
         self.comm.wait(gathered.done)
         return gathered
 
-    @contextmanager
-    def using(self, target: Gatherable) -> Iterator[torch.Tensor]:
-        """A use that ends with the context: the full weight."""
-        gathered = self.acquire(target)
-        try:
-            with profiler_range("GTP::compute", target.weight.fqn):
-                yield gathered.full
-        finally:
-            self.release(target, gathered)
+    def using(self, target: Gatherable) -> Use:
+        """A use that ends with the context, whose value is the full weight."""
+        return Use(self, target)
 
     def release(self, target: Gatherable, gathered: Gathered) -> None:
         """End a use."""

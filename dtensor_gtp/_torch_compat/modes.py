@@ -18,6 +18,8 @@ POLICY_MODES: tuple[type[Any], ...] = (
     checkpoint_module._CachedTorchDispatchMode,
 )
 
+_NOTHING = nullcontext()
+
 
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
@@ -31,7 +33,7 @@ def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
     It expects a recomputation to run the very ops of the forward, which is not so for ops that serve later uses.
     """
     if not asks_checkpoint_policy():
-        return nullcontext()
+        return _NOTHING
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
 
 

@@ -7,8 +7,8 @@ the output was saved, nobody comes to gather the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -70,11 +70,8 @@ class UngatheredWeight(Tensor):
         return full.t() if self._is_transposed else full
 
 
-@contextmanager
-def using(runtime: Runtime, weight: ShardedWeight) -> Iterator[Tensor]:
+def using(runtime: Runtime, weight: ShardedWeight) -> AbstractContextManager[Tensor]:
     """``runtime.using(weight)``, but under selective checkpointing a weight that is gathered when an op needs it."""
     if compat.asks_checkpoint_policy():
-        yield UngatheredWeight(runtime, weight)
-        return
-    with runtime.using(weight) as full:
-        yield full
+        return nullcontext(UngatheredWeight(runtime, weight))
+    return runtime.using(weight)
