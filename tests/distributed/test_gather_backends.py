@@ -91,7 +91,7 @@ class MappedFile:
         begin = rank * self.nbytes + offset
         return self.memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def barrier(self, timeout_ms: int) -> None:
+    def barrier(self, turn: int) -> None:
         dist.barrier(group=self.group)
 
 
@@ -196,7 +196,7 @@ class TestGatherBackends(GlooTest):
                     value = torch.arange(4).repeat_interleave(rows)[:, None].expand(-1, 5) * 10 + self.rank + turn
                     sent = value.to(dtype).contiguous()
                     received = torch.empty_like(sent)
-                    engine.all_to_all(received, sent)
+                    engine.all_to_all([received.view(4, -1)], [sent.view(4, -1)])
                     want = (torch.arange(4).repeat_interleave(rows)[:, None] + 10 * self.rank + turn).expand(-1, 5)
                     self.assertTrue(torch.equal(received, want.to(dtype)), f"{dtype} {rows} {turn}")
 
