@@ -4,6 +4,7 @@ from . import elastic
 from ._version import __version__
 from .api import GTPModule, UnshardHandle, gtp_shard
 from .capture import CapturedStep, capture_step
+from .capture_blocks import CapturedBlocks, capture_blocks
 from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
 from .policy import MixedPrecisionPolicy, SchedulePolicy
@@ -12,6 +13,7 @@ from .random import MeshRNG
 from .report import ShardingReport, sharding_report
 
 __all__ = [
+    "CapturedBlocks",
     "CapturedStep",
     "GTPModule",
     "GTPShard",
@@ -22,6 +24,7 @@ __all__ = [
     "UnshardHandle",
     "WeightMesh",
     "__version__",
+    "capture_blocks",
     "capture_step",
     "elastic",
     "gtp_shard",

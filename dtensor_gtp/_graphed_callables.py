@@ -40,7 +40,8 @@ def _refuse_managed(module: nn.Module) -> None:
             raise RuntimeError(
                 f"torch.cuda.make_graphed_callables does not support a {type(module).__name__} after gtp_shard: the "
                 f"gradient of '{f'{prefix}.{name}' if prefix else name}' is reduced over ranks and does not pass "
-                "through autograd, so the graph would leave it out. Record whole steps with dtensor_gtp.capture_step."
+                "through autograd, so the graph would leave it out. Use dtensor_gtp.capture_step for whole steps, "
+                "dtensor_gtp.capture_blocks for single modules."
             )
 
 

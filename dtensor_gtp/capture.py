@@ -382,20 +382,20 @@ def _check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: 
             raise ValueError(f"capture_step expects {name} >= {least}, but got {value}.")
 
 
-def _runtimes_of(module: nn.Module) -> list[Runtime]:
+def _runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
     runtimes = {id(b.group.runtime): b.group.runtime for m in module.modules() if (b := binding_of(m)) is not None}
     if not runtimes:
         raise ValueError(
-            f"capture_step expects a module that gtp_shard was called on, or one around it, but got a "
+            f"{caller} expects a module that gtp_shard was called on, or one around it, but got a "
             f"{type(module).__name__} without. Call gtp_shard first."
         )
     for runtime in runtimes.values():
         if any(param.is_cut_again for param in runtime.params):
             raise NotImplementedError(
-                "capture_step does not support an outer fully_shard. Use a (replicate, gtp) mesh in its place."
+                f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh in its place."
             )
         if runtime.grads.replicas is not None:
-            raise NotImplementedError("capture_step does not support elastic.synchronize_replicas.")
+            raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
     return list(runtimes.values())
 
 

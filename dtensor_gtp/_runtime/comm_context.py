@@ -15,8 +15,8 @@ On devices without streams (CPU with gloo) the background ``Work`` takes the pla
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,6 +92,7 @@ class CommContext:
         self.debug = debug
         self._schedule = schedule
         self._reductions: deque[Reduction] = deque()
+        self._is_bounded = True
         self._groups: dict[tuple[str, ...], Groups] = {}
         # By name of the communicator.
         self._gather_backends: dict[str, GatherBackend] = {}
@@ -208,9 +209,24 @@ class CommContext:
 
     def reducing(self) -> AbstractContextManager[Any]:
         """Context in which a reduction is launched, on the scatter stream. Bounds how many are in flight."""
-        while len(self._reductions) >= self._schedule.max_inflight_reduce_scatters:
+        while self._is_bounded and len(self._reductions) >= self._schedule.max_inflight_reduce_scatters:
             self._retire_oldest()
         return self._fork(self._scatter_stream)
+
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """Reductions that are launched within are as many as there are: those of a block, all at once."""
+        self._is_bounded = False
+        try:
+            yield
+        finally:
+            self._is_bounded = True
+
+    def retire_users(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Retire reductions, oldest first, until none in flight uses these buffers."""
+        used = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        while any(kept.untyped_storage().data_ptr() in used for _, _, keep in self._reductions for kept in keep):
+            self._retire_oldest()
 
     def reduction_launched(
         self, work: dist.Work | None, complete: Callable[[], None], keep: tuple[torch.Tensor, ...]

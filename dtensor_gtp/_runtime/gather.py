@@ -14,6 +14,7 @@ from .debug import profiler_range
 from .gathered import Columnwise, Gatherable, Gathered
 from .layout import WeightLayout
 from .param import ShardedWeight
+from .recording import gather_buffer
 from .wire import Packed, as_integers
 
 
@@ -37,7 +38,7 @@ def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
     """What ``_launch_together`` does, for the most frequent case with the least work of the host."""
     layout, shard, dtype = weight.layout, weight.shard, weight.compute_dtype
     rows = layout.rows_of(shard)
-    buffer = torch.empty(layout.buffer_shape, dtype=dtype, device=shard.device)
+    buffer = gather_buffer(weight)
     is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
     groups = weight.groups
     with profiler_range("GTP::all_gather", weight.fqn), comm.gathering(groups):
@@ -95,8 +96,7 @@ def _prepare(target: Gatherable, comm: CommContext) -> _Sending:
     weight = target.weight
     if weight.wire is None:
         layout, shard = weight.layout, weight.shard
-        buffer = torch.empty(layout.buffer_shape, dtype=weight.compute_dtype, device=shard.device)
-        return _Sending(weight, [_Plane(layout, shard, buffer)], None)
+        return _Sending(weight, [_Plane(layout, shard, gather_buffer(weight))], None)
     packed = weight.wire.pack(weight, _direction(target), comm)
     planes = []
     for layout, plane in packed.planes:

@@ -71,6 +71,14 @@ class Gathered:
         self.done = Done()  # a background work holds its tensors also when it is complete
         self.value, self._contiguous, self.unpack, self.quantized = self.buffer, None, None, None
 
+    def is_in(self, buffer: torch.Tensor) -> bool:
+        return self.buffer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+    def move(self, buffer: torch.Tensor, weight: ShardedWeight) -> None:
+        """Go to another buffer, after the wait for ``done``."""
+        buffer.copy_(self.buffer)
+        self.buffer, self.value, self._contiguous = buffer, weight.layout.full_view(buffer), None
+
     def contiguous(self) -> torch.Tensor:
         """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all who ask."""
         if self._contiguous is None:

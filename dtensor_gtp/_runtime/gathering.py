@@ -22,6 +22,7 @@ from .comm_context import CommContext, Groups
 from .debug import DebugFlags, poison, profiler_range
 from .gathered import Gatherable, Gathered
 from .param import ManagedParam, ShardedWeight
+from .recording import Recording, new_buffer
 from .schedule import Chain, Plan, Traits, Window, choose_kept
 from .wire import QuantizedWire
 
@@ -75,6 +76,7 @@ class Gathering:
         self.debug = debug
         self.gatherables: list[Gatherable] = []  # of the weights; a plan names them by index
         self.chains: dict[ChainKey, Chain] = {}
+        self.recording: Recording | None = None  # of the block that is recorded now
         self._window = Window(
             schedule.prefetch_depth,
             schedule.prefetch_nbytes,
@@ -179,6 +181,8 @@ class Gathering:
 
     def acquire(self, target: Gatherable) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
+        if self.recording is not None:
+            return self.recording.acquire(target)
         self.ensure_initialized()
         gathered = target.live
         if gathered is None or not gathered.is_fresh(target.weight):
@@ -197,6 +201,8 @@ class Gathering:
 
     def release(self, target: Gatherable, gathered: Gathered) -> None:
         """End a use."""
+        if self.recording is not None:
+            return
         gathered.holds -= 1
         if gathered.holds:
             return
@@ -206,6 +212,19 @@ class Gathering:
             target.kept = gathered
         else:
             self._free(gathered)
+
+    def place(self, weight: ShardedWeight, gathered: Gathered) -> None:
+        """Have the weight of a recorded block, which is in use, where the block's graph reads it."""
+        assert weight.fixed is not None
+        fixed = weight.fixed.gathered
+        if not gathered.is_in(fixed):
+            # Its gather has found the buffer taken. By now it may be taken by a gather for later, which has to move.
+            for target in self.gatherables:
+                for other in (*target.pending, *filter(None, (target.kept,))):
+                    if other is not gathered and other.is_in(fixed):
+                        self.comm.wait(other.done)
+                        other.move(new_buffer(target.weight), target.weight)
+            fixed.copy_(gathered.buffer)
 
     def _free(self, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""

@@ -7,10 +7,10 @@ backward, all in one coalesced call for each mesh and dtype. Only then is anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from .comm_context import CommContext, Groups
 from .debug import profiler_range
 from .param import ManagedParam, ShardedWeight, WholeParam
 from .scattering import Scattering, can_travel_together, make_scattering, sum_dtype
+
+if TYPE_CHECKING:
+    from .recording import Recording
 
 
 class _Job(NamedTuple):
@@ -89,6 +92,7 @@ class Gradients:
         # Set where the mesh is one replica of several that need not be alike.
         self.replicas: UnequalReplicas | None = None
         self._postponed: list[Callable[[], None]] | None = None
+        self.recording: Recording | None = None  # of the block that is recorded now
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
@@ -111,9 +115,10 @@ class Gradients:
 
     # --- sharded weights ----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def target(weight: ShardedWeight) -> tuple[torch.Tensor, bool]:
+    def target(self, weight: ShardedWeight) -> tuple[torch.Tensor, bool]:
         """A gradient buffer, and whether it holds a gradient already that the new one is to be added to."""
+        if self.recording is not None:
+            return self.recording.target(weight), False
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
         return weight.send_buffer(), False
@@ -127,7 +132,8 @@ class Gradients:
         """
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
-            self.submit(weight, layout.rows_of(grad))
+            rows = layout.rows_of(grad)
+            self.submit(weight, rows if self.recording is None else self.recording.keep(weight, rows))
             return
         buffer, is_accumulating = self.target(weight)
         view = layout.full_view(buffer)
@@ -141,7 +147,8 @@ class Gradients:
         """Whether a gradient can be submitted without a copy, the sharded dim not in front and cast by the scattering
         if need be."""
         layout = weight.layout
-        if weight.unsharded_grad is not None or not grad.is_contiguous():
+        is_recorded = self.recording is not None  # for microbatches of any kind
+        if (weight.unsharded_grad is not None and not is_recorded) or not grad.is_contiguous():
             return False
         if grad.shape[layout.dim] != layout.buffer_shape[0]:
             return False
@@ -151,7 +158,7 @@ class Gradients:
         # Microbatches are summed in the dtype of the reduction; an all-reduce over replicas takes contiguous tensors,
         # which the slot of a reduce-scatter is.
         has_replicas = self.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
-        return not has_replicas and (weight.flags.requires_gradient_sync or not is_cast)
+        return not has_replicas and (weight.flags.requires_gradient_sync or is_recorded or not is_cast)
 
     def submit(self, weight: ShardedWeight, buffer: torch.Tensor) -> None:
         """Reduce-scatter a gradient buffer behind compute, or keep it for a later microbatch.
@@ -160,6 +167,9 @@ class Gradients:
             buffer: Of the layout's ``buffer_shape``, not necessarily contiguous; in the dtype of the reduction, or, if
                 gradients are synced, another one.
         """
+        if self.recording is not None:
+            self.recording.submit(weight, buffer)
+            return
         flags = weight.flags
         if not flags.requires_gradient_sync:
             weight.unsharded_grad = buffer
@@ -183,6 +193,17 @@ class Gradients:
         if waiting and (nbytes > self._together_nbytes or waiting[0].key != submitted.key):
             self.launch_waiting()
         self._waiting.append(submitted)
+
+    def submit_recorded(self, written: Sequence[tuple[ShardedWeight, torch.Tensor]]) -> None:
+        """Reduce the gradients that a recorded block has left in these buffers, behind all that follows."""
+        with self._comm.unbounded():
+            for weight, buffer in written:
+                if weight.unsharded_grad is not None or not weight.flags.requires_gradient_sync:
+                    self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
+                    continue
+                # What would become the gradient, or wait for others, would be written to before it is read.
+                is_passing = weight.layout.world > 1 and buffer.nbytes >= self._together_nbytes
+                self.submit(weight, buffer if is_passing else buffer.clone())
 
     def launch_waiting(self) -> None:
         """Launch what waits for others to travel with."""

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -32,6 +32,9 @@ from .stand_in import StandIn
 from .tokens import TokenExchange
 from .user_hooks import run_post_accumulate_hooks, run_tensor_hooks
 from .wire import Wire
+
+if TYPE_CHECKING:
+    from .recording import FixedBuffers
 
 # Cached, because it is asked for each gradient, and torch makes an op of the question.
 _wider = functools.cache(torch.promote_types)
@@ -313,6 +316,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         # How linear layers multiply with it; None for ordinary GEMMs of the full weight.
         self.gemms: Float8GEMMs | None = None
         self.is_pinned = False
+        self.fixed: FixedBuffers | None = None  # of a weight of a recorded block
         # Of a table that is looked up by exchange of activations, and of a head with a vocabulary-parallel loss.
         self.lookups: TokenExchange | None = None
         self.losses: TokenExchange | None = None
@@ -414,6 +418,7 @@ class WholeParam(ManagedParam):
         # Local gradient of uses in a compute dtype that is wider than the leaf.
         self._wide_local_grad: torch.Tensor | None = None
         self.on_local_grad: Callable[[], None] | None = None
+        self.record_use: Callable[[WholeParam], torch.Tensor] | None = None  # while a block is recorded
         self._rebound()
 
     def _rebound(self) -> None:
@@ -433,6 +438,8 @@ class WholeParam(ManagedParam):
 
     def value(self) -> torch.Tensor:
         """The parameter as modules see it, in the compute dtype."""
+        if self.record_use is not None:
+            return self.record_use(self)
         if self.leaf.dtype == self.compute_dtype:
             return self.leaf
         value = self.leaf.to(self.compute_dtype)
@@ -442,6 +449,17 @@ class WholeParam(ManagedParam):
             this = weakref.ref(self)
             value.register_post_accumulate_grad_hook(lambda used: _take_wide(this(), used))
         return value
+
+    def add_local_grad(self, grad: torch.Tensor) -> None:
+        """Take the gradient of one ``value()``, which is only read, as autograd's accumulation would."""
+        if _wider(grad.dtype, self.leaf.dtype) != self.leaf.dtype:
+            earlier = self._wide_local_grad
+            self._wide_local_grad = grad.clone() if earlier is None else earlier + grad
+        elif self.leaf.grad is None:
+            self.leaf.grad = grad.to(self.leaf.dtype, copy=True)
+        else:
+            self.leaf.grad += grad.to(self.leaf.dtype)
+        _notify(self)
 
     def take_local_grad(self) -> torch.Tensor | None:
         """The local gradient since the last reduction, in reduce_dtype, and forget it."""

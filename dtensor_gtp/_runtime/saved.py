@@ -104,6 +104,15 @@ class SavedWeights:
         # Addresses are unique only while the frame holds the weights.
         self._uses = {}
 
+    @property
+    def outer(self) -> tuple[compat.PackHook, compat.UnpackHook] | None:
+        """The hooks that were active before."""
+        return self._outer
+
+    def is_packing(self, hooks: tuple[compat.PackHook, compat.UnpackHook]) -> bool:
+        """Whether ``hooks`` are these."""
+        return hooks[0] == self._pack
+
     def watch(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Replace what is saved of ``gathered`` from now on until ``pop``."""
         use = _WeightUse(weight, gathered.version)
@@ -234,6 +243,6 @@ def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
         raise RuntimeError(
             f"A CUDA graph is recorded of a backward without the gradient of '{weight.fqn}', which is trained: "
             "torch.autograd.grad, as torch.cuda.make_graphed_callables calls it, does not know gradients of sharded "
-            "weights. Record whole steps with dtensor_gtp.capture_step; where the gradient is not wanted, freeze the "
-            "parameter with requires_grad_(False)."
+            "weights. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for single modules; "
+            "where the gradient is not wanted, freeze the parameter with requires_grad_(False)."
         )

@@ -116,6 +116,14 @@ class Runtime(Gathering):
         """Whether a parameter read as a module attribute is the full weight: in a forward, and in backward."""
         return bool(self._frames) or compat.current_graph_task_id() != -1
 
+    def has_foreign_saved_hooks(self) -> bool:
+        """Whether saved-tensor hooks are active that are not those of frames."""
+        hooks = compat.top_saved_tensors_hooks()
+        for frame in reversed(self._frames):
+            if hooks is not None and frame.saved is not None and frame.saved.is_packing(hooks):
+                hooks = frame.saved.outer
+        return hooks is not None
+
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool]) -> Frame:
         """A forward of ``module`` begins; saved weights become handles if ``needs_hooks`` of the number of steps."""
         frame = Frame()
@@ -259,6 +267,8 @@ class Runtime(Gathering):
     def note_backward(self, module: nn.Module | None = None) -> None:
         """Called by whatever happens first in a backward, as the gradient of the output of an outermost ``module``: its
         chain begins, and its end is awaited."""
+        if self.recording is not None:
+            return  # of a block, which is no backward of this runtime
         if self._is_in_backward:
             if self._end_of_backward is not None and self._end_of_backward() is not None:
                 return

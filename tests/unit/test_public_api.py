@@ -54,6 +54,7 @@ class TestPublicApi(TestCase):
         self.assertExpectedInline(
             "\n".join(dtensor_gtp.__all__),
             """\
+CapturedBlocks
 CapturedStep
 GTPModule
 GTPShard
@@ -64,6 +65,7 @@ ShardingReport
 UnshardHandle
 WeightMesh
 __version__
+capture_blocks
 capture_step
 elastic
 gtp_shard
@@ -89,6 +91,7 @@ sharding_report""",
         self.assertExpectedInline(
             "\n".join(lines),
             """\
+capture_blocks(module, blocks, *, warmup_calls=3, max_graphs=4)
 capture_step(fn, module, optimizer=(), *, warmup_steps=3, max_graphs=8)
 gtp_shard(module, mesh, *, reshard_after_forward=True, shard_placement_fn=None,
     mp_policy=MixedPrecisionPolicy(), schedule=SchedulePolicy(), ignored_params=None)

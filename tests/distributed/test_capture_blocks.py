@@ -1,0 +1,472 @@
+"""``capture_blocks`` without a GPU: graphs of blocks beside eager code, bit by bit; and what it refuses.
+
+A stand-in records as a CUDA graph does, seen from outside: recording computes nothing, a replay runs no Python of the
+caller's and leaves its results where the recording left them. Collectives copy, as on a rank among others that hold the
+same, and not before they are waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, fake_world
+from runtime_common import Raw, assert_idle, local, runtime_of
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, capture_blocks, gtp_shard, quantize_
+from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._runtime.comm_context import CommContext
+from dtensor_gtp.capture_blocks import CapturedBlocks
+from dtensor_gtp.nn import GroupedLinear
+
+BF16 = torch.bfloat16
+WIDTH, VOCABULARY = 16, 12
+
+
+class Wire:
+    """Collectives of a rank among others that hold the same: what they write is garbage until they are waited for, and
+    what they read is read then."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def launch(self, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], copy_all: Any) -> Work:
+        self.launched.append((name, [tuple(tensor.shape) for tensor in outputs]))
+        # This rank's part of a gather may lie in the output.
+        owned = [input.clone() for input in inputs] if name == "gather" else inputs
+        for output in outputs:
+            output.fill_(float("nan") if output.is_floating_point() else -1)
+        return Work(lambda: copy_all(outputs, owned))
+
+    def gather(self, outputs: Any, inputs: Any, group: Any, *, async_op: bool) -> Work:
+        def copy_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                output.copy_(torch.cat([input] * group.size()))
+
+        return self.launch("gather", _listed(outputs), _listed(inputs), copy_all)
+
+    def scatter(self, outputs: Any, inputs: Any, op: Any, group: Any, *, async_op: bool) -> Work:
+        def copy_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                output.copy_(input.chunk(group.size())[group.rank()])
+
+        return self.launch("scatter", _listed(outputs), _listed(inputs), copy_all)
+
+    def exchange(self, output: torch.Tensor, input: torch.Tensor, group: Any, *, async_op: bool) -> Work:
+        return self.launch("exchange", [output], [input], lambda outputs, inputs: outputs[0].copy_(inputs[0]))
+
+    def take_launched(self) -> list[tuple[str, list[tuple[int, ...]]]]:
+        launched, self.launched = self.launched, []
+        return launched
+
+
+class Work:
+    def __init__(self, complete: Callable[[], object]) -> None:
+        self.complete: Callable[[], object] | None = complete
+
+    def wait(self) -> None:
+        complete, self.complete = self.complete, None
+        if complete is not None:
+            complete()
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+@contextlib.contextmanager
+def one_of(size: int) -> Iterator[tuple[DeviceMesh, Wire]]:
+    wire = Wire()
+    ops = {
+        "all_gather_base": wire.gather,
+        "all_gather_coalesced": wire.gather,
+        "reduce_scatter_base": wire.scatter,
+        "reduce_scatter_coalesced": wire.scatter,
+        "all_to_all_base": wire.exchange,
+    }
+    with fake_world(0, size), mock.patch.multiple(compat, **ops):
+        yield init_device_mesh("cpu", (size,), mesh_dim_names=("gtp",)), wire
+
+
+class OnHost:
+    """Records by running a pass on the side, and spoils its results: only a replay, which runs it again, computes."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def eager(self, *, is_last: bool) -> Any:
+        raise AssertionError("eager calls are none of its business")
+
+    def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.events.append("record")
+        with mock.patch.object(CommContext, "_fork", side_effect=AssertionError("a recording does not communicate")):
+            result = step()
+        for tensor in self.tensors(result):
+            tensor.detach().copy_(torch.full_like(tensor, float("nan") if tensor.is_floating_point() else -1))
+
+        def replay() -> None:
+            self.events.append("replay")
+            with torch.enable_grad():
+                again = step()
+            for target, source in zip(self.tensors(result), self.tensors(again), strict=True):
+                target.detach().copy_(source.detach())
+
+        return replay, result
+
+    def tensors(self, result: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+class Block(nn.Module):
+    """Fused, generic and grouped weights, one on dim 1, one used twice, whole parameters, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.experts = GroupedLinear(2, WIDTH, WIDTH, bias=False)
+        self.raw = Raw(WIDTH)
+        self.register_buffer("split_sizes", torch.tensor([3, 4], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, mask: torch.Tensor | None = None) -> Any:
+        x = x + self.down(F.gelu(self.up(self.norm(x)))) * scale
+        x = x + self.experts(x, self.split_sizes)
+        x = self.raw(self.norm(x))
+        x = x + self.twice(torch.tanh(self.twice(x)))
+        return (x if mask is None else x * mask), {"count": torch.tensor(x.shape[0]), "name": "block"}
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 4, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.gain = nn.Parameter(torch.eye(WIDTH))
+        self.is_checkpointed = is_checkpointed
+        self.scale = 1.0
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(tokens) @ self.gain  # read by the root: its frame has hooks on saved tensors
+        for block in self.blocks:
+            if self.is_checkpointed:
+                x, _ = checkpoint(block, x, self.scale, mask, use_reentrant=False)
+            else:
+                x, rest = block(x, self.scale, mask=mask)
+                assert rest["name"] == "block"
+                assert rest["count"] == tokens.numel()
+        return F.cross_entropy(self.head(x).float(), tokens)
+
+
+def tokens_of(seed: int, num: int = 7) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (num,), generator=torch.Generator().manual_seed(seed))
+
+
+class Pair:
+    """The same model twice, the blocks of one of them recorded."""
+
+    def __init__(self, world: tuple[DeviceMesh, Wire], model: nn.Module | None = None, **options: Any) -> None:
+        mesh, self.wire = world
+        model = Net() if model is None else model
+        options = {"schedule": ALL, **options}
+        self.models = [gtp_shard(copy.deepcopy(model), mesh, **options) for _ in range(2)]
+        self.recorder = OnHost()
+        self.captured = CapturedBlocks(self.models[1], list(self.models[1].blocks), self.recorder, 2, 4)
+        self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in self.models]
+
+    def run(self, step: Callable[[nn.Module], object]) -> list[str]:
+        """One step of both, which must launch the same and leave the same bits. Returns what the recorder has done."""
+        grads, launched = [], []
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            self.wire.take_launched()
+            step(model)
+            launched.append(self.wire.take_launched())
+            grads.append({n: None if p.grad is None else local(p.grad) for n, p in model.named_parameters()})
+            assert_idle(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, grad in grads[0].items():
+            other = grads[1][name]
+            assert (other is None) == (grad is None), name
+            assert grad is None or torch.equal(other, grad), f"gradient of {name}"
+        for (name, a), b in zip(self.models[1].named_parameters(), self.models[0].parameters(), strict=True):
+            assert torch.equal(local(a), local(b)), name
+            assert local(a).isfinite().all(), name
+        for kind in ("gather", "scatter", "exchange"):
+            sequences = [[shapes for name, shapes in launches if name == kind] for launches in launched]
+            assert sequences[0] == sequences[1], f"sequence of {kind}s"
+        events, self.recorder.events = self.recorder.events, []
+        return events
+
+    def prepare(self) -> None:
+        """Until all blocks are recorded."""
+        assert [self.run(train(seed)) for seed in range(3)] == [[], [], RECORDED]
+
+
+def train(*seeds: int, **options: Any) -> Callable[[nn.Module], None]:
+    def step(model: nn.Module) -> None:
+        for seed in seeds:
+            model(tokens_of(seed), **options).backward()
+
+    return step
+
+
+REPLAYED = ["replay"] * 8
+RECORDED = ["record", "record", "replay"] * 4 + ["replay"] * 4
+
+
+@pytest.fixture
+def world() -> Iterator[tuple[DeviceMesh, Wire]]:
+    with one_of(4) as world:
+        yield world
+
+
+@pytest.fixture
+def pair(world: tuple[DeviceMesh, Wire]) -> Pair:
+    pair = Pair(world)
+    pair.prepare()
+    return pair
+
+
+class TestCaptureBlocks:
+    @pytest.mark.parametrize(
+        ("schedule", "policy"),
+        [
+            ({}, MixedPrecisionPolicy()),
+            ({"prefetch_depth": 0}, MixedPrecisionPolicy(BF16, torch.float32)),
+            (
+                {"prefetch_nbytes": 64, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0},
+                MixedPrecisionPolicy(BF16, BF16),
+            ),
+            (
+                {"coalesce_grad_nbytes": 1024, "max_inflight_reduce_scatters": 1},
+                MixedPrecisionPolicy(reduce_dtype=BF16),
+            ),
+            ({"keep_nbytes": 4096, "reduce_scatter": "all_to_all"}, MixedPrecisionPolicy(BF16)),
+            # between the sizes of a gradient in bf16, in which some are computed, and in float32
+            ({"coalesce_grad_nbytes": 768, "keep_nbytes": 1024}, MixedPrecisionPolicy(BF16, torch.float32)),
+        ],
+    )
+    def test_replays_are_eager_steps(self, world: Any, schedule: Any, policy: MixedPrecisionPolicy) -> None:
+        pair = Pair(world, schedule=SchedulePolicy(min_shard_numel=0, **schedule), mp_policy=policy)
+        pair.prepare()
+        assert pair.run(train(3)) == REPLAYED
+        assert pair.captured.num_graphs == 4
+        with torch.no_grad():
+            losses = [model(tokens_of(9)) for model in pair.models]
+        assert torch.equal(*losses)
+        assert pair.run(train(5)) == REPLAYED
+        assert pair.run(train(6, 7, 8)) == REPLAYED * 3
+
+    def test_one_rank(self) -> None:
+        with one_of(1) as world:
+            pair = Pair(world)
+            pair.prepare()
+            assert pair.run(train(4, 5)) == REPLAYED * 2
+
+    def test_other_inputs_get_graphs_of_their_own(self, pair: Pair) -> None:
+        mask = torch.randn(7, WIDTH)
+        assert pair.run(train(3, mask=mask)) == []
+        assert pair.run(train(4, mask=mask + 1)) == RECORDED
+        assert pair.run(train(5, mask=mask)) == REPLAYED
+        assert pair.run(train(6)) == REPLAYED
+        assert pair.captured.num_graphs == 8
+        for model in pair.models:
+            model.scale = 0.5
+        assert pair.run(train(7)) == []
+        assert pair.run(train(8)) == RECORDED
+        pair.captured.reset()
+        assert [pair.run(train(seed)) for seed in range(3)] == [[], [], RECORDED]
+
+    def test_what_is_baked_in(self, pair: Pair) -> None:
+        for model in pair.models:
+            model.blocks[1].up.weight.requires_grad_(False)
+            model.blocks[2].eval()
+        third, fourth = ["replay"] * 2, RECORDED  # two blocks are as before
+        assert pair.run(train(3)) == ["replay"] * 2 + third
+        pair.run(train(4))
+        assert pair.run(train(5)).count("record") == 4
+        assert pair.run(train(6)) == REPLAYED
+        for model in pair.models:
+            model.blocks.requires_grad_(False)
+        assert [pair.run(train(seed)) for seed in range(3)] == [[], [], fourth]
+
+    def test_inputs_without_gradient(self, world: Any) -> None:
+        model = Net()
+        model.embedding.requires_grad_(False)
+        model.gain.requires_grad_(False)
+        pair = Pair(world, model)
+        pair.prepare()
+        assert pair.run(train(3)) == REPLAYED
+
+    def test_microbatches(self, pair: Pair) -> None:
+        def step(model: nn.Module, *, is_pipelined: bool = False) -> None:
+            model.set_requires_gradient_sync(False)
+            first = model(tokens_of(4))
+            if not is_pipelined:
+                first.backward()
+            model.set_requires_gradient_sync(True)
+            second = model(tokens_of(5))
+            if is_pipelined:
+                first.backward()
+            second.backward()
+
+        assert pair.run(step) == REPLAYED * 2
+        # A forward before the backward of the last one is eager.
+        assert pair.run(lambda model: step(model, is_pipelined=True)) == REPLAYED
+        pair.models[1](tokens_of(6))  # nobody needs its backward
+        assert pair.recorder.events == ["replay"] * 4
+        assert pair.run(train(7)) == ["replay"] * 12
+
+    def test_outputs_of_a_call_stay(self, pair: Pair) -> None:
+        outputs = []
+        for seed in range(3):
+            x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+            output, _ = pair.models[1].blocks[0](x, 1.0, mask=None)
+            output.sum().backward()
+            outputs.append((output, output.detach().clone(), x.grad, x.grad.clone()))
+        pair.models[1].zero_grad()
+        assert pair.recorder.events == ["replay"] * 6
+        for output, kept, grad, kept_grad in outputs:
+            assert torch.equal(output, kept)
+            assert torch.equal(grad, kept_grad)
+
+    def test_recomputation_is_eager(self, world: Any) -> None:
+        pair = Pair(world, Net(is_checkpointed=True))
+        for seed in range(4):
+            assert pair.run(train(seed)) == []
+
+    def test_autocast_is_eager(self, pair: Pair) -> None:
+        x = torch.randn(7, WIDTH, requires_grad=True)
+        block = pair.models[1].blocks[0]
+        with torch.autocast("cpu", BF16), contextlib.suppress(RuntimeError):  # GroupedLinear wants one dtype
+            block(x, 1.0, mask=None)
+        assert pair.recorder.events == []
+        block(x, 1.0, mask=None)
+        assert pair.recorder.events == ["replay"]
+
+    def test_backward_after_a_later_forward_raises(self, pair: Pair) -> None:
+        block = pair.models[1].blocks[0]
+        x = torch.randn(7, WIDTH, requires_grad=True)
+        output, _ = block(x, 1.0, mask=None)
+        output.sum().backward(retain_graph=True)
+        output.sum().backward(retain_graph=True)
+        block(x, 1.0, mask=None)
+        with pytest.raises(RuntimeError, match=r"backward of block 'blocks.0' comes after a later forward"):
+            output.sum().backward()
+
+    def test_weights_that_are_written_before_backward_raise(self, pair: Pair) -> None:
+        loss = pair.models[1](tokens_of(3))
+        with torch.no_grad():
+            pair.models[1].blocks[3].down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"'blocks.3.down.weight' is needed for gradient computation, but"):
+            loss.backward()
+
+    def test_a_buffer_that_is_taken(self, pair: Pair) -> None:
+        """Gathers find other buffers, and a gather for later moves out of the way."""
+        model = pair.models[1]
+        runtime = runtime_of(model)
+        weights = [runtime.weights[[w.fqn for w in runtime.weights].index(f"blocks.{i}.up.weight")] for i in (0, 2)]
+        assert weights[0].fixed is weights[1].fixed is not None
+        holder = weights[0].fixed.gathered.view(-1)
+        assert pair.run(train(3)) == REPLAYED
+        del holder
+        runtime.gather_kept(weights[1])  # as a prefetch, to be used when block 0 has been
+        assert weights[1].kept is not None
+        assert weights[1].kept.is_in(weights[1].fixed.gathered)
+        gathered = runtime.acquire(weights[0])
+        assert not gathered.is_in(weights[0].fixed.gathered)
+        runtime.place(weights[0], gathered)
+        assert not weights[1].kept.is_in(weights[1].fixed.gathered)
+        for weight, value in ((weights[0], weights[0].fixed.gathered), (weights[1], weights[1].kept.value)):
+            assert torch.equal(value, torch.cat([weight.shard] * 4))
+        runtime.release(weights[0], gathered)
+        runtime.drop_kept(weights[1])
+
+    def test_removal(self, pair: Pair) -> None:
+        pair.captured.remove()
+        assert pair.captured.num_graphs == 0
+        assert all("forward" not in block.__dict__ for block in pair.models[1].blocks)
+        assert pair.run(train(3)) == []
+
+    def test_another_dtype(self, pair: Pair) -> None:
+        for model in pair.models:
+            model.double()
+        with pytest.raises(RuntimeError, match=r"dtype of 'blocks.0.up.weight' has changed since capture_blocks"):
+            pair.models[1](tokens_of(3))
+
+
+class TestRefusals:
+    def refused(self, module: nn.Module, blocks: list[nn.Module], error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            CapturedBlocks(module, blocks, OnHost(), 2, 4)
+
+    def test_arguments(self, world: Any) -> None:
+        mesh, _ = world
+        model = gtp_shard(Net(), mesh, schedule=ALL)
+        with pytest.raises(RuntimeError, match="capture_blocks records CUDA graphs, but the weights of the Net are on"):
+            capture_blocks(model, model.blocks)
+        with pytest.raises(ValueError, match="capture_blocks expects a module that gtp_shard was called on"):
+            capture_blocks(nn.Linear(2, 2), [])
+        for blocks in ([], [nn.Linear(2, 2)], [model.blocks, model.blocks[0]], [model.blocks[0]] * 2):
+            self.refused(model, blocks, ValueError, "capture_blocks expects modules below the Net that do not contain")
+        self.refused(
+            model, [model.blocks[0].norm], ValueError, "blocks with sharded weights, but 'blocks.0.norm' has no"
+        )
+        with pytest.raises(ValueError, match="capture_blocks expects warmup_calls >= 2, but got 1"):
+            CapturedBlocks(model, list(model.blocks), OnHost(), 1, 4)
+        with pytest.raises(TypeError, match=r"capture_blocks expects an int as max_graphs, but got 1.5"):
+            CapturedBlocks(model, list(model.blocks), OnHost(), 2, 1.5)  # type: ignore[arg-type]
+        CapturedBlocks(model, [model.blocks[0]], OnHost(), 2, 4)
+        self.refused(model, list(model.blocks), NotImplementedError, "'blocks.0.up.weight' belongs to another recorded")
+
+    def test_blocks(self, world: Any) -> None:
+        mesh, _ = world
+        plain = Net(depth=3)
+        quantize_(plain, "float8_tensorwise", filter_fn=lambda _, name: name == "blocks.0.up")
+        ignored = {plain.blocks[1].up.bias}
+        model = gtp_shard(plain, mesh, schedule=ALL, ignored_params=ignored)
+        model.blocks[2].compile()
+        for index, match in enumerate(
+            (
+                "'blocks.0.up.weight' is quantized for its gather",
+                r"nobody manages its parameter 'up\.bias'",
+                "it is compiled",
+            )
+        ):
+            self.refused(
+                model, [model.blocks[index]], NotImplementedError, f"block 'blocks.{index}', a Block: .*{match}"
+            )
+
+    def test_what_cannot_be_recorded(self, world: Any) -> None:
+        mesh, _ = world
+        model = gtp_shard(Net(), mesh, schedule=SchedulePolicy(min_shard_numel=0, embedding="exchange"))
+        captured = CapturedBlocks(model, [model.embedding], OnHost(), 2, 4)
+        train(0)(model)  # in which ranks find out whether it pays
+        with pytest.raises(NotImplementedError, match=r"'embedding': it exchanges activations for 'embedding.weight'"):
+            model(tokens_of(1))
+        captured.remove()
+        pair = Pair(world)
+        pair.models[1].blocks[0].up.forward = lambda x: 1 / 0
+        pair.captured._blocks[0]._num_eager = 2
+        x = torch.randn(7, WIDTH)
+        pair.captured._blocks[0]._binding = pair.captured._blocks[0]._describe()
+        with pytest.raises(ZeroDivisionError):
+            pair.models[1].blocks[0](x)
+        with pytest.raises(
+            RuntimeError, match=r"could not record block 'blocks.0': ZeroDivisionError: division by zero"
+        ):
+            pair.models[1].blocks[0](x)
+        assert runtime_of(pair.models[1]).recording is None

@@ -1,0 +1,107 @@
+"""``capture_blocks`` on GPUs: graphs of blocks between eager collectives leave the bits of eager steps."""
+
+from __future__ import annotations
+
+import gc
+import unittest
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import environment
+from cuda_common import BF16, NUM_GPUS, CudaTest
+from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard
+
+
+class Job:
+    """A model that trains, its blocks in graphs or not."""
+
+    def __init__(self, mesh: DeviceMesh, is_captured: bool, **options: Any) -> None:
+        self.model: nn.Module = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.captured = capture_blocks(self.model, self.model.blocks) if is_captured else None
+
+    def step(self, seed: int, num_tokens: int = 256) -> torch.Tensor:
+        losses = []
+        for microbatch in range(2):
+            losses.append(self.model(tokens_of(2 * seed + microbatch)[:num_tokens]))
+            losses[-1].backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack([*(loss.detach() for loss in losses), norm.to_local()])
+
+
+def check(test: unittest.TestCase, mesh: DeviceMesh, steps: int = 10, **options: Any) -> Job:
+    """Losses, norms and shards of steps with changing data, and of steps of another length between them."""
+    job, eager = (Job(mesh, is_captured, **options) for is_captured in (True, False))
+    for seed in range(steps):
+        num_tokens = 128 if seed % 4 == 3 else 256
+        test.assertTrue(torch.equal(job.step(seed, num_tokens), eager.step(seed, num_tokens)), f"step {seed}")
+    assert job.captured is not None
+    test.assertEqual(job.captured.num_graphs, 2 * len(job.model.blocks))
+    for got, want in zip(local_values(job.model), local_values(eager.model), strict=True):
+        test.assertTrue(torch.equal(got, want))
+        test.assertTrue(got.isfinite().all())
+    return job
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+class TestCaptureBlocks(unittest.TestCase):
+    """On one GPU, as one of four ranks whose collectives copy."""
+
+    def test_blocks_in_graphs_leave_the_bits_of_eager(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            for name, schedule in SCHEDULES.items():
+                for seed in range(2):
+                    with self.subTest(f"{name}, delay {seed}"), environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                        check(self, mesh, **schedule)
+            with self.subTest("all to all"):
+                check(self, mesh, reduce_scatter="all_to_all")
+
+    def test_one_rank_and_replicas(self) -> None:
+        for shape in ((1,), (2, 2)):
+            with self.subTest(shape), one_of(*shape) as mesh:
+                check(self, mesh)
+
+    def test_replays_never_wait_on_the_host_and_memory_does_not_grow(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            job = check(self, mesh)
+            job.step(0)
+            gc.collect()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for seed in range(10):
+                    job.step(seed)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            self.assertEqual((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()), before)
+
+    def test_what_cannot_be_recorded_says_so(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            job = Job(mesh, is_captured=True)
+            job.model.blocks[1].register_buffer("limit", torch.tensor(1.0, device="cuda"))
+            inner = job.model.blocks[1].down.forward
+            job.model.blocks[1].down.forward = lambda x: inner(x) * job.model.blocks[1].limit.item()
+            with self.assertRaisesRegex(RuntimeError, "capture_blocks could not record block 'blocks.1'"):
+                for seed in range(3):
+                    job.step(seed)
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs two GPUs")
+class TestCaptureBlocksNCCL(CudaTest):
+    def test_blocks_in_graphs_leave_the_bits_of_eager(self) -> None:
+        for name, schedule in SCHEDULES.items():
+            with self.subTest(name):
+                check(self, self.gtp_mesh(), **schedule)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    run_tests()
