@@ -329,6 +329,22 @@ class TestModels(GlooTest):
                 self.assertEqual(dict(model.named_buffers()), dict(local.named_buffers()))
         assert_same_params(model, reference, "grad")
 
+    def test_batch_norm_trains_as_one_process_where_statistics_agree(self) -> None:
+        """Each rank has the same rows with targets of its own: its statistics are those of the whole batch."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = conv_norms().double()
+
+        def make_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = torch.randn(2, 3, 6, 6, generator=generator, dtype=torch.float64)
+            targets = torch.randn(8, 4, 4, 4, generator=generator, dtype=torch.float64)
+            return rows.repeat(self.world_size, 1, 1, 1), targets
+
+        def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return mean_square(model(batch[0]) - batch[1])
+
+        check_training(reference, lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, make_batch, loss)
+
     def test_dropout_draws_what_one_process_draws(self) -> None:
         """Sharding takes no random numbers of its own: with one seed and one batch the masks are the same."""
         torch.manual_seed(0)
