@@ -400,6 +400,19 @@ class TestOrder(unittest.TestCase):
             self.assertNotIn(0, reads)
             self.assertEqual(in_flight, [])
 
+    def test_parameter_hooks(self) -> None:
+        """As with ``fully_shard`` alone: those that run after a gradient is accumulated, once for each backward."""
+        model = both(self.mesh)(make())
+        seen: list[str] = []
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p, n=name: seen.append(f"{n} {p.grad.placements == p.placements}")
+            )
+        for _ in range(2):
+            next_token_loss(model, self.tokens).backward()
+            self.assertEqual(sorted(seen), sorted(f"{name} True" for name, _ in model.named_parameters()))
+            seen.clear()
+
     def test_use_outside_of_its_unit_is_refused(self) -> None:
         model = both(self.mesh, reshard_after_forward=True)(make())
         model(self.tokens)

