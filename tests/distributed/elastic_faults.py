@@ -139,6 +139,7 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
         )
         watch = RankWatch(layout, rank, store, limit=LIMIT)
     store.set(_member(os.getpid()), "1")
+    job: Job | None = None
     while True:
         started = time.monotonic()
         try:
@@ -158,6 +159,7 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
                 store.set(f"error/{generation}/{watch.rank}", report)
         survivors = leave(job, progress, watch, setup)
         replicas, generation = survivors.replicas, survivors.generation
+    assert job is not None
     job.check(Reference(progress.step, setup.device))
     store.set("steps", str(progress.step))
     dist.barrier()
@@ -165,11 +167,11 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
     dist.destroy_process_group()
 
 
-def leave(job: Job, progress: Progress, watch: RankWatch, setup: Setup) -> Survivors:
+def leave(job: Job | None, progress: Progress, watch: RankWatch, setup: Setup) -> Survivors:
     for patch in progress.patches:
         patch.stop()
     progress.patches.clear()
-    if progress.is_ready:  # else what was held before is all there is
+    if progress.is_ready and job is not None:  # else what was held before is all there is
         progress.held = hold_state(job_state(job.model, job.optimizer), step=progress.step)
     progress.is_ready = False
     return watch.regroup(grace=GRACE, timeout=setup.timeout, num_replicas=len(setup.replicas))
