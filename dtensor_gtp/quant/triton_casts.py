@@ -375,7 +375,8 @@ class TritonCasts(Casts):
         num_matrices, numel = prod(matrix.shape[:-2]), matrix.shape[-2] * matrix.shape[-1]
         num_parts = 16 if numel <= 64 * _BLOCK else _PARTS
         parts = torch.empty(num_matrices * num_parts, dtype=torch.int32, device=matrix.device)
-        kernels.partial_amax[(parts.numel(),)](matrix, parts, numel, NUM=num_parts, BLOCK=_BLOCK)
+        # Nothing but loads: as many at a time as it takes to fill the memory's pipeline.
+        kernels.partial_amax[(parts.numel(),)](matrix, parts, numel, NUM=num_parts, BLOCK=2 * _BLOCK, num_warps=8)
         return parts
 
 
