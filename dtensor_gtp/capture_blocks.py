@@ -102,6 +102,7 @@ class CapturedBlocks:
         for block in blocks:
             _check_block(names[block], block)
         rings = Rings()
+        _check_window(blocks)
         self._blocks = [_CapturedBlock(names[b], b, rings, recorder, warmup_calls, max_graphs) for b in blocks]
 
     @property
@@ -144,6 +145,19 @@ def _check_block(name: str, block: nn.Module) -> None:
         what = _obstacle(managed)
         if what is not None:
             raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {what}. Use capture_step.")
+
+
+def _check_window(blocks: Sequence[nn.Module]) -> None:
+    schedule = _runtimes_of(blocks[0], "capture_blocks")[0].schedule
+    sharded = ([param for param in _params_of(block) if isinstance(param, ShardedWeight)] for block in blocks)
+    nbytes = max(sum(weight.kept_nbytes for weight in weights) for weights in sharded)
+    if schedule.prefetch_depth and schedule.prefetch_nbytes < nbytes:
+        logger.warning(
+            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) begins to gather the rest of the %d bytes of a block "
+            "when the one before is complete; let it be as many",
+            schedule.prefetch_nbytes,
+            nbytes,
+        )
 
 
 def _obstacle(param: ManagedParam) -> str | None:

@@ -73,7 +73,8 @@ def make_use(
 def explain_uses(model: nn.Module, mode: str, workload: Workload, seq_len: int, num_ranks: int) -> list[Use] | None:
     """The uses of weights in a step of a mode, from the plan that the model has after a step."""
     parsed = Mode.parse(mode)
-    if parsed.family != "gtp" or parsed.recipe or parsed.is_compiled or parsed.is_exchanging:
+    is_plain = not (parsed.recipe or parsed.is_compiled or parsed.has_block_graphs or parsed.is_exchanging)
+    if parsed.family != "gtp" or not is_plain:
         return None
     report = sharding_report(model)
     forward = next((plan for plan in report.passes if not plan.is_backward), None)
@@ -107,7 +108,8 @@ def explain_peak(
     world: World,
 ) -> Peak | None:
     """The predicted peak of a mode on GPUs; None for modes that are not of this package, whose plan is not known yet,
-    or whose activations are not those of the plain model: recipes, compiled blocks, exchanges of activations."""
+    or whose activations are not those of the plain model: recipes, compiled or recorded blocks, exchanges of
+    activations."""
     uses = explain_uses(model, mode, workload, seq_len, world.size)
     if uses is None:
         return None

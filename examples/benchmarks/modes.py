@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_
+from dtensor_gtp import SchedulePolicy, capture_blocks, capture_step, gtp_shard, quantize_
 from dtensor_gtp.quant import Recipe, resolve_recipe
 from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
@@ -20,6 +20,7 @@ MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf1
 LOOKUP, EXCHANGE = "-lookup", "-exchange"
 COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
 GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA graph
+BLOCK_GRAPHS = "-blockgraphs"  # and with this one each block of a gtp mode, its collectives between the graphs
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -151,17 +152,19 @@ class Mode(NamedTuple):
     recipe: str
     is_compiled: bool
     is_captured: bool
+    has_block_graphs: bool = False
 
     @classmethod
     def parse(cls, mode: str) -> "Mode":
         """Raises:
         ValueError: if there is no such mode.
         """
-        plain = mode.removesuffix(GRAPH).removesuffix(COMPILED)
+        plain = mode.removesuffix(BLOCK_GRAPHS).removesuffix(GRAPH).removesuffix(COMPILED)
         base, _, recipe = plain.partition(RECIPE)
         if base not in (*MODES, *PEERS):
             raise ValueError(f"Mode expects one of {', '.join((*MODES, *PEERS))}, but got {mode!r}.")
-        return cls(base, recipe, mode.removesuffix(GRAPH).endswith(COMPILED), mode.endswith(GRAPH))
+        is_compiled = mode.removesuffix(GRAPH).endswith(COMPILED)
+        return cls(base, recipe, is_compiled, mode.endswith(GRAPH), mode.endswith(BLOCK_GRAPHS))
 
     @property
     def family(self) -> str:
@@ -238,7 +241,10 @@ def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Modu
     schedule = SchedulePolicy(**workload.schedule)
     if mode.is_exchanging:
         schedule = replace(schedule, embedding="exchange")
-    return gtp_shard(model, mesh, mp_policy=policy, schedule=schedule)
+    gtp_shard(model, mesh, mp_policy=policy, schedule=schedule)
+    if mode.has_block_graphs:
+        capture_blocks(model, model.layers)
+    return model
 
 
 def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Optimizer:

@@ -37,7 +37,18 @@ from harness import (
 from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
 from launch import run
 from llama import LlamaConfig
-from modes import COMPILED, GRAPH, MODES, PRESETS, Workload, build_mode, build_optimizer, make_step, recipe_modes
+from modes import (
+    BLOCK_GRAPHS,
+    COMPILED,
+    GRAPH,
+    MODES,
+    PRESETS,
+    Workload,
+    build_mode,
+    build_optimizer,
+    make_step,
+    recipe_modes,
+)
 from report import Measurement, describe, environment, memory_lines, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
@@ -67,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--free-running", action="store_true", help="let the host run ahead between steps")
     add("--compile", action="store_true", help="measure each mode again with compiled blocks")
     add("--graph", action="store_true", help="measure each gtp mode again with steps that are CUDA graphs")
+    add(
+        "--block-graphs", action="store_true", help="measure each eager gtp mode again with blocks that are CUDA graphs"
+    )
     add(
         "--recipe",
         nargs="+",
@@ -103,11 +117,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = _parser()
     arguments = parser.parse_args()
     try:
-        arguments.modes = recipe_modes(resolve_modes(arguments.modes), arguments.recipe)
+        resolved = resolve_modes(arguments.modes)
+        arguments.modes = recipe_modes(resolved, arguments.recipe)
         if arguments.compile:
             arguments.modes = [name for mode in arguments.modes for name in (mode, mode + COMPILED)]
+        graphs = []
         if arguments.graph:
-            arguments.modes += [mode + GRAPH for mode in arguments.modes if mode.startswith("gtp")]
+            graphs += [mode + GRAPH for mode in arguments.modes if mode.startswith("gtp")]
+        if arguments.block_graphs:
+            graphs += [mode + BLOCK_GRAPHS for mode in resolved if mode.startswith("gtp")]
+        arguments.modes += graphs
     except ValueError as error:
         parser.error(str(error))
     if arguments.fake_ranks is not None:
@@ -175,7 +194,7 @@ def measure(
     loss = world.mean(step(lambda: norms.append(gradient_norm(model, world) if is_reduced else None)).item())
     if not math.isfinite(loss):
         raise ArithmeticError(f"mode {mode} has a loss of {loss} at T={seq_len}: times of such a step mean nothing.")
-    for _ in range(arguments.warmup - 1 + (_CAPTURE_CALLS if mode.endswith(GRAPH) else 0)):
+    for _ in range(arguments.warmup - 1 + (_CAPTURE_CALLS if mode.endswith((GRAPH, BLOCK_GRAPHS)) else 0)):
         step()
     meter = MemoryMeter(world, model, optimizer, leftover)
     samples = time_steps(step, world, arguments.steps, free_running=arguments.free_running)

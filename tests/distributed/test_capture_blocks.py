@@ -432,6 +432,12 @@ class TestRefusals:
         CapturedBlocks(model, [model.blocks[0]], OnHost(), 2, 4)
         self.refused(model, list(model.blocks), NotImplementedError, "'blocks.0.up.weight' belongs to another recorded")
 
+    def test_a_window_that_is_too_small_is_told(self, world: Any, caplog: pytest.LogCaptureFixture) -> None:
+        Pair(world)
+        assert not caplog.text
+        Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=64))
+        assert "begins to gather the rest of the 9216 bytes of a block when the one before" in caplog.text
+
     def test_blocks(self, world: Any) -> None:
         mesh, _ = world
         plain = Net(depth=3)

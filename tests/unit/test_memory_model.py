@@ -186,5 +186,11 @@ def test_prediction_is_what_gpus_have_measured(scripts: Scripts, planned: Planne
 
 
 def test_modes_that_are_not_explained(scripts: Scripts, planned: Planned) -> None:
-    for mode in ("fsdp2-fp32", "gtp-bf16-exchange", "gtp-bf16-compiled", "gtp-bf16@float8_tensorwise"):
+    for mode in (
+        "fsdp2-fp32",
+        "gtp-bf16-exchange",
+        "gtp-bf16-compiled",
+        "gtp-bf16-blockgraphs",
+        "gtp-bf16@float8_tensorwise",
+    ):
         assert scripts.explain.explain_uses(planned.model, mode, planned.workload, 16, planned.num_ranks) is None
