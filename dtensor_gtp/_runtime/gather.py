@@ -31,7 +31,23 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
         return [_alone(target, comm) for target in targets]
     if len(targets) == 1 and weight.wire is None:
         return [_launch_plain(weight, comm)]
-    return _launch_together([_prepare(target, comm) for target in targets], comm)
+    buffers = _side_by_side(targets)
+    return _launch_together([_prepare(target, comm, buffers.get(target)) for target in targets], comm)
+
+
+def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, torch.Tensor]:
+    """Buffers of weights that always travel together, where all of them do: slices of one tensor, in order, so that
+    who computes with all of them at once has their stack as a view."""
+    buffers: dict[Gatherable, torch.Tensor] = {}
+    for companions in dict.fromkeys(target.companions for target in targets if target.companions):
+        weights = [target.weight for target in companions]
+        kinds = {(weight.layout.buffer_shape, weight.compute_dtype) for weight in weights}
+        is_plain = all(weight.wire is None and weight.fixed is None for weight in weights)
+        if is_plain and len(kinds) == 1 and set(companions) <= set(targets):
+            shape = (len(weights), *weights[0].layout.buffer_shape)
+            whole = torch.empty(shape, dtype=weights[0].compute_dtype, device=weights[0].shard.device)
+            buffers.update(zip(companions, whole.unbind(0), strict=True))
+    return buffers
 
 
 def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
@@ -92,11 +108,13 @@ def _direction(target: Gatherable) -> Direction:
     return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE
 
 
-def _prepare(target: Gatherable, comm: CommContext) -> _Sending:
+def _prepare(target: Gatherable, comm: CommContext, buffer: torch.Tensor | None) -> _Sending:
     weight = target.weight
     if weight.wire is None:
         layout, shard = weight.layout, weight.shard
-        return _Sending(weight, [_Plane(layout, shard, gather_buffer(weight))], None)
+        if buffer is None:
+            buffer = gather_buffer(weight)
+        return _Sending(weight, [_Plane(layout, shard, buffer)], None)
     packed = weight.wire.pack(weight, _direction(target), comm)
     planes = []
     for layout, plane in packed.planes:

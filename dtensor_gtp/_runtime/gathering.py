@@ -330,7 +330,10 @@ class Gathering:
         # nothing hides at the turning point.
         chain = self._forward_chain
         is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
-        return is_last and self._backward_plan().uses[:1] == (target.index,)
+        if not is_last:
+            return False
+        first = self._backward_plan().uses[:1]
+        return first == (target.index,) or any(first == (other.index,) for other in target.companions)
 
     def _backward_plan(self) -> Plan:
         """That of the backward which follows the present forward."""

@@ -7,6 +7,7 @@ backward, all in one coalesced call for each mesh and dtype. Only then is anythi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -86,7 +87,7 @@ class Gradients:
     def __init__(self, comm: CommContext, kind: ReduceScatterKind, together_nbytes: int = 0) -> None:
         self._comm = comm
         self._kind = kind
-        self._together_nbytes = together_nbytes
+        self._together_nbytes: float = together_nbytes
         # Gradients that wait for others to travel with.
         self._waiting: list[_Submitted] = []
         # Set where the mesh is one replica of several that need not be alike.
@@ -112,6 +113,17 @@ class Gradients:
             yield postponed
         finally:
             self._postponed = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Gradients that are submitted in the context travel in one launch, where their kind of reduction can."""
+        self.launch_waiting()
+        limit, self._together_nbytes = self._together_nbytes, math.inf
+        try:
+            yield
+        finally:
+            self._together_nbytes = limit
+        self.launch_waiting()
 
     # --- sharded weights ----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ..ops.compiled import parallel_linear as compiled_parallel_linear
 from ..ops.compiled_grouped import grouped_linear as compiled_grouped_linear
 from ..ops.embedding import embedding
 from ..ops.grouped import sharded_grouped_linear
+from ..ops.grouped_several import several_grouped_linear
 from ..ops.linear import linear, parallel_linear
 from .gathered import gather_together
 from .param import ManagedParam, ShardedWeight, Site, WholeParam
@@ -387,10 +388,8 @@ class GTPGroupedLinear:
         module = cast(GroupedLinear, self)
         binding = binding_of(module)
         assert binding is not None
-        weight, bias = binding.params["weight"], binding.params.get("bias")
-        is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
         if torch.compiler.is_compiling():
-            if torch.is_autocast_enabled(x.device.type):
+            if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
                 return super().forward(x, split_sizes, scales)  # type: ignore[misc, no-any-return]
             compiled = binding.compiled["weight"]
             module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
@@ -398,16 +397,24 @@ class GTPGroupedLinear:
             own_bias = module.bias
             value = local_part(own_bias) if isinstance(own_bias, torch.Tensor) else None
             return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
+        params = {name: binding.params.get(name) for kind in ("weight", "bias") for name in module.names_of(kind)}
+        weights = [param for param in params.values() if isinstance(param, ShardedWeight)]
+        biases = [param for param in params.values() if isinstance(param, WholeParam)]
+        is_plain = (len(weights), len(biases)) == tuple(len(module.names_of(kind)) for kind in ("weight", "bias"))
         if not is_plain or torch.is_autocast_enabled(x.device.type):
             return _in_frame(self, GTPGroupedLinear, x, split_sizes, scales)
-        assert isinstance(weight, ShardedWeight)
-        weight.follow(Site(module, "weight"))
-        value = None
-        if isinstance(bias, WholeParam):
-            bias.follow(Site(module, "bias"))
-            value = local_part(bias.value())
-        module.check_input(x, split_sizes, scales, weight.layout.shape)
-        return sharded_grouped_linear(x, value, split_sizes, scales, binding.group.runtime, weight)
+        for name, param in params.items():
+            assert param is not None
+            param.follow(Site(module, name))
+        values, runtime = [local_part(bias.value()) for bias in biases], binding.group.runtime
+        shape = weights[0].layout.shape
+        if module.single_grouped_weight:
+            module.check_input(x, split_sizes, scales, shape)
+            value = values[0] if values else None
+            return sharded_grouped_linear(x, value, split_sizes, scales, runtime, weights[0])
+        module.check_input(x, split_sizes, scales, torch.Size((len(weights), *shape)))
+        value = torch.stack(values) if values else None
+        return several_grouped_linear(x, value, split_sizes, scales, runtime, weights)
 
 
 def _in_frame(module: Any, mixin: Any, *args: torch.Tensor | None) -> torch.Tensor:
@@ -437,13 +444,18 @@ def _placement(param: ManagedParam) -> str:
 
 def is_fusible(module: nn.Module, params: dict[str, ManagedParam]) -> type | None:
     """The mixin with the fused op for ``module``, if its forward is the stock one and its weight is a shard."""
+    if isinstance(module, GroupedLinear) and type(module).forward is GroupedLinear.forward:
+        weights = [params.get(name) for name in module.names_of("weight")]
+        # Each rank computes with the groups, and the slices of them, that expert and tensor parallelism have left it.
+        is_cut = "forward" not in module.__dict__ and all(
+            isinstance(weight, ShardedWeight)
+            and all(isinstance(p, Shard) for p in (weight.tp_spec.placements if weight.tp_spec is not None else ()))
+            for weight in weights
+        )
+        return GTPGroupedLinear if is_cut else None
     weight = params.get("weight")
     if not isinstance(weight, ShardedWeight) or "forward" in module.__dict__:
         return None
-    if isinstance(module, GroupedLinear) and type(module).forward is GroupedLinear.forward:
-        # Each rank computes with the groups, and the slices of them, that expert and tensor parallelism have left it.
-        placements = () if weight.tp_spec is None else weight.tp_spec.placements
-        return GTPGroupedLinear if all(isinstance(p, Shard) for p in placements) else None
     if isinstance(weight.wire, HookWire):
         return None  # what its hooks make of it is for code that knows it
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:

@@ -32,8 +32,17 @@ class _WeightUse:
         self.gathered: Gathered | None = None
 
 
+class _Watched(NamedTuple):
+    """A full weight, or one of the tensors that it consists of, in its storage: where it begins and ends there."""
+
+    use: _WeightUse
+    part: int
+    begin: int
+    end: int
+
+
 class _Handle(NamedTuple):
-    """A saved view of a full weight, or of one of the tensors that it consists of."""
+    """A saved view of a full weight, or of one of the tensors that it consists of; ``offset`` from its begin."""
 
     use: _WeightUse
     part: int
@@ -90,8 +99,9 @@ class SavedWeights:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # By address of the full weight, or of each tensor that it consists of, with the index of that.
-        self._uses: dict[int, tuple[_WeightUse, int]] = {}
+        # By address of the storage of the full weight, or of each tensor that it consists of: which of them it is, and
+        # where it begins. Weights that are gathered side by side share a storage.
+        self._uses: dict[int, list[_Watched]] = {}
         self._outer: tuple[compat.PackHook, compat.UnpackHook] | None = None
         self._in_use: list[_WeightUse] = []
 
@@ -117,7 +127,9 @@ class SavedWeights:
         """Replace what is saved of ``gathered`` from now on until ``pop``."""
         use = _WeightUse(weight, gathered.version)
         for index, part in enumerate(_parts_of(gathered.contiguous()).values()):
-            self._uses.setdefault(part.untyped_storage().data_ptr(), (use, index))
+            watched = self._uses.setdefault(part.untyped_storage().data_ptr(), [])
+            if all(other.begin != part.storage_offset() for other in watched):
+                watched.append(_Watched(use, index, int(part.storage_offset()), _end_of(part)))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
@@ -138,10 +150,15 @@ class SavedWeights:
         return _Composed(type(inner), {**handles, **others}, context, inner.size(), inner.stride(), spec)
 
     def _handle(self, part: torch.Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
-        use, index = self._uses.get(part.untyped_storage().data_ptr(), (None, 0))
-        if use is None:
+        watched = self._uses.get(part.untyped_storage().data_ptr())
+        if watched is None:
             return None
-        return _Handle(use, index, part.size(), part.stride(), int(part.storage_offset()), spec)
+        offset = int(part.storage_offset())
+        for use, index, begin, end in watched:
+            # Alone in its storage, a weight also has the padding behind it.
+            if len(watched) == 1 or (begin <= offset and _end_of(part) <= end):
+                return _Handle(use, index, part.size(), part.stride(), offset - begin, spec)
+        return None  # of several weights at once
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Delegated):
@@ -159,7 +176,8 @@ class SavedWeights:
             )
         else:
             base = list(_parts_of(self._gathered_for(packed.use).contiguous()).values())[packed.part]
-            view = torch.as_strided(base, packed.size, packed.stride, packed.offset).detach()
+            begin = int(base.storage_offset())
+            view = torch.as_strided(base, packed.size, packed.stride, begin + packed.offset).detach()
             packed.use.num_left -= 1
             if packed.use.num_left == 0:
                 self._release(packed.use)
@@ -195,6 +213,12 @@ for _hook in (SavedWeights._pack, SavedWeights._unpack):
     compat.skip_code(_hook.__code__, recursive=True)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """One beyond its last element, in elements of its storage."""
+    spans = ((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + (sum(spans) + 1 if tensor.numel() else 0)
 
 
 def _parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -80,6 +80,12 @@ class GroupedLinear(nn.Module):
         self._asserts_splits = DebugFlags.from_env().splits
         self.reset_parameters()
 
+    def names_of(self, kind: str) -> list[str]:
+        """Names of the parameters of a kind, ``"weight"`` or ``"bias"``, in the order of groups."""
+        if kind == "bias" and not self.has_bias:
+            return []
+        return [kind] if self.single_grouped_weight else [f"{kind}{group}" for group in range(self.num_groups)]
+
     def reset_parameters(self) -> None:
         """Draw each group as ``nn.Linear`` draws: uniform, within one over the root of ``in_features``."""
         bound = 1 / math.sqrt(self.in_features)
@@ -143,7 +149,7 @@ class GroupedLinear(nn.Module):
         if self.single_grouped_weight:
             value: torch.Tensor | None = getattr(self, name)
         else:
-            value = torch.stack([local_part(getattr(self, f"{name}{group}")) for group in range(self.num_groups)])
+            value = torch.stack([local_part(getattr(self, each)) for each in self.names_of(name)])
         return None if value is None else local_part(value)
 
     def check_input(

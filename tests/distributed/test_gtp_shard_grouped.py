@@ -101,6 +101,42 @@ class TestGrouped(GlooTest):
             tolerance = {"rtol": 0.1, "atol": 0.03} if policy is low else {}
             assert_same_params(model, reference, "grad", **tolerance)
 
+    def test_weights_of_each_group(self) -> None:
+        """Some frozen, some read by the user's code, which autograd saves one by one from one buffer."""
+
+        class OneByOne(GroupedLinear):
+            def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
+                parts = x.split(split_sizes.tolist())
+                names = self.names_of("weight")
+                return torch.cat([F.linear(part, getattr(self, name)) for part, name in zip(parts, names, strict=True)])
+
+        mesh, splits = self.gtp_mesh(), torch.tensor([2, 1, 0, 3])
+        x = torch.randn(6 * 4, WIDTH, generator=torch.Generator().manual_seed(0))
+        for cls, frozen in itertools.product((GroupedLinear, OneByOne), ((), (0, 2))):
+            torch.manual_seed(1)
+            reference = cls(GROUPS, WIDTH, HIDDEN, bias=False, single_grouped_weight=False)
+            for group in frozen:
+                getattr(reference, f"weight{group}").requires_grad_(False)
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+            inputs = rows_of_rank(x, mesh).requires_grad_()
+            for step in range(3):
+                with counted() as counts:
+                    model(inputs, splits).square().mean().backward()
+                # Known from the first step on: at the turning point they stay.
+                self.assertEqual(counts().all_gathers, GROUPS * (1 if step else 2), f"{cls.__name__}, step {step}")
+            output = model(inputs, splits)
+            model.reshard()
+            model.unshard()  # one by one: backward finds them in buffers of their own
+            output.square().mean().backward()
+            model.reshard()
+            reference.zero_grad()
+            own = x.clone().requires_grad_()
+            for _ in range(4):
+                for rows in own.chunk(4):
+                    (reference(rows, splits).square().mean() / 4).backward()
+            assert_same_params(model, reference, "grad")
+            self.assertEqual(inputs.grad / 4, rows_of_rank(own.grad, mesh))
+
     def test_one_gather_a_use_and_one_scatter_a_backward(self) -> None:
         model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
         x = torch.randn(6, WIDTH)

@@ -20,6 +20,7 @@ from common import fake_world
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.ops.grouped_several import stacked
 
 GROUPS, IN, OUT, ROWS = 4, 16, 24, 10
 BF16 = torch.bfloat16
@@ -42,7 +43,7 @@ class Written(TorchDispatchMode):
             self.events.append("wgrad")
         elif "reduce_scatter" in name:
             self.events.append("send")
-        elif name in ("copy_", "clone", "_to_copy", "add", "add_") and is_large:
+        elif name in ("copy_", "clone", "_to_copy", "add", "add_", "stack", "cat") and is_large:
             self.events.append(name)
         return result
 
@@ -94,3 +95,36 @@ def test_one_rank_keeps_what_the_gemm_has_written() -> None:
         with events_of(model, torch.randn(ROWS, IN), torch.tensor([3, 0, 5, 2])) as events:
             assert events == ["wgrad"]
         assert model.weight.grad.to_local().is_contiguous()
+
+
+def test_weights_of_each_group_are_gathered_side_by_side() -> None:
+    """Their stack is a view: no op but the GEMMs makes a tensor of all groups, and their gradients leave together."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
+    with fake_world():
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        layer = GroupedLinear(GROUPS, IN, OUT, bias=False, single_grouped_weight=False)
+        model = gtp_shard(layer, mesh, mp_policy=policy, schedule=SCHEDULE)
+        x, splits = torch.randn(ROWS, IN, requires_grad=True), torch.tensor([3, 0, 5, 2])
+        for _ in range(3):  # on demand, by the plan, and kept at the turning point
+            with Written() as forward:
+                output = model(x, splits).sum()
+            assert forward.events == []
+            with Written() as backward:
+                output.backward()
+            assert backward.events == ["wgrad", "send"]
+
+
+def test_what_lies_side_by_side_is_stacked_by_a_view() -> None:
+    whole = torch.randn(3, 5, 4)
+    assert stacked(whole[:, :4].unbind(0)).data_ptr() == whole.data_ptr()
+    for parts in (
+        whole[:, :4].unbind(0),
+        whole.unbind(0)[::-1],
+        whole.unbind(0)[:1],
+        (whole[0], whole[0], whole[0]),
+        (whole[0], whole[2], whole[1]),
+        tuple(torch.randn(2, 2) for _ in range(3)),
+        (whole[0], whole[1].t().contiguous().t(), whole[2]),
+        tuple(torch.empty(3, 0, 2)),
+    ):
+        torch.testing.assert_close(stacked(parts), torch.stack(parts), rtol=0, atol=0)

@@ -1,0 +1,113 @@
+"""``GroupedLinear`` with a weight for each group: all are gathered into one buffer, which is the operand as it is.
+
+What a grouped GEMM takes is one tensor. The weights travel in one launch, each into its slice of one buffer, so that
+their stack is a view. Where they come from elsewhere (one rank, a recipe, gathers at different times) it is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .. import _torch_compat as compat
+from .._runtime.gathered import Gatherable
+from .._runtime.param import ShardedWeight
+from .._runtime.saved import check_unmodified
+from .._runtime.state import Runtime
+from .grouped import add_bias, grouped_mm, grouped_wgrad
+
+
+def several_grouped_linear(
+    x_TK: torch.Tensor,
+    bias_GN: torch.Tensor | None,
+    split_sizes_G: torch.Tensor,
+    scales_T: torch.Tensor | None,
+    runtime: Runtime,
+    weights: Sequence[ShardedWeight],
+) -> torch.Tensor:
+    """``grouped_linear`` on a sharded weight of logical shape ``(out_features, in_features)`` for each group."""
+    ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
+    if torch.is_grad_enabled():
+        leaves = [weight.leaf for weight in weights]
+        output: torch.Tensor = _SeveralGroupedMM.apply(x_TK, ends_G, runtime, tuple(weights), *leaves)  # type: ignore[no-untyped-call]
+    else:
+        output = _multiply(x_TK, ends_G, runtime, weights)
+    return add_bias(output, bias_GN, ends_G, scales_T)
+
+
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.stack(parts)``, as a view if they lie at equal distances in one storage."""
+    first = parts[0]
+    distance = int(parts[-1].storage_offset() - first.storage_offset()) // max(len(parts) - 1, 1)
+    storage = first.untyped_storage().data_ptr()
+    is_regular = distance >= first.numel() > 0 and all(
+        part.untyped_storage().data_ptr() == storage
+        and part.storage_offset() == first.storage_offset() + number * distance
+        and part.shape == first.shape
+        and part.stride() == first.stride()
+        and part.dtype == first.dtype
+        for number, part in enumerate(parts)
+    )
+    if not is_regular:
+        return torch.stack(list(parts))
+    return first.as_strided((len(parts), *first.shape), (distance, *first.stride()), first.storage_offset())
+
+
+@contextmanager
+def _using(runtime: Runtime, targets: Sequence[Gatherable]) -> Iterator[torch.Tensor]:
+    """A use of all of them at once: the stack of the full weights."""
+    with ExitStack() as stack:
+        yield stacked([stack.enter_context(runtime.using(target)) for target in targets])
+
+
+def _multiply(
+    x_TK: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weights: Sequence[ShardedWeight]
+) -> torch.Tensor:
+    """Forward's grouped GEMM."""
+    with _using(runtime, weights) as full_GNK:
+        return grouped_mm(x_TK, full_GNK.mT, ends_G)
+
+
+class _SeveralGroupedMM(torch.autograd.Function):
+    """As ``_ShardedGroupedMM``, for weights of logical shape ``(out_features, in_features)``, one for each group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        ends_G: torch.Tensor,
+        runtime: Runtime,
+        weights: tuple[ShardedWeight, ...],
+        *leaves: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.runtime, ctx.weights, ctx.versions = runtime, weights, [weight.version for weight in weights]
+        ctx.save_for_backward(x_TK if any(ctx.needs_input_grad[4:]) else None, ends_G)
+        return _multiply(x_TK, ends_G, runtime, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        runtime: Runtime = ctx.runtime
+        weights: tuple[ShardedWeight, ...] = ctx.weights
+        runtime.note_backward()
+        x_TK, ends_G = ctx.saved_tensors
+        grad_TN = grad_TN.contiguous()
+        # Autograd counts tensors alone: x, ends, leaves.
+        needs_grad = enumerate(ctx.needs_input_grad[4:], 2)
+        awaited = [needs and compat.is_awaited(ctx, index) for index, needs in needs_grad]
+        if any(awaited):
+            wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
+            with runtime.grads.together():
+                for weight, wgrad_NK, is_awaited in zip(weights, wgrad_GNK.unbind(0), awaited, strict=True):
+                    if is_awaited:
+                        runtime.grads.add_full(weight, wgrad_NK, is_owned=True)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            for weight, version in zip(weights, ctx.versions, strict=True):
+                check_unmodified(weight, version)
+            with _using(runtime, [weight.for_backward for weight in weights]) as full_GNK:
+                grad_x = grouped_mm(grad_TN, full_GNK, ends_G)
+        return grad_x, None, None, None, *(None for _ in weights)
