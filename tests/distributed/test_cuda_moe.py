@@ -6,23 +6,32 @@ Needs 2 to 8 GPUs of one host; uses as many as there are, an even number.
 from __future__ import annotations
 
 import copy
+import itertools
 import unittest
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_params
+from common import assert_same_params, environment
 from cuda_common import BF16, CudaTest
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
-from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, parallelize_experts
+from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, capture_step, gtp_shard, init_weight_mesh
+from dtensor_gtp.nn import (
+    GroupedExperts,
+    GroupedLinear,
+    GroupedMLP,
+    convert_grouped_state_dict,
+    parallelize_experts,
+)
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 
 NUM_GPUS = min(torch.cuda.device_count(), 8) // 2 * 2 if torch.cuda.is_available() else 0
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
+ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 class Block(nn.Module):
@@ -115,6 +124,101 @@ class TestCudaMoE(CudaTest):
                 assert b.grad is not None
                 self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"replay {replay}: {name}")
             eager.zero_grad()
+
+    def test_training_steps_of_a_block_in_a_cuda_graph(self) -> None:
+        """``capture_step`` with an optimizer: each step is routed otherwise and leaves what eager steps leave."""
+        mesh = self.mesh()
+        models, steps = [self.block(mesh, "all_gather") for _ in range(2)], []
+        for model in models:
+            lr = torch.tensor(1e-2, device="cuda")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
+
+            def train(
+                x: torch.Tensor, model: Block = model, optimizer: torch.optim.Optimizer = optimizer
+            ) -> torch.Tensor:
+                output = step(model, x)
+                optimizer.step()
+                optimizer.zero_grad()
+                return output.detach()
+
+            steps.append(train if model is models[1] else capture_step(train, model, optimizer))
+        routings: list[torch.Tensor] = []
+        for number in range(8):
+            x = self.tokens(number)
+            with torch.no_grad():
+                routings.append(models[1].router(x.bfloat16()).topk(TOP_K).indices)
+            output, expected = (train(x) for train in steps)
+            self.assertTrue(torch.equal(output, expected), f"step {number}")
+            for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+                self.assertTrue(torch.equal(a.to_local(), b.to_local()), f"step {number}: {name}")
+        self.assertEqual(steps[0].num_graphs, 1)
+        self.assertFalse(any(torch.equal(a, b) for a, b in itertools.pairwise(routings)), "routed alike")
+
+    def test_fewer_tokens_than_were_agreed_on(self) -> None:
+        """A gather of tokens pads what a rank lacks, without the host; results are those of one process."""
+        model = self.block(self.mesh(), "all_gather", MixedPrecisionPolicy())
+        step(model, self.tokens(0))
+        model.zero_grad()
+        torch.manual_seed(0)
+        reference = Block().cuda()
+        batches = [self.tokens(1, rank)[: TOKENS - 8 * rank] for rank in range(self.world_size)]
+        for batch in batches:
+            reference(batch).square().mean().backward()
+        model.set_gradient_divide_factor(1)  # type: ignore[operator]
+        model.experts.mlp.set_gradient_divide_factor(1)  # type: ignore[operator]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(batches[self.rank]).square().mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-5)
+
+    def test_gradients_are_packed_behind_compute(self) -> None:
+        """Whatever is cut and however streams are delayed: the bits of a run without delays, of microbatches, too."""
+        mesh = self.mesh().weights
+        cuts: list[dict[str, Any]] = [
+            {},
+            {"shard_placement_fn": lambda param: GTPShard(0)},
+            {"schedule": SchedulePolicy(reduce_scatter="all_to_all")},
+        ]
+        for options, policy in itertools.product(cuts, (BF16, ALL_BF16)):
+            results = []
+            for debug in ("", "poison,delay=3"):
+                torch.manual_seed(0)
+                mlp = GroupedMLP(EXPERTS, DIM, HIDDEN).cuda()
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    model: Any = gtp_shard(mlp, mesh, mp_policy=policy, **options)
+                splits = torch.full((EXPERTS,), TOKENS // EXPERTS, device="cuda")
+                for number in range(6):
+                    model.set_requires_gradient_sync(number % 2 == 1)
+                    model(self.tokens(number), splits).float().square().mean().backward()
+                results.append([param.grad.to_local().clone() for param in model.parameters()])
+            for a, b in zip(*results, strict=True):
+                self.assertTrue(torch.equal(a, b), f"{options} {policy}")
+
+    def test_a_weight_for_each_group(self) -> None:
+        """Gathered side by side and multiplied as a view: the bits of one weight for all groups that is cut by rows."""
+        mesh = self.mesh().weights
+        torch.manual_seed(0)
+        single = GroupedLinear(EXPERTS, DIM, HIDDEN, bias=False, device="cuda")
+        several = GroupedLinear(EXPERTS, DIM, HIDDEN, bias=False, single_grouped_weight=False, device="cuda")
+        several.load_state_dict(convert_grouped_state_dict(single.state_dict(), single_grouped_weight=False))
+        outputs = []
+        splits = torch.tensor([16, 0, 40, 8, 16, 16, 0, 20], device="cuda")
+        for layer in (single, several):
+            gtp_shard(layer, mesh, mp_policy=BF16)
+            for _ in range(3):
+                layer.zero_grad()
+                x = self.tokens(0).bfloat16().requires_grad_()
+                output = layer(x, splits)
+                output.float().square().mean().backward()
+            outputs.append((output.detach(), x.grad))
+        self.assertEqual(outputs[0], outputs[1], rtol=0, atol=0)
+        whole = single.weight.grad.full_tensor()
+        for group in range(EXPERTS):
+            grad = getattr(several, f"weight{group}").grad.full_tensor()
+            torch.testing.assert_close(grad, whole[group])
 
     def test_layer_in_a_cuda_graph_with_other_splits(self) -> None:
         mesh = self.mesh()
