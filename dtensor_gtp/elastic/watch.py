@@ -93,7 +93,8 @@ class RankWatch:
         layout: Where each rank stands; assign :attr:`layout` when a mesh is made that places them otherwise.
         rank: This process's rank.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
-        limit: How long a rank may be silent. Also the time within which NCCL's collectives are aborted, on other
+        limit: How long a rank may be silent, and so how long its Python may be held: start the device before (a tensor
+            on it will do), which takes seconds. Also the time within which NCCL's collectives are aborted, on other
             backends they end by the time limit of the process group.
         generation: How often there was a failure before.
     """
@@ -137,11 +138,11 @@ class RankWatch:
     def commit(self) -> None:
         """Wait until all ranks have the gradients of this step; if a rank is lost before, raise on all of them.
 
-        Call it on all ranks between ``backward()`` and ``optimizer.step()``, where the state is to be recovered from
-        memory. A failure may leave some ranks with whole gradients and others without, and on a device that runs behind
-        the host a collective that was aborted leaves garbage without an error. If some updated then and others did
-        not, parts of two steps would be all that is left. So it is decided once, in the store: all that are left
-        update, or none.
+        Call it on all ranks right before ``optimizer.step()``, after all that communicates (``clip_grad_norm_``), where
+        the state is to be recovered from memory. A failure may leave some ranks with whole gradients and others
+        without, and on a device that runs behind the host a collective that was aborted leaves garbage without an
+        error. If some updated then and others did not, parts of two steps would be all that is left. So it is decided
+        once, in the store: all that are left update, or none.
 
         Raises:
             RanksLostError: Ranks are gone, and nobody updates.

@@ -277,6 +277,7 @@ def run_rank(setup: Setup, rank: int | None, gpu: int) -> None:
         os.environ["LOCAL_RANK"] = str(gpu)
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends a process whose peer is gone
         torch.cuda.set_device(gpu)
+        torch.zeros(1, device="cuda")  # to start CUDA may hold the thread that beats for seconds
     if setup.num_steps is None or setup.device == "cuda":
         torch.set_default_dtype(torch.float64)  # over many steps another order of sums would show
     try:

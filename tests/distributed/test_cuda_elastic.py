@@ -66,19 +66,14 @@ def consecutive(*sizes: int) -> Ranks:
     return tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
 
 
+def reference() -> nn.Module:
+    """In float64, so that three steps of AdamW do not depend on the order of sums."""
+    return make(0).double().to(DEVICE)
+
+
 class _Elastic(CudaTest):
-    """float64, so that three steps of AdamW do not depend on the order of sums."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        torch.set_default_dtype(torch.float64)
-
-    def tearDown(self) -> None:
-        torch.set_default_dtype(torch.float32)
-        super().tearDown()
-
     def train(self, mesh: ElasticMesh) -> Elastic:
-        elastic = Elastic(mesh, make(0).to(DEVICE))
+        elastic = Elastic(mesh, reference())
         for step in range(3):
             elastic.backward(tokens_of(step, 3 * self.world_size + step).to(DEVICE))
             elastic.step()
@@ -91,7 +86,7 @@ class TestCudaElastic(_Elastic):
     world_size = EVEN
 
     def test_equal_replicas_equal_one_process_on_either_way(self) -> None:
-        elastic = Elastic(_replicas(consecutive(HALF, HALF)), make(0).to(DEVICE))
+        elastic = Elastic(_replicas(consecutive(HALF, HALF)), reference())
         mesh = init_device_mesh(DEVICE, (2, HALF), mesh_dim_names=("replicate", "gtp"))
         uniform = shard(copy.deepcopy(elastic.reference), mesh)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(uniform.parameters(), lr=1e-2)
@@ -117,7 +112,7 @@ class TestCudaElastic(_Elastic):
 
     def test_numbers_of_samples_and_one_norm(self) -> None:
         """Both are exchanged between all ranks."""
-        elastic = Elastic(_replicas(consecutive(HALF + 1, HALF - 1)), make(0).to(DEVICE))
+        elastic = Elastic(_replicas(consecutive(HALF + 1, HALF - 1)), reference())
         counts = [rank % 3 + (rank == 0) for rank in range(EVEN)]
         batch = tokens_of(0, sum(counts)).to(DEVICE)
         own = batch[sum(counts[: self.rank]) :][: counts[self.rank]] if counts[self.rank] else batch[:1]
