@@ -196,7 +196,7 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
             "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
             float8 with float8 all-gather, under ``fully_shard``. With the suffix "-compiled" each block is compiled,
             with ``fullgraph=True``; with "-graph" after it, which only :func:`make_step` heeds, steps of gtp modes are
-            CUDA graphs.
+            CUDA graphs; with "-blockgraphs" each block of a gtp mode is recorded by ``capture_blocks``.
         workload: the model.
         world: the processes.
 

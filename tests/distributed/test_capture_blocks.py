@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, capture_blocks, gtp_shard, quantize_
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime.comm_context import CommContext
+from dtensor_gtp._runtime.gathering import Gathering
 from dtensor_gtp.capture_blocks import CapturedBlocks
 from dtensor_gtp.nn import GroupedLinear
 
@@ -269,6 +270,21 @@ class TestCaptureBlocks:
         assert torch.equal(*losses)
         assert pair.run(train(5)) == REPLAYED
         assert pair.run(train(6, 7, 8)) == REPLAYED * 3
+
+    def test_weights_are_gathered_where_graphs_read_them(self, world: Any) -> None:
+        pair = Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=3072, coalesce_nbytes=0))
+        pair.prepare()
+        copied, place = [], Gathering.place
+
+        def watched(runtime: Any, weight: Any, gathered: Any) -> None:
+            if not gathered.is_in(weight.fixed.gathered):
+                copied.append(weight.fqn)
+            place(runtime, weight, gathered)
+
+        with mock.patch.object(Gathering, "place", watched):
+            assert pair.run(train(3)) == REPLAYED
+        # The second use of a weight is gathered while the first one holds the buffer.
+        assert copied == [f"blocks.{index}.twice.weight" for index in (0, 1, 2, 3, 3, 2, 1, 0)]
 
     def test_one_rank(self) -> None:
         with one_of(1) as world:
