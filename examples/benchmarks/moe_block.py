@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from harness import World, init_world, median, release_memory, time_steps  # first: it makes examples/ importable
+from harness import World, init_world, median, release_memory, time_steps, trace_steps  # makes examples/ importable
 from launch import UsageError, run
 from moe_capture import measure_block
 from moe_modes import FSDP2, KEPT, MODES, PRESETS, Layout, build, make_step
@@ -115,6 +115,9 @@ def measure(mode: str, preset_name: str, layout: Layout, session: Session) -> li
             (probe,) = time_steps(step, world, 1, free_running=False)
             steps = min(options.steps, max(3, int(_POINT_MS / probe)))
             samples[num_blocks] = time_steps(step, world, steps, free_running=False)
+            if options.trace is not None and num_blocks == max(preset.blocks):
+                name = f"{preset_name}.gtp{layout.expert_gtp}.{mode}.T{tokens}.json"
+                trace_steps(step, world, options.trace / name)
             del step
             release_memory(world)
         short, long = preset.blocks
@@ -263,6 +266,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup", type=int, default=3, help="steps before them")
     add("--budget", type=float, default=140.0, metavar="S", help="seconds after which nothing more is begun")
     add("--limit", type=float, default=400.0, metavar="S", help="seconds after which the process ends, whatever hangs")
+    add("--trace", type=Path, metavar="DIR", help="write a trace of three steps of rank 0 for each mode and size")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
