@@ -476,8 +476,13 @@ def dequantize(
     if KIND == "amax":
         scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, False)
     else:
-        offset = (row // BLOCK_ROWS).to(tl.int64) * s_row + (column // BLOCK_COLUMNS) * s_column
-        scale = tl.load(scale_ptr + matrix * s_matrix + offset, mask=is_inside, other=0)
+        scale_ptr += matrix * s_matrix
+        if BLOCK_ROWS % ROWS == 0:  # the rows of a tile have their scales in common
+            offset = (row0 // BLOCK_ROWS).to(tl.int64) * s_row + (column // BLOCK_COLUMNS) * s_column
+            scale = tl.load(scale_ptr + offset, mask=column < num_columns, other=0)
+        else:
+            offset = (row // BLOCK_ROWS).to(tl.int64) * s_row + (column // BLOCK_COLUMNS) * s_column
+            scale = tl.load(scale_ptr + offset, mask=is_inside, other=0)
         if KIND == "e8m0":
             code = scale.to(tl.int32)
             power = tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
