@@ -49,8 +49,9 @@ def capture_blocks(
 
     In place: the ``forward`` of each block is replaced, hooks on the block run around it. The first ``warmup_calls``
     calls with gradients run eagerly, the next one with inputs that have been seen is recorded. Without gradients, under
-    autocast, in a recomputation, and where a forward comes before the backward of the last one (microbatches of a
-    pipeline), a block runs eagerly.
+    autocast, in a recomputation, with weights that ``unshard`` keeps, and where a forward comes before the backward of
+    the last one (microbatches of a pipeline), a block runs eagerly. Its weights are gathered again for backward,
+    whatever ``keep_nbytes`` and ``reshard_after_forward`` say.
 
     It costs memory: two sets of full weights and two of full gradients for each kind of block, and what forward saves
     stays allocated between steps. ``prefetch_nbytes`` should be at least the bytes of a block's weights: a graph is
@@ -238,6 +239,7 @@ class _CapturedBlock:
             and not torch.is_autocast_enabled(self.runtime.device.type)
             and not self.runtime.comm.is_capturing
             and not self.runtime.has_foreign_saved_hooks()
+            and not any(weight.is_pinned for weight in self.weights)
         )
 
     def _describe(self) -> Hashable:

@@ -292,10 +292,11 @@ class Gathering:
             return ()
         forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
         turning = backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
-        sizes = [
-            target.kept_nbytes if target.weight.flags.reshard_after_forward and target.index not in turning else 0
-            for target in self.gatherables
-        ]
+        sizes = [0] * len(self.gatherables)
+        for target in self.gatherables:
+            weight = target.weight
+            if weight.flags.reshard_after_forward and weight.fixed is None and target.index not in turning:
+                sizes[target.index] = target.kept_nbytes
         return choose_kept(forward, backward, sizes, self.schedule.keep_nbytes)
 
     def kept_from_forward(self, module: nn.Module | None) -> frozenset[int]:
@@ -315,6 +316,8 @@ class Gathering:
         weight = target.weight
         if weight.is_pinned:
             return True
+        if weight.fixed is not None:
+            return False  # see [Note: fixed buffers]
         if self._is_in_backward:
             return not weight.flags.reshard_after_backward
         if target.index in self._kept_until_backward:
@@ -324,7 +327,7 @@ class Gathering:
     def _is_kept_after_use(self, target: Gatherable) -> bool:
         if self._stays(target):
             return True
-        if self._is_in_backward:
+        if self._is_in_backward or target.weight.fixed is not None:
             return False
         # The last weight of the forward is the first of backward: to free it between the two would put a gather that
         # nothing hides at the turning point.

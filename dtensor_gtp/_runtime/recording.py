@@ -6,6 +6,9 @@ gradients are written to others. Blocks of one kind share two sets of them in tu
 reduced, while the other computes. All rules of [Note: streams and memory] hold: a fixed buffer counts as free when
 nobody holds it, as the allocator would count it, and a gather that finds it taken gets another one, from which the
 weight is copied before the replay. A full gradient is replaced when the reduction that reads it has been retired.
+
+Nothing of a recorded block is kept from forward to backward, neither at the turning point nor by ``keep_nbytes`` nor by
+``reshard_after_forward=False``: on a GPU, steps with kept weights did not have the bits of eager ones.
 """
 
 from __future__ import annotations

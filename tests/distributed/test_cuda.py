@@ -188,7 +188,8 @@ class TestCuda(CudaTest):
         """Above shards and gradients: the weights of the window, and two send buffers; nothing grows."""
         mesh = self.gtp_mesh()
         width, depth, prefetch = 2048, 16, 2
-        schedule = SchedulePolicy(prefetch_depth=prefetch, prefetch_nbytes=0, coalesce_nbytes=0)
+        one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0}
+        schedule = SchedulePolicy(prefetch_depth=prefetch, **one_by_one)
         model = gtp_shard(Stack(width, depth).cuda(), mesh, schedule=schedule)
         x = torch.randn(8, width, device="cuda")
 
