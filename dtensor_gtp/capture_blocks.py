@@ -236,6 +236,7 @@ class _CapturedBlock:
         return (
             torch.is_grad_enabled()
             and compat.current_graph_task_id() == -1
+            and compat.saved_tensors_hooks_enabled()
             and not torch.is_autocast_enabled(self.runtime.device.type)
             and not self.runtime.comm.is_capturing
             and not self.runtime.has_foreign_saved_hooks()
@@ -305,7 +306,7 @@ class _BlockGraph:
     def _run_forward(self) -> tuple[list[Any], Any]:
         owner = self._owner
         args, kwargs = compat.tree_unflatten(self._leaves, self._spec)
-        with torch.enable_grad(), self._forward_pass.active(owner.runtime, owner.params):
+        with torch.enable_grad(), self._forward_pass.active(owner.runtime, owner.params, is_forward=True):
             outputs, spec = compat.tree_flatten(owner.forward(*args, **kwargs))
         tensors = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
         # Holds what is saved, see [Note: memory of a recorded block].
@@ -319,7 +320,7 @@ class _BlockGraph:
         sources = [*self.inputs, *(value for _, value in self._forward_pass.whole)]
         for source in sources:
             source.grad = None
-        with self._backward_pass.active(owner.runtime, owner.params):
+        with self._backward_pass.active(owner.runtime, owner.params, is_forward=False):
             if self._differentiable:
                 torch.autograd.backward(self._differentiable, self.grad_outputs, retain_graph=True)
         grads = [source.grad for source in sources]

@@ -7,8 +7,11 @@ reduced, while the other computes. All rules of [Note: streams and memory] hold:
 nobody holds it, as the allocator would count it, and a gather that finds it taken gets another one, from which the
 weight is copied before the replay. A full gradient is replaced when the reduction that reads it has been retired.
 
-Nothing of a recorded block is kept from forward to backward, neither at the turning point nor by ``keep_nbytes`` nor by
-``reshard_after_forward=False``: on a GPU, steps with kept weights did not have the bits of eager ones.
+A recording reads weights in a frame of its own, which ends with it (see ``Runtime.apart``). In the frame around it, its
+fixed buffer would be released when that one ends, as if it had been gathered, and kept for backward while the next
+gather takes it: so steps on a GPU came out wrong with ``keep_nbytes``. That has been seen to be repaired without a GPU
+only, therefore nothing of a recorded block is kept from forward to backward, neither at the turning point nor by
+``keep_nbytes`` nor by ``reshard_after_forward=False``.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ class Recording:
                 f"capture_blocks expects blocks that use weights of their own alone, but one uses '{weight.fqn}'."
             )
         self.used.append(weight)
-        buffer = weight.fixed.gathered
+        buffer = weight.fixed.gathered.view(weight.fixed.gathered.shape)  # counts as a holder
         full = weight.layout.full_view(buffer)
         return Gathered(buffer, full, Done(), weight.shard, weight.version, is_alias=True, holds=1)
 
@@ -107,11 +110,12 @@ class Recording:
         return value
 
     @contextmanager
-    def active(self, runtime: Runtime, params: Iterable[ManagedParam]) -> Iterator[None]:
+    def active(self, runtime: Runtime, params: Iterable[ManagedParam], *, is_forward: bool) -> Iterator[None]:
         """What runs inside of the context is recorded.
 
         Args:
             params: Those of the block.
+            is_forward: Whether it is the forward of the block, or its backward.
         """
         for earlier in (self.used, self.written, self.whole):
             earlier.clear()
@@ -124,7 +128,8 @@ class Recording:
         for param in whole:
             param.record_use = self._read
         try:
-            yield
+            with runtime.apart(is_forward=is_forward):
+                yield
         finally:
             runtime.recording = runtime.grads.recording = None
             for weight, leaf in leaves:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -150,6 +151,32 @@ class Runtime(Gathering):
                 self._forward_chain.cancel()
                 self._end_keeps()
             self._forward_chain = None
+
+    @contextmanager
+    def apart(self, *, is_forward: bool) -> Iterator[None]:
+        """A frame of its own for a pass of a block that is recorded, which ends with it. Nothing that is read inside is
+        what was read outside, or outlives it: a recording's weights are fixed buffers, and no gathers.
+
+        Args:
+            is_forward: Whether saved weights become handles, for each of which the recorded backward asks.
+        """
+        frame = Frame()
+        if is_forward:
+            frame.saved = SavedWeights(self)
+            frame.saved.push()
+        self._frames.append(frame)
+        outside, self._backward_saved = self._backward_saved, []
+        try:
+            yield
+        finally:
+            if frame.saved is not None:
+                frame.saved.pop()
+            popped = self._frames.pop()
+            assert popped is frame, "frames must end in the order in which they began, last first"
+            self._close(frame)
+            for saved in self._backward_saved:
+                saved.release_all()
+            self._backward_saved = outside
 
     def _close(self, frame: Frame) -> None:
         frame.values.clear()

@@ -26,6 +26,7 @@ from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, capture_blocks, gt
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime.comm_context import CommContext
 from dtensor_gtp._runtime.gathering import Gathering
+from dtensor_gtp._runtime.state import Frame, Runtime
 from dtensor_gtp.capture_blocks import CapturedBlocks
 from dtensor_gtp.nn import GroupedLinear
 
@@ -99,10 +100,14 @@ def one_of(size: int) -> Iterator[tuple[DeviceMesh, Wire]]:
 
 
 class OnHost:
-    """Records by running a pass on the side, and spoils its results: only a replay, which runs it again, computes."""
+    """Records by running a pass on the side, and spoils its results: only a replay, which runs it again, computes.
 
-    def __init__(self) -> None:
+    Nothing that the caller's frames hold is there for a replay.
+    """
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
         self.events: list[str] = []
+        self.runtime = runtime
 
     def eager(self, *, is_last: bool) -> Any:
         raise AssertionError("eager calls are none of its business")
@@ -116,7 +121,8 @@ class OnHost:
 
         def replay() -> None:
             self.events.append("replay")
-            with torch.enable_grad():
+            hidden = mock.patch.object(self.runtime, "_frames", [Frame()]) if self.runtime else contextlib.nullcontext()
+            with torch.enable_grad(), hidden:
                 again = step()
             for target, source in zip(self.tensors(result), self.tensors(again), strict=True):
                 target.detach().copy_(source.detach())
@@ -190,7 +196,7 @@ class Pair:
         model = Net() if model is None else model
         options = {"schedule": ALL, **options}
         self.models = [gtp_shard(copy.deepcopy(model), mesh, **options) for _ in range(2)]
-        self.recorder = OnHost()
+        self.recorder = OnHost(runtime_of(self.models[1]))
         self.captured = CapturedBlocks(self.models[1], list(self.models[1].blocks), self.recorder, 2, 4)
         self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in self.models]
 

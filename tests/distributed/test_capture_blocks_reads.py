@@ -1,0 +1,124 @@
+"""``capture_blocks`` without a GPU: parameters that a block reads as attributes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from runtime_common import runtime_of
+from test_capture_blocks import BF16, VOCABULARY, WIDTH, Pair, one_of, tokens_of, train
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy
+from dtensor_gtp._runtime.gathered import Gatherable, Gathered
+from dtensor_gtp._runtime.gathering import Gathering
+
+
+class OwnBlock(nn.Module):
+    """Reads weights in the frame of the block itself, which does not end with the recording."""
+
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.raw = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.is_checkpointed = is_checkpointed
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.raw) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.up(x)
+        if self.is_checkpointed:
+            return x + checkpoint(self._inner, x, use_reentrant=False, preserve_rng_state=False)
+        return x + self._inner(x)
+
+
+class Reader(nn.Module):
+    """Reads the weight of another module, but not with every kind of input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (torch.tanh(F.linear(x, self.up.weight)) if x.shape[0] == 5 else self.up(x))
+
+
+class OwnNet(nn.Module):
+    def __init__(self, block: type[nn.Module] = OwnBlock, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([block(**options) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float(), tokens)
+
+
+def make_pair(world: Any, model: nn.Module, dtype: torch.dtype = BF16, **options: Any) -> Pair:
+    schedule = SchedulePolicy(min_shard_numel=64, **options)
+    return Pair(world, model, schedule=schedule, mp_policy=MixedPrecisionPolicy(dtype), compares_launches=False)
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    with one_of(4) as world:
+        yield world
+
+
+@pytest.mark.parametrize("schedule", [{}, {"prefetch_depth": 0}, {"keep_nbytes": 1100}, {"keep_nbytes": 9000}])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_own_parameters(world: Any, schedule: Any, is_checkpointed: bool) -> None:
+    """What a recording has read must not be taken for a gathered weight when the frame around it ends; what backward
+    reads (here in a recomputation) must not be what forward has read."""
+    pair = make_pair(world, OwnNet(is_checkpointed=is_checkpointed), **schedule)
+    release = Gathering.release
+
+    def checked(runtime: Gathering, target: Gatherable, gathered: Gathered) -> None:
+        assert not gathered.is_alias or runtime.recording is not None, "a recording's weight has left it"
+        release(runtime, target, gathered)
+
+    with mock.patch.object(Gathering, "release", checked):
+        for seed in range(6):
+            pair.run(train(seed))
+        assert pair.run(train(6, 7)) == ["replay"] * 16
+    for model in pair.models:
+        assert not any(w.kept or w.live or w.pending for w in runtime_of(model).weights)
+
+
+def test_hooks_that_read_what_the_block_reads(world: Any) -> None:
+    """A graph reads fixed buffers, not what is there because something outside of the recording has read it before."""
+    # The gradients of the two reads are reduced each by itself: with rounding to bf16 that would not be the same.
+    pair = make_pair(world, OwnNet(), torch.float32)
+    for model in pair.models:
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda block, args: (args[0] * block.raw.mean(),))
+    for seed in range(6):
+        pair.run(train(seed))
+    assert pair.run(train(6, 7)) == ["replay"] * 16
+
+
+def test_reads_that_are_new_in_the_step_of_the_recording(world: Any) -> None:
+    """Whether a module reads weights is learned between steps; a recording must not save them instead of gathering."""
+    pair = make_pair(world, OwnNet(Reader))
+    for seed in range(2):
+        pair.run(train(seed))
+
+    def step(model: nn.Module) -> None:
+        for seed in range(2, 5):
+            model(tokens_of(seed, 5)).backward()
+
+    pair.run(step)
+    for seed in range(5, 8):
+        pair.run(train(seed))
+        pair.run(step)
