@@ -202,7 +202,7 @@ class ManagedParam:
         return (
             spec.mesh.ndim > num_axes
             and other.shape == self.param.shape
-            and all(map(_cuts_alike, spec.placements[-num_axes:], mine.placements))
+            and all(map(refusals.cuts_alike, spec.placements[-num_axes:], mine.placements))
             and names[-num_axes:] == mine.mesh.mesh_dim_names
         )
 
@@ -480,13 +480,6 @@ class WholeParam(ManagedParam):
         self.leaf.grad = None
         self.unsynced_grad = None
         self._wide_local_grad = None
-
-
-def _cuts_alike(outer: Placement, mine: Placement) -> bool:
-    """Whether two placements are one, apart from a block size that made no difference when fully_shard cut again."""
-    if isinstance(mine, GTPShard) and mine.block_size > 1 and outer != mine:
-        return outer == GTPShard(mine.dim)
-    return outer == mine
 
 
 def _notify(param: WholeParam | None) -> None:

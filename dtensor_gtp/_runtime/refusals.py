@@ -11,6 +11,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from ..placement import GTPShard
+
 
 class Extent(NamedTuple):
     """Of a parameter and of its shard, what no optimizer and no load changes."""
@@ -44,6 +46,13 @@ class Expected(NamedTuple):
             f"gtp_shard expects a parameter of shape {tuple(self.shape)} with placements {tuple(self.placements)} on "
             f"mesh axes {self.mesh.mesh_dim_names} (rank {dist.get_rank()})"
         )
+
+
+def cuts_alike(outer: Placement, mine: Placement) -> bool:
+    """Whether two placements are one, apart from a block size that made no difference when fully_shard cut again."""
+    if isinstance(mine, GTPShard) and mine.block_size > 1 and outer != mine:
+        return outer == GTPShard(mine.dim)
+    return outer == mine
 
 
 def replaced(expected: Expected, current: object) -> RuntimeError:

@@ -32,7 +32,9 @@ _BEATS_PER_LIMIT = 6
 _NUM_NEIGHBOURS = 2
 _DONE = b"done"
 _SILENT = b"was silent"
-_UPDATE = b"update"
+_UPDATE, _KEEP = b"update", b"keep"
+# Under this name the last rank that is done.
+_ENDED = "ended"
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
 _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
 
@@ -145,7 +147,7 @@ class RankWatch:
         once, in the store: all that are left update, or none.
 
         Raises:
-            RanksLostError: Ranks are gone, and nobody updates.
+            RanksLostError: Ranks are gone or have closed their watches, and nobody updates.
         """
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -159,8 +161,10 @@ class RankWatch:
             for key in (earlier, f"{earlier}/ready"):  # which all have left behind
                 own.delete_key(key)
         while not own.check([name]):
-            if is_lost.is_set():
-                own.compare_set(name, "", "keep")
+            # Nobody beats for a rank that is done, nor misses it: it would be waited for without end.
+            has_ended = own.check([_ENDED])
+            if (is_lost.is_set() or has_ended) and own.compare_set(name, "", _KEEP.decode()) == _KEEP and has_ended:
+                report_lost(own, int(own.get(_ENDED)), "has closed its watch")
             with suppress(RuntimeError):  # it says so when the time is over
                 own.wait([name], timedelta(seconds=self._interval))
         if own.get(name) != _UPDATE:
@@ -183,6 +187,7 @@ class RankWatch:
             self._listener.stop()
             self._listener = None
             self._own.set(beat_of(self.rank), _DONE.decode())
+            self._own.set(_ENDED, str(self.rank))
 
     def __enter__(self) -> RankWatch:
         return self

@@ -57,6 +57,7 @@ class Dispatched:
     tokens_per_expert: torch.Tensor
     _order: torch.Tensor
     _exchange: _Exchange | None
+    _capacity: int  # tokens that each rank has sent by all_gather: a later dispatch may have agreed on more
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +137,7 @@ class TokenDispatcher:
         order, counts = sort_by_group(experts.flatten(), self.num_experts)
         rows = _Spread.apply(tokens, order, experts.shape[1])  # type: ignore[no-untyped-call]
         if self._is_alone:
-            return Dispatched(rows, counts, counts, order, None)
+            return Dispatched(rows, counts, counts, order, None, 0)
         return self._exchange(rows, counts, order)
 
     def combine(self, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -> torch.Tensor:
@@ -175,7 +176,7 @@ class TokenDispatcher:
         by_source = torch.repeat_interleave(experts, given_RE.flatten(), output_size=sum(received))
         regroup = by_source.argsort(stable=True)
         rows = _Spread.apply(rows, regroup, 1)  # type: ignore[no-untyped-call]
-        return Dispatched(rows, given_RE.sum(0), counts, order, _Exchange(sent, received, regroup))
+        return Dispatched(rows, given_RE.sum(0), counts, order, _Exchange(sent, received, regroup), 0)
 
     # --- all_gather ---------------------------------------------------------------------------------------------------
 
@@ -193,12 +194,12 @@ class TokenDispatcher:
         order = order[: all_tokens.shape[0] * min(k, self.num_local)]
         rows = _Spread.apply(all_tokens, order, k)  # type: ignore[no-untyped-call]
         _, own_counts = sort_by_group(experts.flatten(), self.num_experts)
-        return Dispatched(rows, counts, own_counts, order, None)
+        return Dispatched(rows, counts, own_counts, order, None, self._capacity)
 
     def _scatter(self, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -> torch.Tensor:
         assert self.mesh is not None
         group = self.mesh.get_group()
-        all_weights = compat.all_gather_rows(_padded(weights, self._capacity), group)
+        all_weights = compat.all_gather_rows(_padded(weights, dispatched._capacity), group)
         spread = rows.new_zeros(all_weights.numel(), rows.shape[1]).index_copy(0, dispatched._order, rows)
         own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), group)
         return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]
@@ -214,6 +215,8 @@ class TokenDispatcher:
             counts = compat.all_gather_rows(torch.tensor([num_tokens], device=device), group)
             # One at least: a size of 0 would say that it is unknown.
             self._capacity = max(1, *counts.tolist())
+        elif is_capturing and num_tokens > self._capacity:
+            raise ValueError(self._complaint(str(num_tokens)))
         # The number of tokens is the first of a row of its own.
         message = torch.full((self._capacity + 1, k), self.num_experts, dtype=torch.int64, device=device)
         message[0].fill_(num_tokens)  # an assignment would wait for the GPU
@@ -224,7 +227,7 @@ class TokenDispatcher:
         if num_tokens <= self._capacity and (device.type != "cpu" or torch.compiler.is_compiling()):
             compat.assert_on_device((counts <= self._capacity).all(), self._complaint("more"))
         elif max(found := counts.tolist()) > self._capacity:
-            if min(found) <= self._capacity or self._is_declared or is_capturing:
+            if min(found) <= self._capacity or self._is_declared:
                 raise ValueError(self._complaint(str(found)))
             self._capacity = max(found)
             return self._gather_experts(experts)

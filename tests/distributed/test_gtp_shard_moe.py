@@ -180,6 +180,19 @@ class TestMixtureOfExperts(GlooTest):
         ):
             returned(declared, [3, 3, 3, 3])
 
+    def test_tokens_come_back_when_more_were_agreed_on_meanwhile(self) -> None:
+        """As where microbatches take turns in the layers of one model."""
+        dispatcher = TokenDispatcher(EXPERTS, weight_mesh(ep=4, expert_gtp=1)["ep"], method="all_gather")
+        inputs = [torch.arange(1.0, 1 + n)[:, None] + 10 * self.rank for n in (2, 3)]
+        sent = [dispatcher.dispatch(x.requires_grad_(), torch.arange(len(x))[:, None] % EXPERTS) for x in inputs]
+        for x, dispatched in zip(inputs, sent, strict=True):
+            is_filled = torch.arange(dispatched.rows.shape[0])[:, None] < dispatched.split_sizes.sum()
+            rows = torch.where(is_filled, dispatched.rows, 0)
+            y = dispatcher.combine(rows, dispatched, torch.full((len(x), 1), 2.0))
+            self.assertEqual(y, 2 * x)
+            y.sum().backward()
+            self.assertEqual(x.grad, torch.full_like(x, 2))
+
     def test_cuts_that_break_groups_or_blocks_are_refused_on_all_ranks(self) -> None:
         by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
         layer = cut(GroupedLinear(6, WIDTH, HIDDEN, bias=False), by_ep["ep"], 0)

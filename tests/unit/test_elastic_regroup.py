@@ -245,6 +245,21 @@ class TestWatch(TestCase):
         self.assertEqual(self.commit(watches[:3]), [True] * 3)
         self.assertEqual(self.commit(watches[:3]), [False] * 3)
 
+    def test_a_rank_that_closes_its_watch_is_not_waited_for(self) -> None:
+        watches, _ = self.watches(limit=1.0)
+        self.assertEqual(self.commit(watches), [True] * 4)
+        watches[3].close()
+        self.assertEqual(self.commit(watches[:2]), [False] * 2)
+        with self.assertRaisesRegex(RanksLostError, "^rank 3 .* has closed its watch"):
+            watches[2].commit()
+
+    def test_who_closes_after_the_last_commit_takes_it_from_nobody(self) -> None:
+        watches, _ = self.watches(limit=1.0)
+        for watch in watches[1:]:
+            watch._own.add("commit/0/ready", 1)
+        watches[1].close()
+        self.assertEqual(self.commit(watches[:1]), [True])
+
     def test_what_tells_of_a_peer(self) -> None:
         for error, expected in (
             (dist.DistBackendError("NCCL error in: unhandled"), True),
