@@ -72,6 +72,8 @@ class TokenExchange:
             self._settle(max(self._all_gather(count, "the number of tokens", comm).flatten().tolist()))
         if not self.is_chosen:
             return None
+        if comm.is_capturing and values.numel() > self.capacity:
+            raise ValueError(self._complaint(f"{values.numel()} tokens in a recording"))
         message = torch.full((1 + self.capacity,), fill, dtype=torch.int64, device=values.device)
         message[:1].fill_(values.numel())  # an assignment would wait for the GPU
         num_sent = min(values.numel(), self.capacity)
@@ -79,7 +81,7 @@ class TokenExchange:
         received = self._all_gather(message, f"{self.capacity} tokens", comm)
         counts = received[:, 0]
         if values.numel() > self.capacity or not comm.has_streams:
-            if not self._holds(counts.tolist(), comm):
+            if not self._holds(counts.tolist()):
                 return self.gather(values, fill, comm)
         else:
             compat.assert_on_device((counts <= self.capacity).all(), self._complaint("more tokens"))
@@ -104,7 +106,7 @@ class TokenExchange:
         if capacity:
             logger.info("%s of %s: %s", self.purpose, self._weight.fqn, self.describe())
 
-    def _holds(self, counts: list[int], comm: CommContext) -> bool:
+    def _holds(self, counts: list[int]) -> bool:
         """Whether all tokens were carried; False if the ranks have agreed on a larger capacity.
 
         Raises:
@@ -112,7 +114,7 @@ class TokenExchange:
         """
         if max(counts) <= self.capacity:
             return True
-        if min(counts) <= self.capacity or self._is_declared or comm.is_capturing:
+        if min(counts) <= self.capacity or self._is_declared:
             raise ValueError(self._complaint(f"{counts} tokens"))
         self._settle(max(counts))
         return False

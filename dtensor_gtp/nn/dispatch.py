@@ -216,7 +216,7 @@ class TokenDispatcher:
             # One at least: a size of 0 would say that it is unknown.
             self._capacity = max(1, *counts.tolist())
         elif is_capturing and num_tokens > self._capacity:
-            raise ValueError(self._complaint(str(num_tokens)))
+            raise ValueError(self._complaint(f"{num_tokens}, while a CUDA graph is recorded,"))
         # The number of tokens is the first of a row of its own.
         message = torch.full((self._capacity + 1, k), self.num_experts, dtype=torch.int64, device=device)
         message[0].fill_(num_tokens)  # an assignment would wait for the GPU

@@ -15,7 +15,7 @@ import torch
 from .. import _torch_compat as compat
 from .._runtime.gathered import Gatherable
 from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_unmodified
+from .._runtime.saved import check_unmodified, refuse_partial_recording
 from .._runtime.state import Runtime
 from .grouped import add_bias, grouped_mm, grouped_wgrad
 
@@ -96,8 +96,11 @@ class _SeveralGroupedMM(torch.autograd.Function):
         x_TK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
         # Autograd counts tensors alone: x, ends, leaves.
-        needs_grad = enumerate(ctx.needs_input_grad[4:], 2)
-        awaited = [needs and compat.is_awaited(ctx, index) for index, needs in needs_grad]
+        needs_grad = ctx.needs_input_grad[4:]
+        awaited = [needs and compat.is_awaited(ctx, index) for index, needs in enumerate(needs_grad, 2)]
+        for weight, needs, is_awaited in zip(weights, needs_grad, awaited, strict=True):
+            if needs and not is_awaited:
+                refuse_partial_recording(weight, runtime.comm.is_capturing)
         if any(awaited):
             wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
             with runtime.grads.together():

@@ -13,7 +13,7 @@ from common import ALL, fake_world
 from torch.cuda.graphs import make_graphed_callables  # torch's own, if this is imported before any gtp_shard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._runtime.comm_context import CommContext
 from dtensor_gtp.nn import GroupedLinear
 
@@ -78,3 +78,23 @@ def test_a_recorded_backward_without_a_trained_weight_raises(mesh: DeviceMesh) -
     output = model(x).sum()
     with mock.patch.object(CommContext, "is_capturing", True):
         torch.autograd.grad(output, x)
+
+
+def test_a_recorded_backward_without_one_of_several_weights_raises(mesh: DeviceMesh) -> None:
+    layer = gtp_shard(GroupedLinear(2, 8, 8, bias=False, single_grouped_weight=False), mesh, schedule=ALL)
+    x = torch.randn(4, 8, requires_grad=True)
+    output = layer(x, torch.tensor([3, 1])).sum()
+    with mock.patch.object(CommContext, "is_capturing", True):
+        with pytest.raises(RuntimeError, match="recorded of a backward without the gradient of 'weight0'"):
+            torch.autograd.grad(output, x)
+
+
+def test_a_recording_with_more_tokens_than_an_exchange_carries_raises() -> None:
+    """Before the host would ask the device how many the others have, which ends a recording."""
+    schedule = SchedulePolicy(min_shard_numel=0, embedding="exchange", exchange_tokens=2)
+    with fake_world(world_size=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+        table = gtp_shard(nn.Embedding(8, 4), mesh, schedule=schedule)
+        with mock.patch.object(CommContext, "is_capturing", True):
+            with pytest.raises(ValueError, match=r"at most 2 tokens on each rank.* but got 3 tokens in a recording"):
+                table(torch.tensor([1, 2, 3]))

@@ -1,0 +1,92 @@
+"""Which casts are taken on a GPU where Triton is missing, broken, or not exact: the reference, and it is said once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dtensor_gtp.quant import casts
+from dtensor_gtp.quant.casts import Casts
+
+# The probe runs here, as if it were a GPU.
+DEVICE = torch.device("cpu", 0)
+
+
+class Exact(Casts):
+    def __init__(self, has_float8: bool) -> None:
+        self.has_float8 = has_float8
+
+
+class Inexact(Exact):
+    def cast_rows(self, matrix: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        data, scale = super().cast_rows(matrix, **options)
+        scale[-1] *= 1 + 2**-23
+        return data, scale
+
+
+class Broken(Exact):
+    def cast_rows(self, matrix: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delenv("DTENSOR_GTP_CASTS", raising=False)
+    attempt = casts._try
+    monkeypatch.setattr(casts, "_try", lambda device: attempt(DEVICE))
+    casts._verdicts.cache_clear()
+    yield
+    casts._verdicts.cache_clear()
+
+
+def triton(kind: type[Casts] | None) -> Any:
+    module = None if kind is None else SimpleNamespace(TritonCasts=kind)
+    return mock.patch.dict(sys.modules, {"dtensor_gtp.quant.triton_casts": module})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (None, r"Triton does not work \((ModuleNotFound|Import)Error: "),
+        (Broken, r"Triton does not work \(RuntimeError: Failed to find C compiler\)"),
+        (Inexact, "a cast by Triton has other bits than the reference"),
+    ],
+)
+def test_the_reference_is_taken_and_the_reason_is_logged_once(
+    kind: type[Casts] | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with triton(kind), caplog.at_level(logging.WARNING, casts.logger.name):
+        for _ in range(2):
+            found, why = casts._on_device(DEVICE)
+            assert type(found) is Casts
+            assert re.match(reason, why)
+    assert len(caplog.records) == 1
+    assert why in caplog.text
+
+
+def test_what_works_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with triton(Exact):
+        found, why = casts._on_device(DEVICE)
+    assert isinstance(found, Exact)
+    assert found.has_float8
+    assert why == ""
+    assert not caplog.records
+
+
+def test_nothing_is_decided_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels cannot be loaded then; the next cast outside of it tries."""
+    with triton(Exact):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert casts._on_device(DEVICE)[1] == "first used in a CUDA graph"
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert isinstance(casts._on_device(DEVICE)[0], Exact)
