@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from ._runtime.modules import binding_of, unmanaged_params
 from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.recording import Recording, Rings
 from ._runtime.saved import check_unmodified
+from ._runtime.state import Runtime
 from .capture import Recorder, _CudaRecorder, _runtimes_of, _signature
 
 logger = logging.getLogger("dtensor_gtp")
@@ -102,8 +103,9 @@ class CapturedBlocks:
             )
         for block in blocks:
             _check_block(names[block], block)
-        rings = Rings()
         _check_window(blocks)
+        # A runtime knows who holds a fixed buffer among its own gathers and reductions, not among those of another.
+        rings = {runtime: Rings() for runtime in _runtimes_of(module, "capture_blocks")}
         self._blocks = [_CapturedBlock(names[b], b, rings, recorder, warmup_calls, max_graphs) for b in blocks]
 
     @property
@@ -177,7 +179,13 @@ class _CapturedBlock:
     """A block with its graphs, by what they have baked in."""
 
     def __init__(
-        self, name: str, block: nn.Module, rings: Rings, recorder: Recorder, warmup_calls: int, max_graphs: int
+        self,
+        name: str,
+        block: nn.Module,
+        rings: Mapping[Runtime, Rings],
+        recorder: Recorder,
+        warmup_calls: int,
+        max_graphs: int,
     ) -> None:
         self.name = name
         self.block = block
@@ -191,7 +199,7 @@ class _CapturedBlock:
         self._num_eager = 0
         self._binding: Hashable = None
         self._seen: set[Hashable] = set()
-        rings.assign(self.weights)
+        rings[self.runtime].assign(self.weights)
         self.forward = block.forward
         self._had_forward = "forward" in block.__dict__
         block.forward = self

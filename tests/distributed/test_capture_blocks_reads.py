@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from runtime_common import runtime_of
-from test_capture_blocks import BF16, VOCABULARY, WIDTH, Pair, one_of, tokens_of, train
+from runtime_common import local, runtime_of
+from test_capture_blocks import BF16, VOCABULARY, WIDTH, OnHost, Pair, one_of, tokens_of, train
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp._runtime.gathered import Gatherable, Gathered
 from dtensor_gtp._runtime.gathering import Gathering
+from dtensor_gtp.capture_blocks import CapturedBlocks
 
 
 class OwnBlock(nn.Module):
@@ -122,3 +123,23 @@ def test_reads_that_are_new_in_the_step_of_the_recording(world: Any) -> None:
     for seed in range(5, 8):
         pair.run(train(seed))
         pair.run(step)
+
+
+def test_blocks_of_several_runtimes_share_no_buffers(world: Any) -> None:
+    """Each runtime knows of its own gathers and reductions alone, which are the holders of fixed buffers."""
+    mesh, wire = world
+    schedule = SchedulePolicy(min_shard_numel=64, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=8)
+    grads = []
+    for is_captured in (False, True):
+        model = OwnNet()
+        for block in model.blocks:
+            gtp_shard(block, mesh, schedule=schedule)
+        if is_captured:
+            CapturedBlocks(model, list(model.blocks), OnHost(), 2, 4)
+        for seed in range(6):
+            model.zero_grad()
+            model(tokens_of(seed)).backward()
+            grads.append([local(param.grad).clone() for param in model.parameters()])
+        assert all(runtime_of(block).weights[0].fixed is not None for block in model.blocks) == is_captured
+    for eager, captured in zip(grads[:6], grads[6:], strict=True):
+        assert all(map(torch.equal, eager, captured))
