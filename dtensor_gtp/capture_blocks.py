@@ -376,7 +376,7 @@ class _BlockGraph:
         for target, source in zip(self.grad_outputs, grads, strict=True):
             target.copy_(source)
         # What is about to be written may still be read by reductions.
-        runtime.comm.retire_users([buffer for _, buffer in self._backward_pass.written])
+        runtime.comm.retire_users([written.buffer for written in self._backward_pass.written])
         self._replay(self._replay_backward, self._backward_pass.used)
         runtime.grads.submit_recorded(self._backward_pass.written)
         of_whole = self.grads[len(self.inputs) :]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from .param import ManagedParam, ShardedWeight, WholeParam
 from .scattering import Scattering, can_travel_together, make_scattering, sum_dtype
 
 if TYPE_CHECKING:
-    from .recording import Recording
+    from .recording import Recording, Written
 
 
 class _Job(NamedTuple):
@@ -117,6 +118,10 @@ class Gradients:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Gradients that are submitted in the context travel in one launch, where their kind of reduction can."""
+        if self.recording is not None:
+            with self.recording.together():
+                yield
+            return
         self.launch_waiting()
         limit, self._together_nbytes = self._together_nbytes, math.inf
         try:
@@ -206,16 +211,21 @@ class Gradients:
             self.launch_waiting()
         self._waiting.append(submitted)
 
-    def submit_recorded(self, written: Sequence[tuple[ShardedWeight, torch.Tensor]]) -> None:
+    def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that a recorded block has left in these buffers, behind all that follows."""
-        with self._comm.unbounded():
-            for weight, buffer in written:
-                if weight.unsharded_grad is not None or not weight.flags.requires_gradient_sync:
-                    self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
-                    continue
-                # What would become the gradient, or wait for others, would be written to before it is read.
-                is_passing = weight.layout.world > 1 and buffer.nbytes >= self._together_nbytes
-                self.submit(weight, buffer if is_passing else buffer.clone())
+        for bundle, members in groupby(written, lambda one: one.bundle):
+            with self._comm.unbounded(), nullcontext() if bundle is None else self.together():
+                self._submit_recorded(members)
+
+    def _submit_recorded(self, written: Iterable[Written]) -> None:
+        """Those of one bundle, or of none."""
+        for weight, buffer, _ in written:
+            if weight.unsharded_grad is not None or not weight.flags.requires_gradient_sync:
+                self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
+                continue
+            # What would become the gradient, or wait for others, would be written to before it is read.
+            is_passing = weight.layout.world > 1 and buffer.nbytes >= self._together_nbytes
+            self.submit(weight, buffer if is_passing else buffer.clone())
 
     def launch_waiting(self) -> None:
         """Launch what waits for others to travel with."""

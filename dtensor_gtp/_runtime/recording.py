@@ -60,13 +60,22 @@ class WholeUse(NamedTuple):
     value: torch.Tensor
 
 
+class Written(NamedTuple):
+    """Where the gradient of one use is, and the number of the bundle that it travels in, None if in none."""
+
+    weight: ShardedWeight
+    buffer: torch.Tensor
+    bundle: int | None
+
+
 class Recording:
     """Takes the place of gathers and reductions while a pass of a block is recorded."""
 
     def __init__(self) -> None:
         self.used: list[ShardedWeight] = []  # for each use
-        self.written: list[tuple[ShardedWeight, torch.Tensor]] = []  # where gradients have been computed
+        self.written: list[Written] = []
         self.whole: list[WholeUse] = []
+        self._bundle: int | None = None
 
     def acquire(self, target: Gatherable) -> Gathered:
         """The weight where the graph will find it."""
@@ -89,7 +98,7 @@ class Recording:
         """
         assert weight.fixed is not None
         grad, dtype = weight.fixed.grad, dtype or weight.reduce_dtype
-        is_first = all(weight is not other for other, _ in self.written)
+        is_first = all(weight is not other.weight for other in self.written)
         if not is_first or dtype.itemsize > grad.dtype.itemsize:
             return torch.empty_like(grad, dtype=dtype)
         if dtype == grad.dtype:
@@ -102,7 +111,16 @@ class Recording:
 
     def submit(self, weight: ShardedWeight, buffer: torch.Tensor) -> None:
         """The gradient is there."""
-        self.written.append((weight, buffer))
+        self.written.append(Written(weight, buffer, self._bundle))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Gradients that are submitted in the context are a bundle."""
+        self._bundle = len(self.written)
+        try:
+            yield
+        finally:
+            self._bundle = None
 
     def _read(self, param: WholeParam) -> torch.Tensor:
         value = param.leaf.detach().to(param.compute_dtype).requires_grad_(param.leaf.requires_grad)

@@ -18,6 +18,7 @@ from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp._runtime.gathered import Gatherable, Gathered
 from dtensor_gtp._runtime.gathering import Gathering
 from dtensor_gtp.capture_blocks import CapturedBlocks
+from dtensor_gtp.nn import GroupedLinear
 
 
 class OwnBlock(nn.Module):
@@ -127,7 +128,7 @@ def test_reads_that_are_new_in_the_step_of_the_recording(world: Any) -> None:
 
 def test_blocks_of_several_runtimes_share_no_buffers(world: Any) -> None:
     """Each runtime knows of its own gathers and reductions alone, which are the holders of fixed buffers."""
-    mesh, wire = world
+    mesh, _ = world
     schedule = SchedulePolicy(min_shard_numel=64, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=8)
     grads = []
     for is_captured in (False, True):
@@ -143,3 +144,24 @@ def test_blocks_of_several_runtimes_share_no_buffers(world: Any) -> None:
         assert all(runtime_of(block).weights[0].fixed is not None for block in model.blocks) == is_captured
     for eager, captured in zip(grads[:6], grads[6:], strict=True):
         assert all(map(torch.equal, eager, captured))
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.experts = GroupedLinear(3, WIDTH, WIDTH, bias=False, single_grouped_weight=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.register_buffer("split_sizes", torch.tensor([3, 0, 4], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.experts(self.up(x), self.split_sizes)))
+
+
+@pytest.mark.parametrize("coalesce_grad_nbytes", [0, 1100, 128 << 20])
+def test_gradients_of_experts_travel_as_in_eager_steps(world: Any, coalesce_grad_nbytes: int) -> None:
+    """Ranks that replay meet ranks that do not in the same collectives."""
+    schedule = SchedulePolicy(min_shard_numel=64, coalesce_grad_nbytes=coalesce_grad_nbytes)
+    pair = Pair(world, OwnNet(ExpertBlock), schedule=schedule)
+    pair.prepare()
+    assert pair.run(train(3, 4)) == ["replay"] * 16
