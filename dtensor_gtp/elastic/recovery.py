@@ -53,7 +53,7 @@ class _Part(NamedTuple):
 
 
 def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
-    """Keep this rank's part of ``state``. No communication, and no copy: the tensors are those of the job.
+    """Keep this rank's part of ``state``. No communication, and no copy of DTensors: they are those of the job.
 
     Call it when the job has failed, before its process groups are destroyed.
 

@@ -31,7 +31,7 @@ _BEATS_PER_LIMIT = 6
 # Ranks of the ring that each one listens to: so many that fail together are all found.
 _NUM_NEIGHBOURS = 2
 _DONE = b"done"
-_SILENT = b"was silent"
+_SILENT, _CLOSED = b"was silent", b"has closed its watch"
 _UPDATE, _KEEP = b"update", b"keep"
 # Under this name the last rank that is done.
 _ENDED = "ended"
@@ -132,8 +132,9 @@ class RankWatch:
         return compat.PrefixStore(f"dtensor_gtp_watch_{self.generation}", store)
 
     def is_alive(self, rank: int) -> bool:
-        """Whether nobody has missed the beats of ``rank`` for as long as the limit. For one thread."""
-        if self._own.check([_lost(rank)]) and self._own.get(_lost(rank)).startswith(_SILENT):
+        """Whether nobody has missed the beats of ``rank`` for as long as the limit, nor its commit after it was done.
+        For one thread."""
+        if self._own.check([_lost(rank)]) and self._own.get(_lost(rank)).startswith((_SILENT, _CLOSED)):
             return False
         return self.pulse.is_alive(beat_of(rank))
 
@@ -164,7 +165,7 @@ class RankWatch:
             # Nobody beats for a rank that is done, nor misses it: it would be waited for without end.
             has_ended = own.check([_ENDED])
             if (is_lost.is_set() or has_ended) and own.compare_set(name, "", _KEEP.decode()) == _KEEP and has_ended:
-                report_lost(own, int(own.get(_ENDED)), "has closed its watch")
+                report_lost(own, int(own.get(_ENDED)), _CLOSED.decode())
             with suppress(RuntimeError):  # it says so when the time is over
                 own.wait([name], timedelta(seconds=self._interval))
         if own.get(name) != _UPDATE:

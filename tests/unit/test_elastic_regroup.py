@@ -252,6 +252,7 @@ class TestWatch(TestCase):
         self.assertEqual(self.commit(watches[:2]), [False] * 2)
         with self.assertRaisesRegex(RanksLostError, "^rank 3 .* has closed its watch"):
             watches[2].commit()
+        self.assertEqual([watches[2].is_alive(rank) for rank in (1, 3)], [True, False], "regroup does not wait for it")
 
     def test_who_closes_after_the_last_commit_takes_it_from_nobody(self) -> None:
         watches, _ = self.watches(limit=1.0)
