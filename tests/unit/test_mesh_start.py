@@ -1,0 +1,108 @@
+"""``init_weight_mesh`` where there is no process group yet: environment, rendezvous and devices."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtensor_gtp import init_weight_mesh
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment as torchrun would leave it for the only process of a job."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("missing", [["RANK"], ["WORLD_SIZE", "MASTER_PORT"]])
+def test_environment_that_does_not_say_how_to_start(job: pytest.MonkeyPatch, missing: list[str]) -> None:
+    for name in missing:
+        job.delenv(name)
+    verb = "is" if len(missing) == 1 else "are"
+    with pytest.raises(
+        RuntimeError, match=f"but {', '.join(missing)} {verb} not set. Start the processes with torchrun"
+    ):
+        init_weight_mesh("cpu")
+    assert not dist.is_initialized()
+
+
+def test_sizes_are_checked_before_the_rendezvous(job: pytest.MonkeyPatch) -> None:
+    job.setenv("WORLD_SIZE", "6")  # a rendezvous would wait for five others
+    with pytest.raises(ValueError, match=r"6 \(WORLD_SIZE\).*gtp=4 does not divide 6. .*: gtp=6"):
+        init_weight_mesh("cpu", gtp=4)
+    assert not dist.is_initialized()
+
+
+def test_process_group_is_initialized_from_the_environment(job: pytest.MonkeyPatch) -> None:
+    try:
+        mesh = init_weight_mesh("cpu", timeout=timedelta(seconds=20))
+        assert dist.get_backend() == "gloo"
+        assert dist.get_world_size() == 1
+        assert mesh.dense.mesh.shape == (1, 1, 1, 1, 1)
+        assert tuple(mesh.weights.shape) == (1,)
+    finally:
+        dist.destroy_process_group()
+
+
+class FakeDevices:
+    """Stands in for torch's module of a kind of device."""
+
+    def __init__(self, num_devices: int) -> None:
+        self.num_devices = num_devices
+        self.current: int | None = None
+
+    def is_available(self) -> bool:
+        return self.num_devices > 0
+
+    def device_count(self) -> int:
+        return self.num_devices
+
+    def set_device(self, index: int) -> None:
+        self.current = index
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "local_rank", "exception", "message"),
+    [
+        (0, "0", ValueError, "there is no 'cuda' here. Pass 'cpu'"),
+        (
+            2,
+            None,
+            RuntimeError,
+            "variable LOCAL_RANK in the environment, .* not set. Start the processes with torchrun",
+        ),
+        (2, "2", ValueError, "LOCAL_RANK is 2 and there are 2 'cuda' devices. Start at most 2 processes on a host"),
+    ],
+)
+def test_devices_that_are_not_there(
+    job: pytest.MonkeyPatch, num_devices: int, local_rank: str | None, exception: type[Exception], message: str
+) -> None:
+    job.setattr(torch, "get_device_module", lambda device_type: FakeDevices(num_devices))
+    job.setenv("LOCAL_RANK", local_rank) if local_rank is not None else job.delenv("LOCAL_RANK")
+    with pytest.raises(exception, match=message):
+        init_weight_mesh("cuda")
+    assert not dist.is_initialized()
+
+
+def test_local_rank_chooses_the_device(job: pytest.MonkeyPatch) -> None:
+    devices = FakeDevices(4)
+    job.setattr(torch, "get_device_module", lambda device_type: devices)
+    job.setenv("LOCAL_RANK", "3")
+    job.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.exit("reached"))
+    job.setattr("dtensor_gtp.mesh.rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), 0, 1)]))
+    with pytest.raises(pytest.exit.Exception):
+        init_weight_mesh("cuda")
+    assert devices.current == 3
+
+
+def test_process_group_for_another_device(job: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(ValueError, match=r"communicates 'cuda' tensors, but .* has the backends 'cpu:gloo'. Leave"):
+            init_weight_mesh("cuda")
+    finally:
+        dist.destroy_process_group()
