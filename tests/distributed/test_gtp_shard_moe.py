@@ -19,6 +19,7 @@ from runtime_common import counted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh
 from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, TokenDispatcher, parallelize_experts
@@ -192,6 +193,29 @@ class TestMixtureOfExperts(GlooTest):
             self.assertEqual(y, 2 * x)
             y.sum().backward()
             self.assertEqual(x.grad, torch.full_like(x, 2))
+
+    def test_recomputation_after_more_were_agreed_on_raises(self) -> None:
+        """Its shapes are others than those of the forward; with max_tokens they are not."""
+        mesh = weight_mesh(ep=4, expert_gtp=1)["ep"]
+        for max_tokens in (None, 3):
+            dispatcher = TokenDispatcher(EXPERTS, mesh, method="all_gather", max_tokens=max_tokens)
+
+            def routed(x: torch.Tensor, dispatcher: TokenDispatcher = dispatcher) -> torch.Tensor:
+                dispatched = dispatcher.dispatch(x, torch.arange(len(x))[:, None] % EXPERTS)
+                is_filled = torch.arange(dispatched.rows.shape[0])[:, None] < dispatched.split_sizes.sum()
+                rows = torch.where(is_filled, dispatched.rows.square(), 0)
+                return dispatcher.combine(rows, dispatched, torch.ones(len(x), 1))
+
+            inputs = [torch.arange(1.0, 1 + n)[:, None].requires_grad_() for n in (2, 3)]
+            first, second = (checkpoint(routed, x, use_reentrant=False) for x in inputs)
+            second.sum().backward()
+            self.assertEqual(inputs[1].grad, 2 * inputs[1])
+            if max_tokens is None:
+                with self.assertRaisesRegex(CheckpointError, "have different metadata"):
+                    first.sum().backward()
+            else:
+                first.sum().backward()
+                self.assertEqual(inputs[0].grad, 2 * inputs[0])
 
     def test_cuts_that_break_groups_or_blocks_are_refused_on_all_ranks(self) -> None:
         by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
