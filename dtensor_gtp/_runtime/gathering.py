@@ -218,13 +218,19 @@ class Gathering:
         assert weight.fixed is not None
         fixed = weight.fixed.gathered
         if not gathered.is_in(fixed):
-            # Its gather has found the buffer taken. By now it may be taken by a gather for later, which has to move.
+            # Its gather has found the buffer taken. By now it may be taken by a gather for later, or by one for eager
+            # code that has handed out nothing of it (see ``leave_fixed``), which have to move.
             for target in self.gatherables:
-                for other in (*target.pending, *filter(None, (target.kept,))):
+                for other in (*target.pending, *filter(None, (target.kept, target.live))):
                     if other is not gathered and other.is_in(fixed):
                         self.comm.wait(other.done)
                         other.move(new_buffer(target.weight), target.weight)
             fixed.copy_(gathered.buffer)
+
+    def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
+        """Before eager code is given the weight to keep: a replay of another block would write over a fixed buffer."""
+        if weight.fixed is not None and self.recording is None and gathered.is_in(weight.fixed.gathered):
+            gathered.move(new_buffer(weight), weight)
 
     def _free(self, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""

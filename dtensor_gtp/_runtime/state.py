@@ -268,6 +268,7 @@ class Runtime(Gathering):
 
     def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> torch.Tensor:
         gathered = self.acquire(weight)
+        self.leave_fixed(weight, gathered)
         frame.held.append((weight, gathered))
         frame.reads_weights = True
         if frame.saved is not None:
@@ -282,6 +283,7 @@ class Runtime(Gathering):
         """The value of a weight that the user has unsharded, outside of any forward."""
         gathered = self.acquire(weight)
         try:
+            self.leave_fixed(weight, gathered)
             if torch.is_grad_enabled() and weight.param.requires_grad:
                 value: torch.Tensor = Materialize.apply(weight.leaf, self, weight, gathered)  # type: ignore[no-untyped-call]
                 return value

@@ -165,3 +165,25 @@ def test_gradients_of_experts_travel_as_in_eager_steps(world: Any, coalesce_grad
     pair = Pair(world, OwnNet(ExpertBlock), schedule=schedule)
     pair.prepare()
     assert pair.run(train(3, 4)) == ["replay"] * 16
+
+
+class ReadingNet(OwnNet):
+    """Reads weights of its blocks itself, before it calls them, and uses them after that."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weights = [block.raw for block in self.blocks]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        for weight in weights:
+            x = x + torch.tanh(x @ weight)
+        return F.cross_entropy(self.head(x).float(), tokens) + sum(weight.square().mean() for weight in weights)
+
+
+@pytest.mark.parametrize("prefetch_depth", [0, 2])
+def test_weights_that_the_caller_holds(world: Any, prefetch_depth: int) -> None:
+    """A replay writes its weights to buffers that blocks share, but not over what eager code has been given."""
+    pair = make_pair(world, ReadingNet(), torch.float32, prefetch_depth=prefetch_depth)
+    for seed in range(6):
+        pair.run(train(seed))
+    assert pair.run(train(6, 7)) == ["replay"] * 16
