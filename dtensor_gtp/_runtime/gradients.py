@@ -242,7 +242,7 @@ class Gradients:
             comm.before_collective("reduce_scatter", names, weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
             complete = partial(self._scattered, [job for job, _ in together], scattering)
-            comm.reduction_launched(work, complete, scattering.keep)
+            comm.reduction_launched(work, complete, (*scattering.keep, *_taken_along(job for job, _ in together)))
 
     def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
@@ -261,7 +261,7 @@ class Gradients:
         is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
         job = _Job(weight, scale, weight.groups.replicate, is_synced, 1.0)
         with self._comm.reducing():
-            self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot,))
+            self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot, *_taken_along([job])))
 
     def _scattered(self, jobs: list[_Job], scattering: Scattering) -> None:
         scattering.finish(jobs[0].scale)
@@ -376,3 +376,8 @@ class Gradients:
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()
+
+
+def _taken_along(jobs: Iterable[_Job]) -> list[torch.Tensor]:
+    """What earlier reductions have left, which these add to their results: the communication stream reads it."""
+    return [grad for job in jobs if (grad := job.weight.unreplicated_grad) is not None]
