@@ -43,7 +43,8 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
 
     Raises:
         TypeError, ValueError: ``module`` is not sharded over ``mesh.weights``, or an argument is out of range.
-        NotImplementedError: The module is inside of ``fully_shard``, or cut over other axes than gtp and tp.
+        NotImplementedError: The module is inside of ``fully_shard``, cut over other axes than gtp and tp, or uses copy
+            engines.
         RuntimeError: Replicas have different models or policies. All of these are raised on all ranks.
     """
     if not isinstance(mesh, ElasticMesh):
@@ -98,6 +99,14 @@ def _checked_params(module: nn.Module, mesh: ElasticMesh) -> list[ManagedParam]:
         raise ValueError(
             f"synchronize_replicas was called on this {type(module).__name__} already. Call it once, on the root."
         )
+    for name in ("gather_backend", "reduce_scatter"):
+        asked = getattr(runtime.schedule, name)
+        if asked in ("copy_engine", "auto"):
+            raise NotImplementedError(
+                f"synchronize_replicas does not support SchedulePolicy({name}='{asked}'): streams wait for the copy "
+                "engines of other ranks without a limit, and nothing ends that when a rank is lost. Use "
+                "gather_backend='process_group' and reduce_scatter='ring' or 'all_to_all'."
+            )
     for name, submodule in module.named_modules():
         if is_outer_module(submodule):
             raise NotImplementedError(

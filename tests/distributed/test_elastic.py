@@ -387,6 +387,9 @@ class TestSixRanks(GlooTest):
         with self.assertRaisesRegex(ValueError, r"sharded over mesh.weights \(ranks \[.*every gtp_shard call"):
             synchronize_replicas(everywhere, mesh)
         model = gtp_shard(make(0), mesh.weights, schedule=ALL)
+        copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=SchedulePolicy(gather_backend="auto"))
+        with self.assertRaisesRegex(NotImplementedError, "gather_backend='auto'.: streams wait .* Use gather_backend"):
+            synchronize_replicas(copying, mesh)
         with self.assertRaisesRegex(ValueError, "bucket_nbytes to be at least 1"):
             synchronize_replicas(model, mesh, bucket_nbytes=0)
         synchronize_replicas(model, mesh)
