@@ -291,13 +291,18 @@ class Gathering:
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
+    def _turning_point(self, module: nn.Module | None) -> tuple[Plan, Plan, tuple[int, ...]]:
+        """The plans of a forward of ``module`` and of its backward, and the weight that is last in one and first in the
+        other, if there is one."""
+        forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
+        return forward, backward, backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
+
     def kept_until_backward(self, module: nn.Module | None) -> tuple[int, ...]:
         """What the policy keeps from a forward of ``module`` to its backward, beside what the user has said of single
         weights and the weight at the turning point."""
         if not self.schedule.keep_nbytes:
             return ()
-        forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
-        turning = backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
+        forward, backward, turning = self._turning_point(module)
         sizes = [0] * len(self.gatherables)
         for target in self.gatherables:
             weight = target.weight
@@ -307,8 +312,7 @@ class Gathering:
 
     def kept_from_forward(self, module: nn.Module | None) -> frozenset[int]:
         """All that is kept from a forward of ``module`` to its backward, for reports."""
-        forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
-        turning = backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
+        _, _, turning = self._turning_point(module)
         asked = (
             target.index
             for target in self.gatherables

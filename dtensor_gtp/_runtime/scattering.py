@@ -76,7 +76,7 @@ def make_scattering(
     parcels = [_Parcel(full, wire_dtype) for full in fulls]
     if kind == "ring":
         return _Ring(parcels, num_ranks)
-    return _AllToAll(parcels[0], num_ranks, dtype) if kind == "all_to_all" else _Copies(parcels, num_ranks, dtype)
+    return _Exchange(parcels, num_ranks, dtype, is_copied=kind == "copy_engine")
 
 
 class _Parcel:
@@ -140,56 +140,37 @@ class _Ring:
         pass
 
 
-class _AllToAll:
-    """Each rank receives the addends of its rows and adds them in a wider dtype, see [Note: error of a reduction]."""
+class _Exchange:
+    """Each rank receives the addends of its rows and adds them in a wider dtype, see [Note: error of a reduction].
 
-    def __init__(self, parcel: _Parcel, num_ranks: int, dtype: torch.dtype) -> None:
-        self._parcel = parcel
-        sent = parcel.keep[0]
-        self.slots = [sent.new_empty(parcel.slot_shape(num_ranks), dtype=dtype)]
-        self._received = torch.empty_like(sent)
-        self._num_ranks = num_ranks
+    What is received of one rank lies in one piece, so that one kernel adds everything: each kernel on the scatter
+    stream waits until a GEMM has left room for it.
+    """
 
-    @property
-    def keep(self) -> tuple[torch.Tensor, ...]:
-        return (*self._parcel.keep, self._received, *self.slots)
-
-    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
-        assert scale.predivide is None, "a sum in float32 does not overflow"
-        return collectives.all_to_all(self._received, self._parcel.packed(), groups.scatter, comm.has_streams)
-
-    def finish(self, scale: ReduceScale) -> None:
-        (slot,) = self.slots
-        _add(self._received.view(self._num_ranks, *slot.shape), slot, scale)
-
-
-class _Copies:
-    """The same by copy engines. What is received of one rank lies in one piece, so that one kernel adds everything:
-    each kernel on the scatter stream waits until a GEMM has left room for it."""
-
-    def __init__(self, parcels: list[_Parcel], num_ranks: int, dtype: torch.dtype) -> None:
+    def __init__(self, parcels: list[_Parcel], num_ranks: int, dtype: torch.dtype, is_copied: bool) -> None:
         self._parcels = parcels
         shapes = [parcel.slot_shape(num_ranks) for parcel in parcels]
         self._sizes = [shape.numel() for shape in shapes]
         sent = parcels[0].keep[0]
         self._sum = sent.new_empty(sum(self._sizes), dtype=dtype)
         self._received = sent.new_empty(num_ranks, sum(self._sizes))
+        self._is_copied = is_copied
         self.slots = [part.view(shape) for part, shape in zip(self._sum.split(self._sizes), shapes, strict=True)]
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:
         return (*(buffer for parcel in self._parcels for buffer in parcel.keep), self._received, self._sum)
 
-    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> None:
+    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         assert scale.predivide is None, "a sum in float32 does not overflow"
         num_ranks = len(self._received)
         sent = [parcel.packed().view(num_ranks, size) for parcel, size in zip(self._parcels, self._sizes, strict=True)]
+        if not self._is_copied:
+            (only,) = sent
+            return collectives.all_to_all(self._received, only, groups.scatter, comm.has_streams)
         comm.scatter_engine(groups).all_to_all(list(self._received.split(self._sizes, 1)), sent)
+        return None
 
     def finish(self, scale: ReduceScale) -> None:
-        _add(self._received, self._sum, scale)
-
-
-def _add(addends: torch.Tensor, total: torch.Tensor, scale: ReduceScale) -> None:
-    reduce = torch.mean if scale.op == dist.ReduceOp.AVG else torch.sum
-    reduce(addends, 0, dtype=total.dtype, out=total)
+        reduce = torch.mean if scale.op == dist.ReduceOp.AVG else torch.sum
+        reduce(self._received, 0, dtype=self._sum.dtype, out=self._sum)

@@ -32,7 +32,7 @@ def all_to_all(addends: torch.Tensor) -> torch.Tensor:
     num_ranks = len(addends)
     scattering = make_scattering("all_to_all", [addends.reshape(-1)], num_ranks, addends.dtype)
     full, received, slot = scattering.keep
-    received.copy_(full)
+    received.copy_(full.view_as(received))
     scattering.finish(_AVERAGE)
     return slot
 
