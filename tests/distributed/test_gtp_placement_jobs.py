@@ -1,16 +1,14 @@
 """Optimizers, clipping and checkpoints of DTensors with GTPShard placements, on four gloo ranks started once."""
 
 import math
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import GlooTest, shared_directory
 from placement_common import WORLD_SIZE, coded, shard, whole
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -24,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
 from dtensor_gtp.placement import GTPShard
 
@@ -69,28 +66,8 @@ def is_bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-class TestFourRanks(MultiProcContinuousTest):
+class TestFourRanks(GlooTest):
     world_size = WORLD_SIZE
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "gloo"
-
-    @classmethod
-    def device_type(cls) -> str:
-        return "cpu"
-
-    @contextmanager
-    def shared_directory(self) -> Iterator[Path]:
-        """One new directory for all ranks."""
-        names = [tempfile.mkdtemp(prefix="gtp_placement_") if self.rank == 0 else None]
-        dist.broadcast_object_list(names, src=0)
-        try:
-            yield Path(str(names[0]))
-            dist.barrier()
-        finally:
-            if self.rank == 0:
-                shutil.rmtree(str(names[0]))
 
     def sharded(self, specs: Specs, seed: int) -> dict[str, DTensor]:
         return {name: shard(values(SHAPES[name], seed), mesh, placements) for name, (mesh, placements) in specs.items()}
@@ -238,7 +215,7 @@ class TestFourRanks(MultiProcContinuousTest):
     def test_checkpoints_reload_on_every_other_layout(self) -> None:
         groups = {4: dist.group.WORLD, 2: dist.new_group([0, 1])}
         all_specs = {layout: layout.specs() for layout in self.LAYOUTS}
-        with self.shared_directory() as directory:
+        with shared_directory() as directory:
             for source in self.LAYOUTS:
                 path = directory / str(source)
                 if self.rank < source.num_ranks:
@@ -264,7 +241,7 @@ class TestFourRanks(MultiProcContinuousTest):
 
     def test_plain_checkpoint_loads_into_blocks(self) -> None:
         specs = Layout(4, 4).specs()
-        with self.shared_directory() as directory:
+        with shared_directory() as directory:
             if self.rank == 0:
                 state = {name: values(shape, 5) for name, shape in SHAPES.items()}
                 dcp.save(state, checkpoint_id=directory, no_dist=True)
@@ -285,7 +262,7 @@ class TestFourRanks(MultiProcContinuousTest):
 
     def test_optimizer_state_reloads_on_another_layout(self) -> None:
         module, optimizer = self.trained(Layout(4, 4).specs(), steps=2)
-        with self.shared_directory() as directory:
+        with shared_directory() as directory:
             model_state, optim_state = get_state_dict(module, optimizer)
             dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=directory)
             for layout in (Layout(4, 4), Layout(4, 1), Layout(4, 16)):
@@ -332,7 +309,7 @@ class TestFourRanks(MultiProcContinuousTest):
         mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "gtp"))
         tensor = shard(coded((10, 3)), mesh, [Replicate(), GTPShard(0, block_size=8)])
         spread = shard(coded((40, 3)), DeviceMesh("cpu", range(4)), [GTPShard(0, block_size=16)])
-        with self.shared_directory() as directory:
+        with shared_directory() as directory:
             dcp.save({"tensor": tensor, "spread": spread}, checkpoint_id=directory)
             metadata = dcp.FileSystemReader(directory).read_metadata()
         chunks = {}
