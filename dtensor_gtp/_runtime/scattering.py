@@ -37,7 +37,7 @@ class Scattering(Protocol):
     """One reduce-scatter, of one gradient or of several.
 
     ``slots`` hold this rank's rows of each in the end, in the dtype of the sum. ``keep`` are the buffers that the
-    communication uses, after the launch.
+    communication stream uses, after the launch: those that are sent, and the slots, from which shards are made there.
     """
 
     @property
@@ -111,7 +111,7 @@ class _Alone:
 
     def __init__(self, full: torch.Tensor, dtype: torch.dtype) -> None:
         self.slots = [full if full.dtype == dtype else full.to(dtype)]
-        self.keep = (full,)
+        self.keep = (full, *self.slots)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> None:
         if scale.predivide is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import unittest
 from typing import Any
 
@@ -64,8 +65,8 @@ class TestCaptureBlocks(unittest.TestCase):
                 check(self, mesh, reduce_scatter="all_to_all")
 
     def test_one_rank_and_replicas(self) -> None:
-        for shape in ((1,), (2, 2)):
-            with self.subTest(shape), one_of(*shape) as mesh:
+        for shape, debug in itertools.product(((1,), (2, 1), (2, 2)), ("", "poison,delay=0")):
+            with self.subTest(f"{shape} {debug}"), environment(DTENSOR_GTP_DEBUG=debug), one_of(*shape) as mesh:
                 check(self, mesh)
 
     def test_replays_never_wait_on_the_host_and_memory_does_not_grow(self) -> None:

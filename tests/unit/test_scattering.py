@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from dtensor_gtp._runtime.collectives import ReduceScale
 from dtensor_gtp._runtime.scattering import make_scattering, sum_dtype
+from dtensor_gtp.policy import ReduceScatterKind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 
@@ -46,6 +47,19 @@ def test_one_rank_sends_nothing() -> None:
     (slot,) = make_scattering("all_to_all", [full], 1, BF16).slots
     assert slot.dtype == FP32
     assert slot.eq(1).all()
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all", "copy_engine"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_slots_are_kept_while_the_communication_stream_reads_them(
+    kind: ReduceScatterKind, num_ranks: int, dtype: torch.dtype
+) -> None:
+    """What is left to do on that stream, a copy of a slot in another layout for one, reads it after the launch: memory
+    that nobody keeps would be given to compute meanwhile."""
+    scattering = make_scattering(kind, [torch.ones(4, 2, dtype=dtype)], num_ranks, BF16)
+    kept = {buffer.untyped_storage().data_ptr() for buffer in scattering.keep}
+    assert all(slot.untyped_storage().data_ptr() in kept for slot in scattering.slots)
 
 
 @pytest.mark.parametrize("share_in_common", [1.0, 0.1])
