@@ -7,6 +7,7 @@ and names the reason; the automatic choice goes on without it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from ..policy import GatherBackend, SchedulePolicy
 from . import collectives
 from .collectives import Works
 from .copy_engine import CopyEngine
+from .send_ring import SendRing
 from .zero_cta import ZeroCTA
 
 T = TypeVar("T")
@@ -106,13 +108,13 @@ def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGro
     return _faster({"process_group": process_group, "copy_engine": copies}, groups, device)
 
 
-def make_copy_engine(groups: list[dist.ProcessGroup], device: torch.device) -> CopyEngine:
-    """Copy engines for the first of ``groups``. Collective over all of them.
+def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough_nbytes: int) -> SendRing:
+    """A ring for the first of ``groups``. Collective over all of them.
 
     Raises:
-        RuntimeError: They cannot be had on some rank; raised on all ranks.
+        RuntimeError: It cannot be had on some rank; raised on all ranks.
     """
-    return _make_on_all_ranks(CopyEngine, groups, device)
+    return _make_on_all_ranks(functools.partial(SendRing, enough_nbytes=enough_nbytes), groups, device)
 
 
 def _make_on_all_ranks(
@@ -130,7 +132,7 @@ def _make_on_all_ranks(
         dist.all_gather_object(parts, reasons, group=group)
         reasons = {rank: other for part in parts for rank, other in part.items()}
     if reasons:
-        name = getattr(factory, "__name__", str(factory))
+        name = getattr(factory, "__name__", "the copy engine")
         told = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(reasons.items()))
         raise RuntimeError(f"{name} cannot be had for ranks {dist.get_process_group_ranks(groups[0])} ({told})")
     assert made is not None

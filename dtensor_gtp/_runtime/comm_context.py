@@ -26,9 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy, Waitable
-from .backends import choose_gather_backend, make_copy_engine
+from .backends import choose_gather_backend, make_send_ring
 from .copy_engine import CopyEngine
 from .debug import DebugFlags, Delays, check_order
+from .send_ring import Place, SendRing
 
 _HOST = nullcontext()
 
@@ -70,12 +71,13 @@ class Reduction(NamedTuple):
     """A reduction in flight.
 
     ``complete`` is what is left to do on the host once a background work has ended (None where streams order it).
-    ``keep`` holds the buffers that the communication stream still uses.
+    ``keep`` holds the buffers that the communication stream still uses, ``places`` what peers still read.
     """
 
     done: Done
     complete: Callable[[], None] | None
     keep: tuple[torch.Tensor, ...]
+    places: Sequence[Place | None] = ()
 
 
 class CommContext:
@@ -96,7 +98,7 @@ class CommContext:
         self._groups: dict[tuple[str, ...], Groups] = {}
         # By name of the communicator.
         self._gather_backends: dict[str, GatherBackend] = {}
-        self._scatter_engines: dict[str, CopyEngine] = {}
+        self._send_rings: dict[str, SendRing] = {}
         self.has_streams = device.type != "cpu"
         self._fork_event = torch.Event(device) if self.has_streams else None
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
@@ -133,7 +135,8 @@ class CommContext:
             choice = choose_gather_backend(schedule, [gather, *replicate], device)
             self._gather_backends[gather.group_name] = choice.backend
             if schedule.reduce_scatter == "copy_engine":
-                self._scatter_engines[scatter.group_name] = make_copy_engine([scatter, *replicate], device)
+                enough = (schedule.max_inflight_reduce_scatters + 1) * schedule.coalesce_grad_nbytes
+                self._send_rings[scatter.group_name] = make_send_ring([scatter, *replicate], device, enough)
         stream = self._new_stream()
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
@@ -203,9 +206,18 @@ class CommContext:
         elif done.work is not None:
             done.work.wait()
 
-    def scatter_engine(self, groups: Groups) -> CopyEngine:
-        """The copy engines of the scatter group, for ``reduce_scatter="copy_engine"``."""
-        return self._scatter_engines[groups.scatter_name]
+    def send_ring(self, groups: Groups) -> SendRing:
+        """From where gradients of the scatter group are fetched, for ``reduce_scatter="copy_engine"``."""
+        return self._send_rings[groups.scatter_name]
+
+    def rewind(self) -> None:
+        """No reduction is in flight, nor will one of this backward be."""
+        for ring in self._send_rings.values():
+            ring.rewind()
+
+    def casts_shards(self, groups: Groups) -> bool:
+        """Whether the gather of the mesh casts what it sends, and copies it into this rank's part of the output."""
+        return isinstance(self._gather_backends[groups.gather_name], CopyEngine)
 
     def reducing(self) -> AbstractContextManager[Any]:
         """Context in which a reduction is launched, on the scatter stream. Bounds how many are in flight."""
@@ -225,22 +237,26 @@ class CommContext:
     def retire_users(self, buffers: Sequence[torch.Tensor]) -> None:
         """Retire reductions, oldest first, until none in flight uses these buffers."""
         used = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-        while any(kept.untyped_storage().data_ptr() in used for _, _, keep in self._reductions for kept in keep):
+        while any(kept.untyped_storage().data_ptr() in used for one in self._reductions for kept in one.keep):
             self._retire_oldest()
 
     def reduction_launched(
-        self, work: dist.Work | None, complete: Callable[[], None], keep: tuple[torch.Tensor, ...]
+        self,
+        work: dist.Work | None,
+        complete: Callable[[], None],
+        keep: tuple[torch.Tensor, ...],
+        places: Sequence[Place | None] = (),
     ) -> None:
         """Within ``reducing``: the collective is launched.
 
         ``complete()`` works on its result (replicas, division, accumulation): at once on the scatter stream, or where
-        there are no streams when the reduction is retired. ``keep`` stays alive until then.
+        there are no streams when the reduction is retired. ``keep`` and ``places`` stay alive until then.
         """
         if self._scatter_stream is None:
-            self._reductions.append(Reduction(Done(work=work), complete, keep))
+            self._reductions.append(Reduction(Done(work=work), complete, keep, places))
             return
         complete()
-        self._reductions.append(Reduction(Done(self._scatter_stream.record_event()), None, keep))
+        self._reductions.append(Reduction(Done(self._scatter_stream.record_event()), None, keep, places))
 
     def _retire_oldest(self) -> None:
         reduction = self._reductions.popleft()
@@ -258,6 +274,7 @@ class CommContext:
         """After an exception: wait for what was launched, forget its results."""
         while self._reductions:
             self.wait(self._reductions.popleft().done)
+        self.rewind()
 
 
 def _options(ctas: tuple[int, int] | None) -> Any:

@@ -1,10 +1,10 @@
-"""Gathers and exchanges by the GPUs' copy engines, through symmetric memory: no SM of a GEMM is taken.
+"""Gathers by the GPUs' copy engines, through symmetric memory: no SM of a GEMM is taken.
 
 [Note: rules of the copy engine]
 Each rank has one *stage*, memory that its peers on the same host can read. A gather, in the order of the stream, is
 
 1. a barrier: all ranks have read what earlier gathers left in the stages;
-2. a copy of the rank's own rows into its stage;
+2. one kernel that casts the rank's own rows into its stage, and into its own part of the output;
 3. a barrier: all stages are filled;
 4. a copy of every peer's stage into the output.
 
@@ -25,7 +25,9 @@ What follows from it:
   What they have mapped of a process that is gone stays valid memory until they unmap it.
 
 Barriers are memory operations of the streams: no kernel has to find a place beside the GEMMs (see
-``_torch_compat.driver``). NVLink multicast is not used.
+``_torch_compat.driver``). A copy within one GPU is a kernel, which waits for SMs behind a GEMM and then keeps the next
+one waiting: so there is but one in a gather. NVLink multicast is not used. How gradients are exchanged by copy engines:
+``send_ring``.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Staged(Generic[S]):
     def _grow(self, nbytes: int) -> S:
         if self._is_capturing():
             raise RuntimeError(
-                f"The gather backend needs a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
+                f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
                 "captured. Run the step eagerly before it is captured; capture_step does."
             )
         self._wait_on_host()
@@ -99,8 +101,8 @@ class Staged(Generic[S]):
         return stage
 
 
-class CopyEngine(Staged[compat.SymmetricBuffer]):
-    """One communicator's stage and its copies. Collective over ``group``.
+class PeerCopies(Staged[compat.SymmetricBuffer]):
+    """A stage in symmetric memory, from which peers copy. Collective over ``group``.
 
     Args:
         group, device: As for ``Staged``.
@@ -116,53 +118,45 @@ class CopyEngine(Staged[compat.SymmetricBuffer]):
     def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
         return compat.SymmetricBuffer(nbytes, self._device, self._group_name)
 
+    def _peers(self) -> list[int]:
+        """The others, each rank beginning with its neighbour, so that no link is asked by all at once."""
+        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+
+
+class CopyEngine(PeerCopies):
+    """Gathers of one communicator, see [Note: rules of the copy engine]."""
+
     def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
         """Copy each rank's shards into the outputs, on the current stream.
 
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
-            shards: Shape ``(rows, ...)``, contiguous; may be this rank's own slice of the output.
+            shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
+                the output.
         """
         parts = [output.chunk(self._num_ranks) for output in outputs]
-        places = offsets([shard.nbytes for shard in shards])
-        stage = self._fill(shards, places)
-        for rank in self._peers():
-            for part, shard, place in zip(parts, shards, places, strict=False):
-                part[rank].copy_(stage.view(rank, place, shard.shape, shard.dtype))
+        places = offsets([part[0].nbytes for part in parts])
+        stage = self._reserve(places[-1])
+
+        def staged(rank: int) -> list[torch.Tensor]:
+            return [stage.view(rank, at, part[0].shape, part[0].dtype) for at, part in zip(places, parts, strict=False)]
+
+        stage.barrier(0)
+        targets = staged(self._rank)
+        sources = shards.copy()
         for part, shard in zip(parts, shards, strict=True):
             if part[self._rank].data_ptr() != shard.data_ptr():
-                part[self._rank].copy_(shard)
-
-    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """Copy the row for this rank out of every rank's inputs, on the current stream.
-
-        Args:
-            outputs: Shape ``(world, numel)``; row i comes from rank i. Each row contiguous.
-            inputs: Shape ``(world, numel)``, contiguous; row i is for rank i.
-        """
-        places = offsets([input.nbytes for input in inputs])
-        stage = self._fill(inputs, places)
-        rows = [
-            (place + self._rank * input[0].nbytes, input[0].shape) for place, input in zip(places, inputs, strict=False)
+                targets.append(part[self._rank])
+                sources.append(shard)
+        filled = [
+            target if target.shape == source.shape else target.narrow(0, 0, source.shape[0])
+            for target, source in zip(targets, sources, strict=True)
         ]
-        for rank in self._peers():
-            for output, (place, shape) in zip(outputs, rows, strict=True):
-                output[rank].copy_(stage.view(rank, place, shape, output.dtype))
-        for output, input in zip(outputs, inputs, strict=True):
-            output[self._rank].copy_(input[self._rank])
-
-    def _peers(self) -> list[int]:
-        """The others, each rank beginning with its neighbour, so that no link is asked by all at once."""
-        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
-
-    def _fill(self, sources: list[torch.Tensor], places: list[int]) -> compat.SymmetricBuffer:
-        """Steps 1 to 3 of [Note: rules of the copy engine]."""
-        stage = self._reserve(places[-1])
-        stage.barrier(0)
-        for source, place in zip(sources, places, strict=False):
-            stage.view(self._rank, place, source.shape, source.dtype).copy_(source)
+        compat.copy_all(filled, sources)
         stage.barrier(1)
-        return stage
+        for rank in self._peers():
+            for part, source in zip(parts, staged(rank), strict=True):
+                part[rank].copy_(source)
 
 
 def offsets(sizes: list[int]) -> list[int]:

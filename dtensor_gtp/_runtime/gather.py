@@ -61,7 +61,7 @@ def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
         comm.before_collective("all_gather", weight.fqn, groups)
         # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
         slot = rows
-        if not is_sendable:
+        if not is_sendable and not comm.casts_shards(groups):
             slot = layout.slot(buffer)
             layout.filled(slot).copy_(rows)
         done = comm.all_gather(groups, [buffer], [slot])
@@ -130,7 +130,7 @@ def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gather
     planes = [plane for sending in sendings for plane in sending.planes]
     with profiler_range("GTP::all_gather", names), comm.gathering(groups):
         comm.before_collective("all_gather", names, groups)
-        slots = _slots(planes)
+        slots = [plane.layout.rows_of(plane.part) for plane in planes] if comm.casts_shards(groups) else _slots(planes)
         done = comm.all_gather(groups, [plane.buffer for plane in planes], slots)
     return [_gathered(sending, done) for sending in sendings]
 

@@ -23,7 +23,8 @@ from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
 from .debug import profiler_range
 from .param import ManagedParam, ShardedWeight, WholeParam
-from .scattering import Scattering, can_travel_together, make_scattering, sum_dtype
+from .scattering import Scattering, Sending, can_travel_together, make_scattering, sum_dtype
+from .send_ring import Place, SendRing
 
 if TYPE_CHECKING:
     from .recording import Recording, Written
@@ -44,6 +45,7 @@ class _Submitted(NamedTuple):
 
     job: _Job
     buffer: torch.Tensor
+    place: Place | None = None  # from where copy engines fetch it, if it has room there
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -138,7 +140,15 @@ class Gradients:
             return self.recording.target(weight), False
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
-        return weight.send_buffer(), False
+        offered = None
+        if weight.flags.requires_gradient_sync and (ring := self._ring_of(weight)) is not None:
+            offered = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
+        return weight.send_buffer() if offered is None else offered, False
+
+    def _ring_of(self, weight: ShardedWeight) -> SendRing | None:
+        """Where its gradients are sent from, if copy engines fetch them."""
+        is_fetched = self._kind == "copy_engine" and weight.layout.world > 1
+        return self._comm.send_ring(weight.groups) if is_fetched else None
 
     def add_full(self, weight: ShardedWeight, grad: torch.Tensor, is_owned: bool) -> None:
         """Take a full gradient that autograd or an op has computed.
@@ -200,7 +210,8 @@ class Gradients:
         scale = collectives.reduce_scale(sum_dtype(self._kind, weight.reduce_dtype), weight.num_ranks, factor)
         job = _Job(weight, scale, groups.replicate, flags.requires_all_reduce, share)
 
-        submitted = _Submitted(job, buffer)
+        ring = self._ring_of(weight)
+        submitted = _Submitted(job, buffer, None if ring is None else ring.take(buffer, weight.reduce_dtype))
         if buffer.nbytes >= self._together_nbytes or not can_travel_together(self._kind, layout.world):
             self.launch_waiting()
             self._launch([submitted])
@@ -235,14 +246,21 @@ class Gradients:
 
     def _launch(self, together: list[_Submitted]) -> None:
         comm, (weight, scale, *_) = self._comm, together[0].job
-        names = ", ".join(job.weight.fqn for job, _ in together)
-        fulls = [buffer for _, buffer in together]
-        scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype)
+        jobs = [submitted.job for submitted in together]
+        names = ", ".join(job.weight.fqn for job in jobs)
+        fulls = [submitted.buffer for submitted in together]
+        sending, places = None, [submitted.place for submitted in together]
+        if (ring := self._ring_of(weight)) is not None:
+            with comm.scattering():
+                sending = Sending(ring, ring.settle(places, fulls, weight.reduce_dtype))
+            places += sending.places  # those that were left are read until then
+        scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, sending)
         with profiler_range("GTP::reduce_scatter", names), comm.reducing():
             comm.before_collective("reduce_scatter", names, weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
-            complete = partial(self._scattered, [job for job, _ in together], scattering)
-            comm.reduction_launched(work, complete, (*scattering.keep, *_taken_along(job for job, _ in together)))
+            complete = partial(self._scattered, jobs, scattering)
+            keep = (*scattering.keep, *_taken_along(jobs))
+            comm.reduction_launched(work, complete, keep, places)
 
     def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
@@ -365,6 +383,7 @@ class Gradients:
         """Wait for all reductions on the current stream and move their results into ``.grad``."""
         self.launch_waiting()
         self._comm.retire_all()
+        self._comm.rewind()
         if self.replicas is not None:
             self.replicas.finish()
         for param in params:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ..policy import ReduceScatterKind
 from . import collectives
 from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
+from .send_ring import Place, SendRing
 
 
 @functools.cache
@@ -53,13 +54,24 @@ class Scattering(Protocol):
         """After the collective: what is left until ``slots`` are the sums (the means, if that is the operation)."""
 
 
+class Sending(NamedTuple):
+    """Where gradients are fetched from by copy engines."""
+
+    ring: SendRing
+    places: list[Place]
+
+
 def can_travel_together(kind: ReduceScatterKind, num_ranks: int) -> bool:
     """Whether one scattering takes several gradients."""
     return num_ranks > 1 and kind != "all_to_all"
 
 
 def make_scattering(
-    kind: ReduceScatterKind, fulls: Sequence[torch.Tensor], num_ranks: int, wire_dtype: torch.dtype
+    kind: ReduceScatterKind,
+    fulls: Sequence[torch.Tensor],
+    num_ranks: int,
+    wire_dtype: torch.dtype,
+    sending: Sending | None = None,
 ) -> Scattering:
     """A scattering of gradients, on the current stream.
 
@@ -69,24 +81,31 @@ def make_scattering(
             or of another dtype, a copy is sent, which the launch makes. One, or several if they can travel together.
         num_ranks: Size of the group.
         wire_dtype: What they are sent in.
+        sending: For ``"copy_engine"``: from where.
     """
     dtype = sum_dtype(kind, wire_dtype)
     if num_ranks == 1:
         return _Alone(fulls[0], dtype)
-    parcels = [_Parcel(full, wire_dtype) for full in fulls]
+    rooms: Sequence[torch.Tensor | None] = [None] * len(fulls)
+    if sending is not None:
+        pairs = zip(sending.places, fulls, strict=True)
+        rooms = [sending.ring.room(place, full.shape, wire_dtype) for place, full in pairs]
+    parcels = [_Parcel(full, wire_dtype, room) for full, room in zip(fulls, rooms, strict=True)]
     if kind == "ring":
         return _Ring(parcels, num_ranks)
-    return _Exchange(parcels, num_ranks, dtype, is_copied=kind == "copy_engine")
+    return _Exchange(parcels, num_ranks, dtype, sending)
 
 
 class _Parcel:
-    """A gradient as it is sent: itself if it can, else a copy of its own that is made on the scatter stream, behind
-    the compute that follows."""
+    """A gradient as it is sent: itself if it can, else a copy that is made on the scatter stream, behind the compute
+    that follows; in ``room``, if it has to be there."""
 
-    def __init__(self, full: torch.Tensor, dtype: torch.dtype) -> None:
-        is_ready = full.is_contiguous() and full.dtype == dtype
-        self._sent = full if is_ready else torch.empty(full.shape, dtype=dtype, device=full.device)
-        self._source = None if is_ready else full
+    def __init__(self, full: torch.Tensor, dtype: torch.dtype, room: torch.Tensor | None) -> None:
+        if room is None:
+            is_ready = full.is_contiguous() and full.dtype == dtype
+            room = full if is_ready else torch.empty(full.shape, dtype=dtype, device=full.device)
+        self._sent = room
+        self._source = None if room.data_ptr() == full.data_ptr() else full
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:
@@ -147,14 +166,16 @@ class _Exchange:
     stream waits until a GEMM has left room for it.
     """
 
-    def __init__(self, parcels: list[_Parcel], num_ranks: int, dtype: torch.dtype, is_copied: bool) -> None:
+    def __init__(
+        self, parcels: list[_Parcel], num_ranks: int, dtype: torch.dtype, sending: Sending | None = None
+    ) -> None:
         self._parcels = parcels
         shapes = [parcel.slot_shape(num_ranks) for parcel in parcels]
         self._sizes = [shape.numel() for shape in shapes]
         sent = parcels[0].keep[0]
         self._sum = sent.new_empty(sum(self._sizes), dtype=dtype)
         self._received = sent.new_empty(num_ranks, sum(self._sizes))
-        self._is_copied = is_copied
+        self._sending = sending
         self.slots = [part.view(shape) for part, shape in zip(self._sum.split(self._sizes), shapes, strict=True)]
 
     @property
@@ -163,12 +184,12 @@ class _Exchange:
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         assert scale.predivide is None, "a sum in float32 does not overflow"
-        num_ranks = len(self._received)
-        sent = [parcel.packed().view(num_ranks, size) for parcel, size in zip(self._parcels, self._sizes, strict=True)]
-        if not self._is_copied:
+        sent = [parcel.packed() for parcel in self._parcels]
+        if self._sending is None:
             (only,) = sent
-            return collectives.all_to_all(self._received, only, groups.scatter, comm.has_streams)
-        comm.scatter_engine(groups).all_to_all(list(self._received.split(self._sizes, 1)), sent)
+            sent_rows = only.view_as(self._received)
+            return collectives.all_to_all(self._received, sent_rows, groups.scatter, comm.has_streams)
+        self._sending.ring.exchange(list(self._received.split(self._sizes, 1)), self._sending.places)
         return None
 
     def finish(self, scale: ReduceScale) -> None:

@@ -70,6 +70,24 @@ class TestCudaComm(CudaTest):
             self.assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine with delays")
         self.assert_same(self.train(reduce_scatter="all_to_all", scatter_ctas=(1, 4)), expected, "limited CTAs")
 
+    def test_gradients_in_the_send_ring(self) -> None:
+        """The bits of an all-to-all, for rings that are turned round often and gradients alone and in groups, with
+        delays on all streams and a rank that is late, another one each step."""
+
+        def late(model: nn.Module, step: int) -> None:
+            if step % self.world_size == self.rank:
+                torch.cuda._sleep(LATE)
+
+        for options in (
+            {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1},
+            {"coalesce_grad_nbytes": 5 << 20, "max_inflight_reduce_scatters": 1},
+            {"coalesce_grad_nbytes": 9 << 20, "max_inflight_reduce_scatters": 3},
+        ):
+            expected = self.train(reduce_scatter="all_to_all", **options)
+            for debug in ("", "poison,delay=0", "poison,delay=1"):
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    self.assert_same(self.train(late, reduce_scatter="copy_engine", **options), expected, debug)
+
     def test_slow_peer(self) -> None:
         """A rank whose streams are late, another one each step: nobody reads or fills a stage too early."""
         expected = self.train()

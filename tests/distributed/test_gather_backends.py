@@ -6,14 +6,17 @@ are the host.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from common import ALL, GlooTest, environment, full
 from quant_common import Net as QuantNet
 from quant_common import check, gtp
@@ -26,15 +29,17 @@ from runtime_common import (
     num_gathers,
     shard_copy,
     small_model,
+    token_loss,
     token_step,
     train_record,
 )
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._runtime import backends, copy_engine
+from dtensor_gtp._runtime import backends, comm_context, copy_engine
 from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp._runtime.send_ring import SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
 from dtensor_gtp.quant import NVFP4
 
@@ -117,6 +122,32 @@ class OnFile(CopyEngine):
         return super()._peers()
 
 
+class RingOnFile(SendRing):
+    """A send ring with a late rank."""
+
+    num_in_place = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
+        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
+            super().__init__(group, device, enough_nbytes)
+
+    def _allocate(self, nbytes: int) -> Any:
+        return MappedFile(nbytes, self._device, self._group_name)
+
+    def _wait_on_host(self) -> None:
+        pass
+
+    def offer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        offered = super().offer(shape, dtype)
+        type(self).num_in_place += offered is not None
+        return offered
+
+    def _peers(self) -> list[int]:
+        if self._rank == 1:
+            time.sleep(0.001)
+        return super()._peers()
+
+
 class _Memory:
     """Stands for ``RegisteredBuffer``."""
 
@@ -187,18 +218,49 @@ class TestGatherBackends(GlooTest):
         torch.manual_seed(0)
         assert_idle(check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1))
 
-    def test_copy_engine_exchanges_slices(self) -> None:
-        group = self.gtp_mesh().get_group()
-        engine = OnFile(group, torch.device("cpu"))
-        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
-            for rows in (1, 3):
-                for turn in range(3):
-                    value = torch.arange(4).repeat_interleave(rows)[:, None].expand(-1, 5) * 10 + self.rank + turn
-                    sent = value.to(dtype).contiguous()
-                    received = torch.empty_like(sent)
-                    engine.all_to_all([received.view(4, -1)], [sent.view(4, -1)])
-                    want = (torch.arange(4).repeat_interleave(rows)[:, None] + 10 * self.rank + turn).expand(-1, 5)
-                    self.assertTrue(torch.equal(received, want.to(dtype)), f"{dtype} {rows} {turn}")
+    def test_gradients_in_the_send_ring_have_the_bits_of_an_all_to_all(self) -> None:
+        """In groups and alone, in rings that grow and turn round, with microbatches; uneven shards and dim 1 among
+        them. One rank reads late: a place that is written too early shows."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Net(num_pairs=2)
+
+        def two_microbatches(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            for is_last in (False, True):
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                loss = token_loss(model, tokens if is_last else tokens.flip(0))
+                if not is_last:
+                    loss.backward()
+            return loss
+
+        for step, options in itertools.product(
+            (token_loss, two_microbatches),
+            (
+                {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1},
+                {"coalesce_grad_nbytes": 2048, "max_inflight_reduce_scatters": 4},
+                {},
+            ),
+        ):
+            records = []
+            for kind in ("all_to_all", "copy_engine"):
+                schedule = SchedulePolicy(min_shard_numel=0, reduce_scatter=kind, **options)
+                with (
+                    environment(DTENSOR_GTP_DEBUG="poison"),
+                    mock.patch.object(api, "refuse_unavailable"),
+                    mock.patch.object(
+                        comm_context, "make_send_ring", lambda groups, *args: RingOnFile(groups[0], *args)
+                    ),
+                ):
+                    model = shard_copy(
+                        reference,
+                        mesh,
+                        schedule=schedule,
+                        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+                        shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 and p.shape[0] % 3 == 0 else None,
+                    )
+                    records.append(train_record(model, mesh, step))
+            assert_bit_equal(records[1], records[0], f"{step.__name__} {options}")
+        self.assertGreater(RingOnFile.num_in_place, 20)
 
     def test_r26_a_rank_that_cannot_have_it_fails_all(self) -> None:
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):

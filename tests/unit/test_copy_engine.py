@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import copy_engine, zero_cta
 from dtensor_gtp._runtime.collectives import ReduceScale
 from dtensor_gtp._runtime.copy_engine import CopyEngine, offsets
-from dtensor_gtp._runtime.scattering import make_scattering
+from dtensor_gtp._runtime.scattering import Sending, make_scattering
+from dtensor_gtp._runtime.send_ring import Place, SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
 
 NUM_RANKS = 4
@@ -169,40 +171,117 @@ def test_gathers_of_several_tensors(kind: Any) -> None:
     assert ranks.num_stages == [4] * NUM_RANKS
 
 
-def test_exchange_of_slices() -> None:
+class Ring(SendRing):
+    def _allocate(self, nbytes: int) -> Any:
+        return Shared(nbytes, self._group_name)  # type: ignore[arg-type]
+
+    def _wait_on_host(self) -> None:
+        pass
+
+
+def exchange(ring: SendRing, fulls: list[torch.Tensor], places: list[Place | None], op: Any) -> tuple[Any, list[Place]]:
+    """What ``Gradients`` does with gradients that travel together."""
+    settled = ring.settle(places, fulls, torch.bfloat16)
+    scattering = make_scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16, Sending(ring, settled))
+    assert scattering.launch(ReduceScale(op, None, None), mock.Mock(), mock.Mock()) is None
+    scattering.finish(ReduceScale(op, None, None))
+    return scattering, settled
+
+
+@pytest.mark.parametrize("op", [torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG])
+@pytest.mark.parametrize("enough_nbytes", [0, 400, 1 << 20])
+def test_gradients_in_the_ring(op: Any, enough_nbytes: int) -> None:
+    """Groups of all sizes. Which gradients are written in place, are of another dtype or layout, and how long a rank
+    waits before it retires a reduction is drawn by each rank for itself."""
+    in_place = [0] * NUM_RANKS
+
+    def full(rank: int, number: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return value(rank, (NUM_RANKS * shape[0], *shape[1:]), torch.bfloat16, number)
+
     def job(group: Group) -> None:
-        engine = Engine(group, CPU)
-        for turn, (dtype, sizes) in enumerate([(torch.bfloat16, [15]), (torch.float32, [5, 1, 7]), (torch.uint8, [3])]):
-            sent = [value(group.rank(), (NUM_RANKS, size), dtype, turn) for size in sizes]
-            received = torch.empty(NUM_RANKS, sum(sizes), dtype=dtype)
-            engine.all_to_all(list(received.split(sizes, 1)), sent)
-            for part, size in zip(received.split(sizes, 1), sizes, strict=True):
-                others = [value(rank, (NUM_RANKS, size), dtype, turn) for rank in range(NUM_RANKS)]
-                want = torch.stack([other[group.rank()] for other in others])
-                assert torch.equal(part, want), f"rank {group.rank()}, turn {turn}"
+        ring = Ring(group, CPU, enough_nbytes)
+        alike, own = random.Random(0), random.Random(1 + group.rank())
+        number = 0
+        for _ in range(6):  # backwards
+            in_flight: list[Any] = []
+            for _ in range(alike.randint(1, 12)):
+                shapes = [alike.choice([(3, 5), (1, 7, 2), (2,), (40,)]) for _ in range(alike.randint(1, 4))]
+                fulls: list[torch.Tensor] = []
+                places: list[Place | None] = []
+                for index, shape in enumerate(shapes):
+                    addend = full(group.rank(), number + index, shape)
+                    way = own.choice(["offered", "offered", "own", "float32", "strided"])
+                    buffer = ring.offer(addend.shape, torch.bfloat16) if way == "offered" else None
+                    if buffer is not None:
+                        in_place[group.rank()] += 1
+                        buffer.copy_(addend)
+                    elif way == "float32":
+                        buffer = addend.float()
+                    elif way == "strided":
+                        buffer = addend.unsqueeze(-1).expand(*addend.shape, 2).contiguous()[..., 0]
+                    else:
+                        buffer = addend
+                    fulls.append(buffer)
+                    places.append(ring.take(buffer, torch.bfloat16))
+                scattering, settled = exchange(ring, fulls, places, op)
+                for slot, shape in zip(scattering.slots, shapes, strict=True):
+                    addends = [full(rank, number, shape).chunk(NUM_RANKS)[group.rank()] for rank in range(NUM_RANKS)]
+                    want = torch.stack(addends).float().sum(0)
+                    want /= NUM_RANKS if op == torch.distributed.ReduceOp.AVG else 1
+                    assert torch.equal(slot, want), f"rank {group.rank()}, {number}, {shape}"
+                    number += 1
+                in_flight.append((places, settled))
+                del places, settled
+                while len(in_flight) > own.randint(0, 3):
+                    in_flight.pop(0)
+            in_flight.clear()
+            ring.rewind()
+
+    ranks = Ranks()
+    ranks.run(job)
+    assert min(in_place) > 10
+    assert len(set(ranks.num_stages)) == 1
+    assert ranks.num_stages[0] <= 8
+
+
+def test_a_place_is_offered_when_nobody_uses_it() -> None:
+    def job(group: Group) -> None:
+        ring = Ring(group, CPU, 192)
+        shape = torch.Size((NUM_RANKS, 8))  # 64 bytes, of which the ring has room for three
+
+        def submit() -> tuple[bool, list[Place]]:
+            offered = ring.offer(shape, torch.bfloat16)
+            buffer = torch.zeros(shape, dtype=torch.bfloat16) if offered is None else offered.zero_()
+            place = ring.take(buffer, torch.bfloat16)
+            _, settled = exchange(ring, [buffer], [place], torch.distributed.ReduceOp.SUM)
+            return offered is not None, settled
+
+        for _ in range(3):
+            submit()  # it grows
+        ring.rewind()
+        in_flight = [submit() for _ in range(3)]
+        assert [is_in_place for is_in_place, _ in in_flight] == [True] * 3
+        assert [place.begin for _, (place,) in in_flight] == [0, 64, 128]
+        (is_in_place, (place,)) = submit()
+        assert (is_in_place, place.begin) == (False, 0), "the first is still in flight"
+        del in_flight[0], place
+        assert submit()[0] is False, "and so is the second"
+        in_flight.clear()
+        ring.rewind()
+        assert submit()[0]
 
     Ranks().run(job)
 
 
-@pytest.mark.parametrize("op", [torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG])
-def test_gradients_that_travel_together(op: Any) -> None:
-    shapes = [(3, 5), (1, 7, 2), (2,)]
-    scale = ReduceScale(op, None, None)
-
-    def full(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return value(rank, (NUM_RANKS * shape[0], *shape[1:]), torch.bfloat16, 0)
-
+def test_another_gradient_than_the_one_that_a_place_was_offered_to() -> None:
     def job(group: Group) -> None:
-        engine = Engine(group, CPU)
-        comm = mock.Mock(scatter_engine=lambda groups: engine)
-        fulls = [full(group.rank(), shape) for shape in shapes]
-        scattering = make_scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16)
-        assert scattering.launch(scale, mock.Mock(), comm) is None
-        scattering.finish(scale)
-        for slot, shape in zip(scattering.slots, shapes, strict=True):
-            addends = torch.stack([full(rank, shape).chunk(NUM_RANKS)[group.rank()] for rank in range(NUM_RANKS)])
-            want = addends.float().sum(0) / (NUM_RANKS if op == torch.distributed.ReduceOp.AVG else 1)
-            assert torch.equal(slot, want), f"rank {group.rank()}, {shape}"
+        ring = Ring(group, CPU, 1 << 10)
+        shape = torch.Size((NUM_RANKS, 8))
+        other = torch.zeros(shape, dtype=torch.bfloat16)
+        exchange(ring, [other], [ring.take(other, torch.bfloat16)], torch.distributed.ReduceOp.SUM)
+        assert ring.offer(shape, torch.bfloat16) is not None
+        with pytest.raises(RuntimeError, match="another one was submitted"):
+            ring.take(other, torch.bfloat16)
 
     Ranks().run(job)
 
@@ -216,7 +295,7 @@ def test_a_stage_does_not_grow_within_a_graph_and_outlives_it() -> None:
         engine._is_capturing = lambda: True  # type: ignore[method-assign]
         engine.all_gather([output], [shard])
         with pytest.raises(
-            RuntimeError, match="needs a stage of 128 bytes, which cannot be allocated while a CUDA graph"
+            RuntimeError, match="need a stage of 128 bytes, which cannot be allocated while a CUDA graph"
         ):
             engine.all_gather([torch.empty(NUM_RANKS * 32)], [torch.ones(32)])
         engine._is_capturing = lambda: False  # type: ignore[method-assign]
