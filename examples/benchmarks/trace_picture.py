@@ -187,8 +187,9 @@ def _gpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> 
             continue
         launch = launches.get(event["args"].get("correlation"))
         range_ = _innermost(ranges.get(launch["tid"], ()), float(launch["ts"])) if launch else None
-        is_nccl = "nccl" in event["name"].lower()
-        kind = COMMUNICATION if is_nccl else range_.kind if range_ else COMPUTE
+        # In a CUDA graph nothing belongs to a range, but this shows by its name.
+        is_wire = any(name in event["name"].lower() for name in ("nccl", "memcpy ptop"))
+        kind = COMMUNICATION if is_wire else range_.kind if range_ else COMPUTE
         lane = f"stream {event['args'].get('stream', event['tid'])}"
         what = range_.what if range_ and range_.kind == kind else event["name"]
         spans.append(Span(*_interval(event), lane, kind, what, event["name"]))

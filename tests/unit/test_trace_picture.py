@@ -95,17 +95,20 @@ def test_exposed_is_what_no_compute_covers(picture: Any) -> None:
     assert "0.015 ms  2 others" in text
 
 
-def test_a_copy_engine_gather_is_communication_and_nccl_needs_no_range(picture: Any) -> None:
+def test_communication_is_known_by_its_range_or_its_name(picture: Any) -> None:
     events = [
         event("GTP::all_gather (a.weight)", "user_annotation", 1, 0, 10),
         event("cudaMemcpyAsync", "cuda_runtime", 1, 5, 6, correlation=1),
         event("Memcpy PtoP", "gpu_memcpy", 9, 20, 30, stream=9, correlation=1),
         event("ncclDevKernel_AllReduce", "kernel", 8, 40, 50, stream=8, correlation=2),
         event("gemm", "kernel", 7, 45, 60, stream=7, correlation=3),
+        event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 9, 70, 74, stream=9, correlation=4),  # in a CUDA graph
+        event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 9, 80, 84, stream=9, correlation=4),
     ]
     numbers = picture.exposure(picture.read_timeline({"traceEvents": events}))
     assert numbers.by_what == {
         "all_gather a.weight": pytest.approx(0.010),
+        "Memcpy PtoP (Device -> Device)": pytest.approx(0.004),
         "ncclDevKernel_AllReduce": pytest.approx(0.005),
     }
 
