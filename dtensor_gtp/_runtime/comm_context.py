@@ -32,6 +32,8 @@ from .debug import DebugFlags, Delays, check_order
 from .send_ring import Place, SendRing
 
 _HOST = nullcontext()
+# A large gradient that travels alone: of 4096 x 14336 elements in 16 bits.
+_GRADIENT_NBYTES = 128 << 20
 
 
 class Done(NamedTuple):
@@ -77,7 +79,7 @@ class Reduction(NamedTuple):
     done: Done
     complete: Callable[[], None] | None
     keep: tuple[torch.Tensor, ...]
-    places: Sequence[Place | None] = ()
+    places: Sequence[Place] = ()
 
 
 class CommContext:
@@ -135,7 +137,8 @@ class CommContext:
             choice = choose_gather_backend(schedule, [gather, *replicate], device)
             self._gather_backends[gather.group_name] = choice.backend
             if schedule.reduce_scatter == "copy_engine":
-                enough = (schedule.max_inflight_reduce_scatters + 1) * schedule.coalesce_grad_nbytes
+                together = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+                enough = (schedule.max_inflight_reduce_scatters + 1) * together
                 self._send_rings[scatter.group_name] = make_send_ring([scatter, *replicate], device, enough)
         stream = self._new_stream()
         if stream is not None:
@@ -210,10 +213,16 @@ class CommContext:
         """From where gradients of the scatter group are fetched, for ``reduce_scatter="copy_engine"``."""
         return self._send_rings[groups.scatter_name]
 
-    def rewind(self) -> None:
-        """No reduction is in flight, nor will one of this backward be."""
+    def end_backward(self) -> None:
+        """Of all ranks: all reductions are launched. Compute waits for them and drops their buffers."""
+        while self._reductions:
+            self._retire_oldest()
         for ring in self._send_rings.values():
+            missing = ring.missing_nbytes
             ring.rewind()
+            if missing and not self.is_capturing:
+                with self.scattering():
+                    ring.grow(missing)
 
     def casts_shards(self, groups: Groups) -> bool:
         """Whether the gather of the mesh casts what it sends, and copies it into this rank's part of the output."""
@@ -245,7 +254,7 @@ class CommContext:
         work: dist.Work | None,
         complete: Callable[[], None],
         keep: tuple[torch.Tensor, ...],
-        places: Sequence[Place | None] = (),
+        places: Sequence[Place] = (),
     ) -> None:
         """Within ``reducing``: the collective is launched.
 
@@ -274,7 +283,8 @@ class CommContext:
         """After an exception: wait for what was launched, forget its results."""
         while self._reductions:
             self.wait(self._reductions.popleft().done)
-        self.rewind()
+        for ring in self._send_rings.values():
+            ring.rewind()
 
 
 def _options(ctas: tuple[int, int] | None) -> Any:

@@ -4,7 +4,7 @@
 Each rank has one *stage*, memory that its peers on the same host can read. A gather, in the order of the stream, is
 
 1. a barrier: all ranks have read what earlier gathers left in the stages;
-2. one kernel that casts the rank's own rows into its stage, and into its own part of the output;
+2. a cast of the rank's own rows into its stage, and into its own part of the output, one kernel for each dtype;
 3. a barrier: all stages are filled;
 4. a copy of every peer's stage into the output.
 
@@ -26,8 +26,7 @@ What follows from it:
 
 Barriers are memory operations of the streams: no kernel has to find a place beside the GEMMs (see
 ``_torch_compat.driver``). A copy within one GPU is a kernel, which waits for SMs behind a GEMM and then keeps the next
-one waiting: so there is but one in a gather. NVLink multicast is not used. How gradients are exchanged by copy engines:
-``send_ring``.
+one waiting: so a gather has as few as can be. NVLink multicast is not used. ``send_ring`` exchanges gradients.
 """
 
 from __future__ import annotations
@@ -81,14 +80,18 @@ class Staged(Generic[S]):
 
     def _reserve(self, nbytes: int) -> S:
         """The stage, which has at least so many bytes on all ranks."""
-        stage = self._stage
-        if stage is None or stage.nbytes < nbytes:
-            stage = self._grow(nbytes)
-        if self._is_capturing() and stage not in self._captured:
-            self._captured.append(stage)
-        return stage
+        if self._stage is None or self._stage.nbytes < nbytes:
+            self._grow(nbytes)
+        return self._used_stage()
 
-    def _grow(self, nbytes: int) -> S:
+    def _used_stage(self) -> S:
+        """The stage as it is, to be used on the current stream."""
+        assert self._stage is not None
+        if self._is_capturing() and self._stage not in self._captured:
+            self._captured.append(self._stage)
+        return self._stage
+
+    def _grow(self, nbytes: int) -> None:
         if self._is_capturing():
             raise RuntimeError(
                 f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
@@ -97,8 +100,7 @@ class Staged(Generic[S]):
         self._wait_on_host()
         dist.barrier(group=compat.resolve_group(self._group_name))
         self._stage = None
-        stage = self._stage = self._allocate(nbytes)
-        return stage
+        self._stage = self._allocate(nbytes)
 
 
 class PeerCopies(Staged[compat.SymmetricBuffer]):
@@ -159,11 +161,11 @@ class CopyEngine(PeerCopies):
                 part[rank].copy_(source)
 
 
-def offsets(sizes: list[int]) -> list[int]:
+def offsets(sizes: list[int], alignment: int = _ALIGNMENT) -> list[int]:
     """Where parts of these sizes in bytes lie one behind the other, aligned; the last number is the end."""
     places = [0]
     for nbytes in sizes:
-        places.append(places[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        places.append(places[-1] + -(-nbytes // alignment) * alignment)
     return places
 
 

@@ -21,7 +21,7 @@ from ..policy import ReduceScatterKind
 from . import collectives
 from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
-from .debug import profiler_range
+from .debug import poison, profiler_range
 from .param import ManagedParam, ShardedWeight, WholeParam
 from .scattering import Scattering, Sending, can_travel_together, make_scattering, sum_dtype
 from .send_ring import Place, SendRing
@@ -140,10 +140,16 @@ class Gradients:
             return self.recording.target(weight), False
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
-        offered = None
-        if weight.flags.requires_gradient_sync and (ring := self._ring_of(weight)) is not None:
-            offered = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
-        return weight.send_buffer() if offered is None else offered, False
+        ring = self._ring_of(weight)
+        if ring is None or not weight.flags.requires_gradient_sync:
+            return weight.send_buffer(), False
+        self._launch_others(weight)
+        buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
+        if buffer is None:
+            return weight.send_buffer(), False
+        if self._comm.debug.poison:
+            poison(buffer)
+        return buffer, False
 
     def _ring_of(self, weight: ShardedWeight) -> SendRing | None:
         """Where its gradients are sent from, if copy engines fetch them."""
@@ -202,25 +208,34 @@ class Gradients:
             weight.unsharded_grad = buffer
             return
         weight.unsharded_grad = None
-        layout, groups, factor = weight.layout, weight.groups, flags.gradient_divide_factor
-        share = 1.0
+        share, factor = 1.0, flags.gradient_divide_factor
         if self.replicas is not None:
             share = self.replicas.share(factor)
             buffer = self.replicas.weigh_full(buffer, factor)
-        scale = collectives.reduce_scale(sum_dtype(self._kind, weight.reduce_dtype), weight.num_ranks, factor)
-        job = _Job(weight, scale, groups.replicate, flags.requires_all_reduce, share)
-
+        job = _Job(weight, self._scale(weight), weight.groups.replicate, flags.requires_all_reduce, share)
+        self._launch_others(weight)
         ring = self._ring_of(weight)
-        submitted = _Submitted(job, buffer, None if ring is None else ring.take(buffer, weight.reduce_dtype))
-        if buffer.nbytes >= self._together_nbytes or not can_travel_together(self._kind, layout.world):
+        place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
+        self._waiting.append(_Submitted(job, buffer, place))
+        if not self._may_wait(weight):
             self.launch_waiting()
-            self._launch([submitted])
+
+    def _scale(self, weight: ShardedWeight) -> ReduceScale:
+        dtype = sum_dtype(self._kind, weight.reduce_dtype)
+        return collectives.reduce_scale(dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
+
+    def _may_wait(self, weight: ShardedWeight) -> bool:
+        """Whether its gradient may travel with others."""
+        return weight.sent_nbytes < self._together_nbytes and can_travel_together(self._kind, weight.layout.world)
+
+    def _launch_others(self, weight: ShardedWeight) -> None:
+        """Launch what waits, unless the gradient of ``weight``, which comes next, may travel with it."""
+        if not self._waiting:
             return
-        waiting = self._waiting
-        nbytes = buffer.nbytes + sum(other.buffer.nbytes for other in waiting)
-        if waiting and (nbytes > self._together_nbytes or waiting[0].key != submitted.key):
+        nbytes = weight.sent_nbytes + sum(waiting.job.weight.sent_nbytes for waiting in self._waiting)
+        is_alike = self._waiting[0].key == (weight.groups, weight.reduce_dtype, self._scale(weight))
+        if not (is_alike and nbytes <= self._together_nbytes and self._may_wait(weight)):
             self.launch_waiting()
-        self._waiting.append(submitted)
 
     def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that a recorded block has left in these buffers, behind all that follows."""
@@ -235,7 +250,7 @@ class Gradients:
                 self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
                 continue
             # What would become the gradient, or wait for others, would be written to before it is read.
-            is_passing = weight.layout.world > 1 and buffer.nbytes >= self._together_nbytes
+            is_passing = weight.layout.world > 1 and not self._may_wait(weight)
             self.submit(weight, buffer if is_passing else buffer.clone())
 
     def launch_waiting(self) -> None:
@@ -249,18 +264,22 @@ class Gradients:
         jobs = [submitted.job for submitted in together]
         names = ", ".join(job.weight.fqn for job in jobs)
         fulls = [submitted.buffer for submitted in together]
-        sending, places = None, [submitted.place for submitted in together]
+        held = [submitted.place for submitted in together if submitted.place is not None]
+        sending = None
         if (ring := self._ring_of(weight)) is not None:
-            with comm.scattering():
-                sending = Sending(ring, ring.settle(places, fulls, weight.reduce_dtype))
-            places += sending.places  # those that were left are read until then
+            places = held
+            if len(held) < len(together):
+                with comm.scattering():
+                    places = ring.lay_out(fulls, weight.reduce_dtype)
+                held = [*held, *places]  # what was left is read until then
+            sending = Sending(ring, places)
         scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, sending)
         with profiler_range("GTP::reduce_scatter", names), comm.reducing():
             comm.before_collective("reduce_scatter", names, weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
             complete = partial(self._scattered, jobs, scattering)
             keep = (*scattering.keep, *_taken_along(jobs))
-            comm.reduction_launched(work, complete, keep, places)
+            comm.reduction_launched(work, complete, keep, held)
 
     def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
@@ -382,8 +401,7 @@ class Gradients:
     def publish(self, params: Iterable[ManagedParam]) -> None:
         """Wait for all reductions on the current stream and move their results into ``.grad``."""
         self.launch_waiting()
-        self._comm.retire_all()
-        self._comm.rewind()
+        self._comm.end_backward()
         if self.replicas is not None:
             self.replicas.finish()
         for param in params:

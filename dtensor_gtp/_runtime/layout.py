@@ -7,6 +7,7 @@ logical end exist in buffers only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,6 +63,10 @@ class WeightLayout:
     @cached_property
     def buffer_shape(self) -> tuple[int, ...]:
         return (self.world * self.chunk_rows, *self.row_shape)
+
+    @cached_property
+    def buffer_numel(self) -> int:
+        return math.prod(self.buffer_shape)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

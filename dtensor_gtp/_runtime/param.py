@@ -384,6 +384,11 @@ class ShardedWeight(ManagedParam, Gatherable):
         """An uninitialized gradient buffer; rows beyond the logical end are never read by any rank."""
         return torch.empty(self.layout.buffer_shape, dtype=self.reduce_dtype, device=self.shard.device)
 
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of its full gradient as it is reduce-scattered."""
+        return self.layout.buffer_numel * self.reduce_dtype.itemsize
+
     def reset_grads(self) -> None:
         super().reset_grads()
         self.unsharded_grad = None

@@ -41,15 +41,20 @@ class ZeroCTA(Staged[compat.RegisteredBuffer]):
     def _reserve(self, nbytes: int) -> compat.RegisteredBuffer:
         return super()._reserve(nbytes * self._num_ranks)
 
-    def _grow(self, nbytes: int) -> compat.RegisteredBuffer:
+    def _grow(self, nbytes: int) -> None:
         last = self._registered[-1].nbytes
-        return super()._grow(max(nbytes, 2 * last) // self._num_ranks)
+        super()._grow(max(nbytes, 2 * last) // self._num_ranks)
 
     def _gather(self, full: torch.Tensor, own: torch.Tensor) -> None:
         collectives.all_gather(full, own, compat.resolve_group(self._group_name), stream=True)
 
     def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        """Gather each rank's shards into the outputs, on the current stream; as :meth:`CopyEngine.all_gather`."""
+        """Gather each rank's shards into the outputs, on the current stream.
+
+        Args:
+            outputs: Shape ``(world * rows, ...)``, contiguous.
+            shards: Shape ``(rows, ...)``, contiguous, same dtypes; may be this rank's own slice of the output.
+        """
         places = offsets([shard.nbytes for shard in shards])
         nbytes = places[-1]
         full = self._reserve(nbytes).tensor[: self._num_ranks * nbytes].view(self._num_ranks, nbytes)

@@ -11,6 +11,7 @@ from .driver import SignalBarrier, num_flag_bytes
 from .groups import resolve_group
 
 _FLAG_ALIGNMENT = 256
+_MAX_VIEWS = 1 << 14
 
 
 class RegisteredBuffer:
@@ -71,6 +72,8 @@ class SymmetricBuffer:
         """A tensor in the buffer of ``rank``, ``offset`` bytes from its begin, a multiple of the dtype's size."""
         key = (rank, offset, shape, dtype)
         if key not in self._views:  # the same few, again and again
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
             self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
         return self._views[key]
 

@@ -37,8 +37,17 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target, all in one launch where their shapes and strides allow it."""
-    torch._foreach_copy_(targets, sources)
+    """Copy each source into its target: all of one pair of dtypes in one launch, where shapes and strides allow it.
+
+    (With several dtypes of targets in one call some versions of torch write wrong values: pytorch/pytorch#173531.)
+    """
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        alike = pairs.setdefault((target.dtype, source.dtype), ([], []))
+        alike[0].append(target)
+        alike[1].append(source)
+    for alike in pairs.values():
+        torch._foreach_copy_(*alike)
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

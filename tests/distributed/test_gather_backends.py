@@ -88,6 +88,7 @@ class MappedFile:
             torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
         dist.barrier(group=self.group)
         self.memory = torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
+        self.memory[self.group.rank() * nbytes :][:nbytes].fill_(0x7F)
         dist.barrier(group=self.group)
         if self.group.rank() == 0:
             Path(path[0]).unlink()
@@ -132,7 +133,10 @@ class RingOnFile(SendRing):
             super().__init__(group, device, enough_nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
-        return MappedFile(nbytes, self._device, self._group_name)
+        if getattr(self, "_last", None) is not None:
+            self._last.memory.fill_(0x7F)  # is gone
+        self._last = MappedFile(nbytes, self._device, self._group_name)
+        return self._last
 
     def _wait_on_host(self) -> None:
         pass
@@ -260,7 +264,9 @@ class TestGatherBackends(GlooTest):
                     )
                     records.append(train_record(model, mesh, step))
             assert_bit_equal(records[1], records[0], f"{step.__name__} {options}")
-        self.assertGreater(RingOnFile.num_in_place, 20)
+            if step is token_loss:  # the other one adds to gradients that were made before
+                self.assertGreater(RingOnFile.num_in_place, 5)
+            RingOnFile.num_in_place = 0
 
     def test_r26_a_rank_that_cannot_have_it_fails_all(self) -> None:
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):

@@ -29,9 +29,9 @@ def test_rows_that_wait_for_replicas(options: Any) -> None:
         kept: list[int] = []
         launched = CommContext.reduction_launched
 
-        def watched(comm: Any, work: Any, complete: Any, keep: tuple[torch.Tensor, ...]) -> None:
+        def watched(comm: Any, work: Any, complete: Any, keep: tuple[torch.Tensor, ...], *rest: Any) -> None:
             kept.extend(buffer.data_ptr() for buffer in keep)
-            launched(comm, work, complete, keep)
+            launched(comm, work, complete, keep, *rest)
 
         with mock.patch.object(CommContext, "reduction_launched", watched):
             model(torch.randn(2, 8)).sum().backward()
