@@ -10,6 +10,13 @@ again.) That is why there is no ``record_stream``, why addresses repeat from ste
 overwritten under a running GEMM.
 
 On devices without streams (CPU with gloo) the background ``Work`` takes the place of the event.
+
+[Note: kernels after an exchange]
+Copy engines exchange gradients without a kernel, but the sum that follows is one, which waits behind a GEMM for SMs.
+On the scatter stream the next exchange would wait with it, and the wire would be idle. So all that follows a reduction
+runs on a stream of its own, which waits for the scatter stream: sums, divisions, replicas, accumulation. That stream
+reads what the exchange has left, and this rank's own addend in the send ring. Whoever writes there on the scatter
+stream, or lets the ring grow, calls ``wait_finished`` before. With any other kind of reduction both are one stream.
 """
 
 from __future__ import annotations
@@ -105,6 +112,8 @@ class CommContext:
         self._fork_event = torch.Event(device) if self.has_streams else None
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
         self._scatter_stream = self._new_stream()
+        # What follows an exchange of copy engines, see [Note: kernels after an exchange].
+        self._finish_stream = self._new_stream() if schedule.reduce_scatter == "copy_engine" else self._scatter_stream
         # One for each mesh, by the name of its group: what is gathered of experts, far ahead and large, must not delay
         # what is gathered of others for soon.
         self._gather_streams: dict[str, torch.Stream] = {}
@@ -209,6 +218,14 @@ class CommContext:
         elif done.work is not None:
             done.work.wait()
 
+    def wait_finished(self) -> None:
+        """Let the scatter stream (without streams: the host) wait for what follows the reductions so far, see [Note:
+        kernels after an exchange]."""
+        if self._scatter_stream is None or self._finish_stream is None:
+            self.retire_all()
+        elif self._scatter_stream is not self._finish_stream:
+            self._scatter_stream.wait_event(self._finish_stream.record_event())
+
     def send_ring(self, groups: Groups) -> SendRing:
         """From where gradients of the scatter group are fetched, for ``reduce_scatter="copy_engine"``."""
         return self._send_rings[groups.scatter_name]
@@ -258,14 +275,28 @@ class CommContext:
     ) -> None:
         """Within ``reducing``: the collective is launched.
 
-        ``complete()`` works on its result (replicas, division, accumulation): at once on the scatter stream, or where
+        ``complete()`` works on its result (sum, replicas, division, accumulation): at once, on a stream, or where
         there are no streams when the reduction is retired. ``keep`` and ``places`` stay alive until then.
         """
         if self._scatter_stream is None:
             self._reductions.append(Reduction(Done(work=work), complete, keep, places))
             return
-        complete()
-        self._reductions.append(Reduction(Done(self._scatter_stream.record_event()), None, keep, places))
+        assert self._finish_stream is not None
+        with self._finishing():
+            complete()
+        self._reductions.append(Reduction(Done(self._finish_stream.record_event()), None, keep, places))
+
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """Within ``reducing``: run on the stream of what follows, after the reduction."""
+        if self._finish_stream is None or self._finish_stream is self._scatter_stream:
+            yield
+            return
+        assert self._scatter_stream is not None
+        self._finish_stream.wait_event(self._scatter_stream.record_event())
+        with self._finish_stream:
+            self.delay()
+            yield
 
     def _retire_oldest(self) -> None:
         reduction = self._reductions.popleft()

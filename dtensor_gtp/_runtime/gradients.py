@@ -270,6 +270,7 @@ class Gradients:
             places = held
             if len(held) < len(together):
                 with comm.scattering():
+                    comm.wait_finished()
                     places = ring.lay_out(fulls, weight.reduce_dtype)
                 held = [*held, *places]  # what was left is read until then
             sending = Sending(ring, places)

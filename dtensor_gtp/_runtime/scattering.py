@@ -1,8 +1,8 @@
 """Kinds of reduce-scatter: how the full gradients of all ranks become the reduced rows of each.
 
 A *scattering* is one of them in flight, of one gradient or of several that travel together. It is made on the compute
-stream, where it allocates its buffers, launched on the scatter stream, and finished there after the collective (without
-streams: after the background work).
+stream, where it allocates its buffers, launched on the scatter stream, and finished after the collective (without
+streams: after the background work), there or on another stream.
 
 [Note: error of a reduction]
 A ring adds up in the dtype of the wire, one rank after the other: with bf16, whose rounding is 2^-9, the error of the
@@ -51,7 +51,8 @@ class Scattering(Protocol):
         """Launch the collective: on the current stream, or in the background where there are no streams."""
 
     def finish(self, scale: ReduceScale) -> None:
-        """After the collective: what is left until ``slots`` are the sums (the means, if that is the operation)."""
+        """After the collective, perhaps on another stream: what is left until ``slots`` are the sums (the means, if
+        that is the operation)."""
 
 
 class Sending(NamedTuple):
@@ -115,6 +116,10 @@ class _Parcel:
     def slot_shape(self, num_ranks: int) -> torch.Size:
         """Of the rows of one rank."""
         return torch.Size((self._sent.shape[0] // num_ranks, *self._sent.shape[1:]))
+
+    @property
+    def is_packed(self) -> bool:
+        return self._source is None
 
     def packed(self) -> torch.Tensor:
         """What to send, on the current stream."""
@@ -184,6 +189,8 @@ class _Exchange:
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         assert scale.predivide is None, "a sum in float32 does not overflow"
+        if self._sending is not None and not all(parcel.is_packed for parcel in self._parcels):
+            comm.wait_finished()  # the room may be that of a gradient before
         sent = [parcel.packed() for parcel in self._parcels]
         if self._sending is None:
             (only,) = sent
@@ -193,5 +200,7 @@ class _Exchange:
         return None
 
     def finish(self, scale: ReduceScale) -> None:
+        if self._sending is not None:
+            self._sending.ring.copy_own(list(self._received.split(self._sizes, 1)), self._sending.places)
         reduce = torch.mean if scale.op == dist.ReduceOp.AVG else torch.sum
         reduce(self._received, 0, dtype=self._sum.dtype, out=self._sum)

@@ -13,10 +13,11 @@ but offers depends on it.
 
 An exchange, in the order of the scatter stream, is
 
-1. a copy of the rank's own addend, while others may still be busy;
-2. a barrier: all ranks have written what they send;
-3. a copy of every peer's addend for this rank;
-4. a barrier: all ranks have read.
+1. a barrier: all ranks have written what they send;
+2. a copy of every peer's addend for this rank;
+3. a barrier: all ranks have read.
+
+The rank's own addend is copied after it, by a kernel (see [Note: kernels after an exchange] in ``comm_context``).
 
 What cannot travel with a gradient is launched before that one is given a place. If a gradient has no room beside those
 that it travels with, they are all laid out anew when they are launched, in a ring that grows if it must. At the end of
@@ -158,7 +159,7 @@ class SendRing(PeerCopies):
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
     def exchange(self, outputs: list[torch.Tensor], places: Sequence[Place]) -> None:
-        """Copy the row for this rank out of every rank's gradients, on the current stream.
+        """Copy the row for this rank out of every peer's gradients, on the current stream.
 
         Args:
             outputs: Shape ``(world, numel)``; row i comes from rank i. Each row contiguous.
@@ -167,18 +168,21 @@ class SendRing(PeerCopies):
         assert places == self._waiting, "gradients are launched in the order in which they were submitted"
         self._waiting = []
         stage = self._used_stage()
-
-        def copy_from(rank: int) -> None:
-            for output, place in zip(outputs, places, strict=True):
-                row = output[rank]
-                at = place.begin + self._rank * row.nbytes
-                row.copy_(stage.view(rank, at, row.shape, row.dtype))
-
-        copy_from(self._rank)
         stage.barrier(0)
         for rank in self._peers():
-            copy_from(rank)
+            self._copy(rank, outputs, places)
         stage.barrier(1)
+
+    def copy_own(self, outputs: list[torch.Tensor], places: Sequence[Place]) -> None:
+        """The same of this rank's own gradients, which ``exchange`` leaves out."""
+        self._copy(self._rank, outputs, places)
+
+    def _copy(self, rank: int, outputs: list[torch.Tensor], places: Sequence[Place]) -> None:
+        assert self._stage is not None
+        for output, place in zip(outputs, places, strict=True):
+            row = output[rank]
+            at = place.begin + self._rank * row.nbytes
+            row.copy_(self._stage.view(rank, at, row.shape, row.dtype))
 
 
 __all__ = ["Place", "SendRing"]

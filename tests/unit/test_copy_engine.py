@@ -198,7 +198,11 @@ def exchange(ring: SendRing, fulls: list[torch.Tensor], given: list[Place | None
         places = ring.lay_out(fulls, torch.bfloat16)
         held = [*held, *places]
     scattering = make_scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16, Sending(ring, places))
-    assert scattering.launch(ReduceScale(op, None, None), mock.Mock(), mock.Mock()) is None
+    comm = mock.Mock()
+    pairs = zip(places, fulls, strict=True)
+    in_place = [ring.room(place, full.shape, torch.bfloat16).data_ptr() == full.data_ptr() for place, full in pairs]
+    assert scattering.launch(ReduceScale(op, None, None), mock.Mock(), comm) is None
+    assert comm.wait_finished.called != all(in_place), "what a rank copies into the ring waits for its own reads there"
     scattering.finish(ReduceScale(op, None, None))
     return scattering, held
 
