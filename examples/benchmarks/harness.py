@@ -1,5 +1,7 @@
-"""What every measurement needs: the processes, the clock and the memory counters."""
+"""What every measurement needs: the processes, the clock, the memory counters and a shared option."""
 
+import argparse
+import ast
 import gc
 import os
 import statistics
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -287,6 +289,26 @@ def trace_steps(step: Callable[[], object], world: World, path: Path, steps: int
                 step()
         world.synchronize()
     profiler.export_chrome_trace(str(path))
+
+
+def add_schedule_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--schedule``, whose value is a list of (field, value)."""
+    parser.add_argument(
+        "--schedule",
+        nargs="+",
+        type=_schedule_field,
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of SchedulePolicy for the gtp modes, e.g. prefetch_nbytes=0 gather_backend=copy_engine",
+    )
+
+
+def _schedule_field(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
 
 
 def median(values: list[float]) -> float:

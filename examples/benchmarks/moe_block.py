@@ -29,7 +29,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from harness import World, init_world, median, release_memory, time_steps, trace_steps  # makes examples/ importable
+from harness import (  # makes examples/ importable
+    World,
+    add_schedule_option,
+    init_world,
+    median,
+    release_memory,
+    time_steps,
+    trace_steps,
+)
 from launch import UsageError, run
 from moe_capture import measure_block
 from moe_modes import FSDP2, KEPT, MODES, PRESETS, Layout, build, make_step
@@ -66,6 +74,7 @@ class Session:
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
+        self.schedule: dict[str, Any] = dict(options.schedule)
         self.results: list[dict[str, Any]] = []
         self.blocks: list[dict[str, Any]] = []
         self.errors: dict[str, str] = {}
@@ -73,6 +82,9 @@ class Session:
         self._begin = time.monotonic()
         self._about = environment(world)
         world.say(describe(self._about))
+        if self.schedule:
+            fields = ", ".join(f"{name}={value!r}" for name, value in self.schedule.items())
+            world.say(f"schedule of the gtp modes: {fields}")
 
     def attempt(self, label: str, work: Callable[[], list[dict[str, Any]]], into: list[dict[str, Any]]) -> None:
         """Adds what ``work`` measures, unless it fails on any process or the time is up."""
@@ -92,7 +104,7 @@ class Session:
         options, path = self.options, self.options.json
         if path is None or self.world.rank != 0:
             return
-        settings = {"steps": options.steps, "warmup": options.warmup, "seed": options.seed}
+        settings = {name: getattr(options, name) for name in ("steps", "warmup", "seed")} | {"schedule": self.schedule}
         workloads = {name: dataclasses.asdict(PRESETS[name]) for name in options.preset}
         content = {"environment": self._about, "workloads": workloads, "settings": settings}
         content |= {"results": with_ratios(self.results), "blocks": self.blocks}
@@ -102,7 +114,7 @@ class Session:
 def measure(mode: str, preset_name: str, layout: Layout, session: Session) -> list[dict[str, Any]]:
     """One mode at all numbers of tokens, both stacks."""
     preset, world, options = PRESETS[preset_name], session.world, session.options
-    model = build(mode, preset, layout, layout.mesh(world), world, options.seed)
+    model = build(mode, preset, layout, layout.mesh(world), world, options.seed, session.schedule)
     results = []
     for tokens in options.tokens or preset.tokens:
         loss, samples = 0.0, {}
@@ -247,8 +259,8 @@ def measure_blocks(session: Session) -> None:
             label = f"{name}, block, ep={setting.layout.ep}, {setting.tokens} tokens"
 
             def work(setting: Setting = setting) -> list[dict[str, Any]]:
-                preset = PRESETS[setting.preset]
-                measured = measure_block(preset, setting.layout, setting.tokens, world, options.seed, options.steps)
+                size = (PRESETS[setting.preset], setting.layout, setting.tokens)
+                measured = measure_block(*size, world, options.seed, options.steps, session.schedule)
                 return [setting.record() | measured]
 
             session.attempt(label, work, session.blocks)
@@ -261,6 +273,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--modes", nargs="+", choices=MODES, help="default: a choice that takes the budget")
     add("--tokens", nargs="+", type=int, metavar="T", help="tokens of each process; default: the preset's")
     add("--expert-gtp", nargs="+", type=int, metavar="N", help="processes of each expert; default: all, and 2")
+    add_schedule_option(parser)
     add("--no-block", action="store_true", help="without the block that is captured")
     add("--steps", type=int, default=10, help="timed steps at most; their median is reported")
     add("--warmup", type=int, default=3, help="steps before them")

@@ -1,12 +1,13 @@
 """A whole block of a mixture of experts as a CUDA graph: replayed with other routing, compared bit by bit."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dtensor_gtp import capture_step, gtp_shard, init_weight_mesh
+from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, init_weight_mesh
 from dtensor_gtp.nn import GroupedExperts, GroupedMLP, parallelize_experts
 from harness import World, local_tensor, median, time_steps
 from moe_modes import POLICY, Layout, Preset
@@ -33,7 +34,7 @@ class Block(nn.Module):
         return x + self.experts(hidden, chosen, weights), chosen
 
 
-def build_block(preset: Preset, layout: Layout, world: World, seed: int) -> Block:
+def build_block(preset: Preset, layout: Layout, world: World, seed: int, schedule: Mapping[str, Any]) -> Block:
     """The block with its experts over (ep, expert_gtp), all else over all processes; dispatch asks no host."""
     mesh = init_weight_mesh(world.device.type, gtp=world.size, ep=layout.ep, expert_gtp=layout.expert_gtp)
     with torch.device("meta"):
@@ -44,19 +45,22 @@ def build_block(preset: Preset, layout: Layout, world: World, seed: int) -> Bloc
         nn.init.normal_(param, std=param.shape[-1] ** -0.5)
     nn.init.ones_(model.norm.weight)
     parallelize_experts(model.experts, mesh["ep"], method="all_gather")
-    gtp_shard(model.experts.mlp, mesh.expert_weights, mp_policy=POLICY)
+    policy = SchedulePolicy(**schedule)
+    gtp_shard(model.experts.mlp, mesh.expert_weights, mp_policy=POLICY, schedule=policy)
     model.experts.mlp.set_gradient_divide_factor(mesh.data.size())
-    return gtp_shard(model, mesh.weights, mp_policy=POLICY)
+    return gtp_shard(model, mesh.weights, mp_policy=POLICY, schedule=policy)
 
 
-def measure_block(preset: Preset, layout: Layout, tokens: int, world: World, seed: int, steps: int) -> dict[str, Any]:
+def measure_block(
+    preset: Preset, layout: Layout, tokens: int, world: World, seed: int, steps: int, schedule: Mapping[str, Any]
+) -> dict[str, Any]:
     """Forward and backward of one block, eager and captured.
 
     Returns:
         a record; ``differences`` names what of the captured steps has other bits than eager ones, on any process.
         Without GPUs both are eager.
     """
-    model = build_block(preset, layout, world, seed)
+    model = build_block(preset, layout, world, seed, schedule)
     batches = [_batch(preset, tokens, world, seed + number) for number in range(ROUTINGS)]
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,17 +90,6 @@ def measure_block(preset: Preset, layout: Layout, tokens: int, world: World, see
         found, wanted = train(captured, x), expected[min(number, 2 * ROUTINGS - 1 - number)]
         differences |= {name for name in wanted if not torch.equal(found[name], wanted[name])}
     del expected
-
-    def times(run: Any) -> float:
-        def one() -> None:
-            model.zero_grad()
-            run(batches[0])
-
-        one()
-        samples = time_steps(one, world, steps, free_running=False)
-        model.zero_grad()
-        return median(samples)
-
     num_different = world.slowest([len(differences)])[0]
     return {
         "is_captured": world.is_cuda,
@@ -104,9 +97,22 @@ def measure_block(preset: Preset, layout: Layout, tokens: int, world: World, see
         "is_rerouted": world.slowest([not all(is_rerouted)])[0] == 0,
         "is_bit_equal": num_different == 0,
         "differences": sorted(differences),
-        "eager_ms": times(step),
-        "graph_ms": times(captured),
+        "eager_ms": _time(step, model, batches[0], world, steps),
+        "graph_ms": _time(captured, model, batches[0], world, steps),
     }
+
+
+def _time(run: Callable[[torch.Tensor], object], model: Block, x: torch.Tensor, world: World, steps: int) -> float:
+    """Milliseconds of a step, the median."""
+
+    def one() -> None:
+        model.zero_grad()
+        run(x)
+
+    one()
+    samples = time_steps(one, world, steps, free_running=False)
+    model.zero_grad()
+    return median(samples)
 
 
 def _batch(preset: Preset, tokens: int, world: World, seed: int) -> torch.Tensor:

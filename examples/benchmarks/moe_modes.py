@@ -1,7 +1,8 @@
 """Stacks of experts, the ways of training them that are compared, and the rows that they compute on."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dtensor_gtp import GTPShard, capture_step, gtp_shard
+from dtensor_gtp import GTPShard, SchedulePolicy, capture_step, gtp_shard
 from dtensor_gtp.nn import GroupedMLP
 from harness import World
 
@@ -94,7 +95,9 @@ class Blocks(nn.Module):
         return rows
 
 
-def build(mode: str, preset: Preset, layout: Layout, mesh: DeviceMesh, world: World, seed: int) -> nn.Module:
+def build(
+    mode: str, preset: Preset, layout: Layout, mesh: DeviceMesh, world: World, seed: int, schedule: Mapping[str, Any]
+) -> nn.Module:
     """The longer stack with the same fp32 weights in each mode, prepared for ``mode``; it computes in bf16.
 
     Args:
@@ -107,6 +110,7 @@ def build(mode: str, preset: Preset, layout: Layout, mesh: DeviceMesh, world: Wo
         mesh: of the layout.
         world: the processes.
         seed: of the weights.
+        schedule: fields of ``SchedulePolicy`` for the gtp modes.
     """
     with torch.device("meta"):
         model = Blocks(preset, preset.num_experts // layout.ep)
@@ -135,6 +139,7 @@ def build(mode: str, preset: Preset, layout: Layout, mesh: DeviceMesh, world: Wo
         mp_policy=POLICY,
         reshard_after_forward=not is_kept,
         shard_placement_fn=lambda param: placement,
+        schedule=SchedulePolicy(**schedule),
     )
 
 

@@ -12,7 +12,6 @@ step are recorded with the times: modes that compute the same thing agree on the
 """
 
 import argparse
-import ast
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -27,6 +26,7 @@ from explain_memory import explain_peak
 from harness import (
     MemoryMeter,
     World,
+    add_schedule_option,
     allocate_workspaces,
     gradient_norm,
     init_world,
@@ -90,14 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "float8_tensorwise:dequantize to multiply in bf16; beside them torchao's float8 if it is installed",
     )
     add("--prefetch-depth", type=int, help="of the gtp modes; default: the library's")
-    add(
-        "--schedule",
-        nargs="+",
-        type=_schedule_field,
-        default=[],
-        metavar="FIELD=VALUE",
-        help="other fields of SchedulePolicy for the gtp modes, e.g. prefetch_nbytes=0 embedding=exchange",
-    )
+    add_schedule_option(parser)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -132,14 +125,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.fake_ranks is not None:
         arguments.full_step = False  # an optimizer would step on what no reduce-scatter has written
     return arguments
-
-
-def _schedule_field(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        return name, value
 
 
 def _positive(text: str) -> int:
