@@ -195,8 +195,17 @@ class CommContext:
         Returns:
             When the outputs may be read.
         """
-        work = self._gather_backends[groups.gather_name].all_gather(outputs, shards)
-        return self.gather_done(work, groups)
+        backend = self._gather_backends[groups.gather_name]
+        if isinstance(backend, CopyEngine):
+            backend.all_gather(outputs, shards, self._fork_event)
+            return self.gather_done(None, groups)
+        return self.gather_done(backend.all_gather(outputs, shards), groups)
+
+    def begin_pass(self) -> None:
+        """A forward or a backward begins, or a gather outside of them."""
+        for backend in self._gather_backends.values():
+            if isinstance(backend, CopyEngine):
+                backend.begin_pass()
 
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
         """When the gather that was just launched may be read."""
@@ -221,10 +230,13 @@ class CommContext:
     def wait_finished(self) -> None:
         """Let the scatter stream (without streams: the host) wait for what follows the reductions so far, see [Note:
         kernels after an exchange]."""
-        if self._scatter_stream is None or self._finish_stream is None:
+        if self._scatter_stream is None:
             self.retire_all()
-        elif self._scatter_stream is not self._finish_stream:
-            self._scatter_stream.wait_event(self._finish_stream.record_event())
+        elif self._scatter_stream is not self._finish_stream and self._reductions:
+            # Compute has waited for all others, and the scatter stream for compute.
+            last = self._reductions[-1].done.event
+            assert last is not None
+            self._scatter_stream.wait_event(last)
 
     def send_ring(self, groups: Groups) -> SendRing:
         """From where gradients of the scatter group are fetched, for ``reduce_scatter="copy_engine"``."""

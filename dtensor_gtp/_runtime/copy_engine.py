@@ -1,12 +1,19 @@
 """Gathers by the GPUs' copy engines, through symmetric memory: no SM of a GEMM is taken.
 
 [Note: rules of the copy engine]
-Each rank has one *stage*, memory that its peers on the same host can read. A gather, in the order of the stream, is
+Each rank has one *stage*, memory that its peers on the same host can read, in two halves that gathers use in turn. A
+gather, in the order of the stream, is
 
 1. a barrier: all ranks have read what earlier gathers left in the stages;
-2. a cast of the rank's own rows into its stage, and into its own part of the output, one kernel for each dtype;
+2. a cast of the rank's own rows into its half, and into its own part of the output, one kernel for each dtype;
 3. a barrier: all stages are filled;
-4. a copy of every peer's stage into the output.
+4. a copy of every peer's half into the output.
+
+The cast is a kernel, which waits behind a GEMM for SMs, and the wire with it. So it runs on a stream of its own, ahead:
+it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this half.
+That one must be known to precede it, so in the first gather of a pass, across the border of a CUDA graph, and in eager
+code once a graph has used the stage, whose replays are not seen here, the cast comes in its place between the barriers.
+Which half it is depends on the gathers of the pass alone, because some ranks may replay what others run.
 
 What follows from it:
 
@@ -16,8 +23,8 @@ What follows from it:
   owner's gather stream made after all that its compute stream was given before, the step of the optimizer included.
 - *A shard may be freed, replaced or loaded* while peers read, for the same reason. The memory of the shard itself obeys
   [Note: streams and memory], as with any backend.
-- *Both barriers are within the gather*, none relies on what the last gather was: so it can be recorded into a CUDA
-  graph, replayed any number of times and mixed with eager gathers. All ranks must replay alike, as with NCCL.
+- *Both barriers are within the gather*, and the first one of a pass relies on no other: so a pass can be recorded into
+  a CUDA graph, replayed any number of times and mixed with eager ones.
 - *The stage grows* when a larger gather comes, outside of CUDA graphs only: all ranks wait for their streams, then
   meet, before the old stage is freed. One that a graph uses is kept for as long as the backend is.
 - *A process that ends or hangs in between* leaves its peers' streams waiting, as long as these processes live. What
@@ -126,26 +133,85 @@ class PeerCopies(Staged[compat.SymmetricBuffer]):
 
 
 class CopyEngine(PeerCopies):
-    """Gathers of one communicator, see [Note: rules of the copy engine]."""
+    """Gathers of one communicator, see [Note: rules of the copy engine].
 
-    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+    Args:
+        group, device: As for ``PeerCopies``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._cast_stream = torch.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._num_gathers = 0
+        # When the first barrier of the last gather was passed, and whether that was in a graph.
+        self._last_passed: torch.Event | None = None
+        self._last_captured = False
+
+    def begin_pass(self) -> None:
+        """On all ranks: what comes may be recorded into another graph than what came before, or into one on some."""
+        self._num_gathers = 0
+        self._last_passed = None
+
+    def all_gather(
+        self, outputs: list[torch.Tensor], shards: list[torch.Tensor], ready: torch.Event | None = None
+    ) -> None:
         """Copy each rank's shards into the outputs, on the current stream.
 
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
             shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
                 the output.
+            ready: When outputs and shards may be used; None: when the current stream comes to it.
         """
         parts = [output.chunk(self._num_ranks) for output in outputs]
         places = offsets([part[0].nbytes for part in parts])
-        stage = self._reserve(places[-1])
+        stage = self._reserve(2 * places[-1])
+        half = self._num_gathers % 2 * (stage.nbytes // (2 * _ALIGNMENT) * _ALIGNMENT)
+        self._num_gathers += 1
 
         def staged(rank: int) -> list[torch.Tensor]:
-            return [stage.view(rank, at, part[0].shape, part[0].dtype) for at, part in zip(places, parts, strict=False)]
+            pairs = zip(places, parts, strict=False)
+            return [stage.view(rank, half + at, part[0].shape, part[0].dtype) for at, part in pairs]
 
+        is_cast = self._cast_ahead(ready, staged(self._rank), parts, shards)
         stage.barrier(0)
-        targets = staged(self._rank)
-        sources = shards.copy()
+        if self._cast_stream is not None:
+            stream = torch.accelerator.current_stream(self._device.index)
+            self._last_passed, self._last_captured = stream.record_event(), self._is_capturing()
+            if is_cast is not None:
+                stream.wait_event(is_cast)
+        if is_cast is None:
+            self._cast(staged(self._rank), parts, shards)
+        stage.barrier(1)
+        for rank in self._peers():
+            for part, source in zip(parts, staged(rank), strict=True):
+                part[rank].copy_(source)
+
+    def _grow(self, nbytes: int) -> None:
+        super()._grow(nbytes)
+        self._last_passed = None
+
+    def _cast_ahead(
+        self,
+        ready: torch.Event | None,
+        staged: list[torch.Tensor],
+        parts: list[tuple[torch.Tensor, ...]],
+        shards: list[torch.Tensor],
+    ) -> torch.Event | None:
+        """Cast on a stream of its own, if it is known when nobody reads the half any more; when that is done."""
+        is_known = self._last_captured == self._is_capturing() and (self._last_captured or not self._captured)
+        if ready is None or self._cast_stream is None or self._last_passed is None or not is_known:
+            return None
+        self._cast_stream.wait_event(ready)
+        self._cast_stream.wait_event(self._last_passed)
+        with self._cast_stream:
+            self._cast(staged, parts, shards)
+        return self._cast_stream.record_event()
+
+    def _cast(
+        self, staged: list[torch.Tensor], parts: list[tuple[torch.Tensor, ...]], shards: list[torch.Tensor]
+    ) -> None:
+        targets, sources = staged.copy(), shards.copy()
         for part, shard in zip(parts, shards, strict=True):
             if part[self._rank].data_ptr() != shard.data_ptr():
                 targets.append(part[self._rank])
@@ -155,10 +221,6 @@ class CopyEngine(PeerCopies):
             for target, source in zip(targets, sources, strict=True)
         ]
         compat.copy_all(filled, sources)
-        stage.barrier(1)
-        for rank in self._peers():
-            for part, source in zip(parts, staged(rank), strict=True):
-                part[rank].copy_(source)
 
 
 def offsets(sizes: list[int], alignment: int = _ALIGNMENT) -> list[int]:

@@ -189,6 +189,7 @@ class Runtime(Gathering):
             # The last backward raised before its end: its prefetches and gradients are void.
             self._abandon_backward()
         self.ensure_initialized()
+        self.comm.begin_pass()
         self._end_keeps()
         for param in self.params:
             param.begin_forward()
@@ -304,6 +305,7 @@ class Runtime(Gathering):
             # A backward that raised, and this is another one, without a forward in between.
             self._abandon_backward()
         self._is_in_backward = True
+        self.comm.begin_pass()
         end = _EndOfBackward(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)

@@ -31,6 +31,8 @@ from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 
 NUM_GPUS = min(torch.cuda.device_count(), 8) // 2 * 2 if torch.cuda.is_available() else 0
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
+DEFAULT = SchedulePolicy()
+COPY_ENGINE = SchedulePolicy(gather_backend="copy_engine", reduce_scatter="copy_engine")
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
@@ -60,13 +62,15 @@ class TestCudaMoE(CudaTest):
     def mesh(self) -> WeightMesh:
         return init_weight_mesh("cuda", gtp=self.world_size, ep=2, expert_gtp=self.world_size // 2)
 
-    def block(self, mesh: WeightMesh, method: str, policy: MixedPrecisionPolicy = BF16) -> Block:
+    def block(
+        self, mesh: WeightMesh, method: str, policy: MixedPrecisionPolicy = BF16, schedule: SchedulePolicy = DEFAULT
+    ) -> Block:
         torch.manual_seed(0)
         model = Block().cuda()
         parallelize_experts(model.experts, mesh["ep"], method=method)
-        gtp_shard(model.experts.mlp, mesh.expert_weights, mp_policy=policy)
+        gtp_shard(model.experts.mlp, mesh.expert_weights, mp_policy=policy, schedule=schedule)
         model.experts.mlp.set_gradient_divide_factor(mesh.data.size())  # type: ignore[operator]
-        gtp_shard(model, mesh.weights, mp_policy=policy)
+        gtp_shard(model, mesh.weights, mp_policy=policy, schedule=schedule)
         return model
 
     def tokens(self, seed: int, rank: int | None = None) -> torch.Tensor:
@@ -111,19 +115,20 @@ class TestCudaMoE(CudaTest):
     def test_block_in_a_cuda_graph(self) -> None:
         """Captured with one routing and replayed with others: the same bits as eager."""
         mesh = self.mesh()
-        model, eager = (self.block(mesh, "all_gather") for _ in range(2))
-        x = self.tokens(0)
-        graph, output = captured(model, lambda: step(model, x))
-        for replay in range(1, 5):
-            x.copy_(self.tokens(replay))
-            graph.replay()
-            expected = step(eager, x)
-            self.assertTrue(torch.equal(output, expected), f"replay {replay}")
-            for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
-                assert a.grad is not None
-                assert b.grad is not None
-                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"replay {replay}: {name}")
-            eager.zero_grad()
+        for schedule in (DEFAULT, COPY_ENGINE):
+            model, eager = (self.block(mesh, "all_gather", schedule=schedule) for _ in range(2))
+            x = self.tokens(0)
+            graph, output = captured(model, lambda model=model, x=x: step(model, x))
+            for replay in range(1, 5):
+                x.copy_(self.tokens(replay))
+                graph.replay()
+                expected = step(eager, x)
+                self.assertTrue(torch.equal(output, expected), f"replay {replay}")
+                for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
+                    assert a.grad is not None
+                    assert b.grad is not None
+                    self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"replay {replay}: {name}")
+                eager.zero_grad()
 
     def test_training_steps_of_a_block_in_a_cuda_graph(self) -> None:
         """``capture_step`` with an optimizer: each step is routed otherwise and leaves what eager steps leave."""

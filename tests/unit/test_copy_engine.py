@@ -323,6 +323,44 @@ def test_another_gradient_than_the_one_that_a_place_was_offered_to() -> None:
     Ranks().run(job)
 
 
+def test_what_is_cast_ahead_and_into_which_half() -> None:
+    """With streams that record whether the cast runs on the one of its own."""
+
+    def job(group: Group) -> None:
+        engine = Engine(group, CPU)
+        engine._cast_stream = mock.MagicMock()
+        is_capturing = False
+        engine._is_capturing = lambda: is_capturing  # type: ignore[method-assign]
+        targets: list[torch.Tensor] = []
+        cast = engine._cast
+        engine._cast = lambda staged, *rest: (targets.extend(staged), cast(staged, *rest))  # type: ignore[assignment]
+
+        def gather() -> tuple[bool, int]:
+            ahead = engine._cast_stream.__enter__.call_count
+            output = torch.empty(NUM_RANKS * 8)
+            engine.all_gather([output], [torch.full((8,), float(group.rank()))], ready=mock.Mock())
+            assert torch.equal(output, torch.arange(4.0).repeat_interleave(8))
+            stage = group.ranks.memory[group.rank(), engine._stage.nbytes]
+            half = 2 * (targets[-1].data_ptr() - stage.data_ptr()) // stage.nbytes
+            return engine._cast_stream.__enter__.call_count > ahead, half
+
+        with mock.patch.object(copy_engine.torch.accelerator, "current_stream"):
+            assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "the first one is in its place"
+            engine.begin_pass()
+            assert [gather() for _ in range(2)] == [(False, 0), (True, 1)]
+            is_capturing = True
+            assert [gather() for _ in range(2)] == [(False, 0), (True, 1)], (
+                "what is outside of a graph cannot be waited for"
+            )
+            is_capturing = False
+            engine.begin_pass()
+            assert [gather() for _ in range(3)] == [(False, 0), (False, 1), (False, 0)], "a replay may come in between"
+            engine.all_gather([torch.empty(NUM_RANKS * 8)], [torch.ones(8)])
+            assert gather() == (False, 0)
+
+    Ranks().run(job)
+
+
 def test_a_stage_does_not_grow_within_a_graph_and_outlives_it() -> None:
     def job(group: Group) -> None:
         engine = Engine(group, CPU)
@@ -332,7 +370,7 @@ def test_a_stage_does_not_grow_within_a_graph_and_outlives_it() -> None:
         engine._is_capturing = lambda: True  # type: ignore[method-assign]
         engine.all_gather([output], [shard])
         with pytest.raises(
-            RuntimeError, match="need a stage of 128 bytes, which cannot be allocated while a CUDA graph"
+            RuntimeError, match="need a stage of 256 bytes, which cannot be allocated while a CUDA graph"
         ):
             engine.all_gather([torch.empty(NUM_RANKS * 32)], [torch.ones(32)])
         engine._is_capturing = lambda: False  # type: ignore[method-assign]
