@@ -13,7 +13,7 @@ The cast is a kernel, which waits behind a GEMM for SMs, and the wire with it. S
 it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this half.
 That one must be known to precede it, so in the first gather of a pass, across the border of a CUDA graph, and in eager
 code once a graph has used the stage, whose replays are not seen here, the cast comes in its place between the barriers.
-Which half it is depends on the gathers of the pass alone, because some ranks may replay what others run.
+Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
 
 What follows from it:
 
@@ -24,7 +24,8 @@ What follows from it:
 - *A shard may be freed, replaced or loaded* while peers read, for the same reason. The memory of the shard itself obeys
   [Note: streams and memory], as with any backend.
 - *Both barriers are within the gather*, and the first one of a pass relies on no other: so a pass can be recorded into
-  a CUDA graph, replayed any number of times and mixed with eager ones.
+  a CUDA graph, replayed any number of times and mixed with eager ones. All ranks must replay alike, because the stage
+  of a graph is not that of eager code if it has grown in between.
 - *The stage grows* when a larger gather comes, outside of CUDA graphs only: all ranks wait for their streams, then
   meet, before the old stage is freed. One that a graph uses is kept for as long as the backend is.
 - *A process that ends or hangs in between* leaves its peers' streams waiting, as long as these processes live. What
