@@ -201,10 +201,10 @@ class CommContext:
             return self.gather_done(None, groups)
         return self.gather_done(backend.all_gather(outputs, shards), groups)
 
-    def begin_pass(self) -> None:
-        """A forward or a backward begins, or a gather outside of them."""
-        for backend in self._gather_backends.values():
-            if isinstance(backend, CopyEngine):
+    def begin_pass(self, groups: Groups | None = None) -> None:
+        """A forward or a backward begins on all ranks; or, on those of ``groups`` alone, a gather outside of them."""
+        for name, backend in self._gather_backends.items():
+            if isinstance(backend, CopyEngine) and (groups is None or name == groups.gather_name):
                 backend.begin_pass()
 
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:

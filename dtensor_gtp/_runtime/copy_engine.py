@@ -40,6 +40,8 @@ one waiting: so a gather has as few as can be. NVLink multicast is not used. ``s
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -105,10 +107,11 @@ class Staged(Generic[S]):
                 f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
                 "captured. Run the step eagerly before it is captured; capture_step does."
             )
-        self._wait_on_host()
-        dist.barrier(group=compat.resolve_group(self._group_name))
-        self._stage = None
-        self._stage = self._allocate(nbytes)
+        with _waiting_allowed(self._device):
+            self._wait_on_host()
+            dist.barrier(group=compat.resolve_group(self._group_name))
+            self._stage = None
+            self._stage = self._allocate(nbytes)
 
 
 class PeerCopies(Staged[compat.SymmetricBuffer]):
@@ -222,6 +225,20 @@ class CopyEngine(PeerCopies):
             for target, source in zip(targets, sources, strict=True)
         ]
         compat.copy_all(filled, sources)
+
+
+@contextmanager
+def _waiting_allowed(device: torch.device) -> Iterator[None]:
+    """What has to wait for the GPU once does so, also in a step that is watched for waiting."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def offsets(sizes: list[int], alignment: int = _ALIGNMENT) -> list[int]:

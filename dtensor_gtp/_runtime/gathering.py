@@ -375,7 +375,7 @@ class Gathering:
             self.drop_kept(weight)
             weight.follow(weight.sites[0])
             weight.check_readable()
-            self.comm.begin_pass()
+            self.comm.begin_pass(weight.groups)
             weight.kept = self._take_prefetched(weight) or self._gather([weight])[0]
 
     def wait_kept(self, weight: ShardedWeight) -> None:

@@ -74,7 +74,8 @@ class SymmetricBuffer:
         if key not in self._views:  # the same few, again and again
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
+            with torch.inference_mode(False):  # or training could not write where an evaluation was first
+                self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
         return self._views[key]
 
     def barrier(self, turn: int) -> None:

@@ -115,6 +115,22 @@ class TestCudaComm(CudaTest):
             want = torch.arange(self.world_size, device="cuda").float().repeat_interleave(1 << 20) + 100 * turn
             self.assertTrue(torch.equal(output, want), f"turn {turn}")
 
+    def test_evaluation_before_training(self) -> None:
+        """Tensors over symmetric memory that were made in inference mode can be written to in training."""
+        options = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
+        torch.manual_seed(0)
+        models = [gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=SchedulePolicy(**options)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        with torch.inference_mode():
+            models[0](self.rows(0))
+        for model in models:
+            for step in range(2):
+                square_loss(model, self.rows(step)).backward()
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            self.assertTrue(torch.equal(full(a.grad), full(b.grad)))
+
     def test_optimizer_step_in_flight(self) -> None:
         """One rank's optimizer is late: its peers gather its new weights, nobody a mixture."""
         torch.manual_seed(0)

@@ -5,6 +5,7 @@ Needs 2 to 8 GPUs of one host.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import unittest
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.testing._internal.common_utils import run_tests
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard
 
 WIDTH = 1024
+COPY_ENGINE = SchedulePolicy(gather_backend="copy_engine", reduce_scatter="copy_engine")
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -75,7 +77,7 @@ class TestCudaGraphs(CudaTest):
             {"num_microbatches": 4},
             {"schedule": SchedulePolicy(prefetch_depth=0)},
             {"schedule": SchedulePolicy(reduce_scatter="all_to_all")},
-            {"schedule": SchedulePolicy(gather_backend="copy_engine", reduce_scatter="copy_engine")},
+            {"schedule": COPY_ENGINE},
         ):
             captured, eager = self.jobs(**options)
             step = capture_step(captured.step, captured.model, captured.optimizer)
@@ -90,34 +92,35 @@ class TestCudaGraphs(CudaTest):
             assert_idle(captured.model)
 
     def test_every_kind_of_weight(self) -> None:
-        schedule = SchedulePolicy(min_shard_numel=0)
-        captured, eager = self.jobs(Zoo, next_token_loss, schedule=schedule, num_microbatches=2)
-        step = capture_step(captured.step, captured.model, captured.optimizer)
-        for index in range(12):
-            generator = torch.Generator().manual_seed(100 * index + self.rank)
-            tokens = torch.randint(0, 33, (4, 6), generator=generator).cuda()
-            self.assertTrue(torch.equal(step(tokens), eager.step(tokens)), f"step {index}")
-        self.assert_same(captured, eager, "after twelve steps")
+        for schedule in (SchedulePolicy(min_shard_numel=0), dataclasses.replace(COPY_ENGINE, min_shard_numel=0)):
+            captured, eager = self.jobs(Zoo, next_token_loss, schedule=schedule, num_microbatches=2)
+            step = capture_step(captured.step, captured.model, captured.optimizer)
+            for index in range(12):
+                generator = torch.Generator().manual_seed(100 * index + self.rank)
+                tokens = torch.randint(0, 33, (4, 6), generator=generator).cuda()
+                self.assertTrue(torch.equal(step(tokens), eager.step(tokens)), f"step {index}")
+            self.assert_same(captured, eager, "after twelve steps")
 
     def test_eager_steps_and_other_shapes_in_between(self) -> None:
-        captured, eager = self.jobs()
-        step = capture_step(captured.step, captured.model, captured.optimizer)
-        for index in range(24):
-            x = self.rows(index, (256, 256, 128)[index % 3])
-            self.assertTrue(torch.equal(step(x), eager.step(x)), f"step {index}")
-            with torch.no_grad():
-                self.assertTrue(torch.equal(captured.model(x), eager.model(x)), f"evaluation after step {index}")
-            if index % 5 == 4:
-                self.assertTrue(torch.equal(captured.step(x), eager.step(x)), f"eager step after {index}")
-        self.assertEqual(step.num_graphs, 2)
-        state = {name: value.clone() for name, value in eager.model.state_dict().items()}
-        for job in (captured, eager):
-            job.model.load_state_dict(state)
-            job.optimizer.load_state_dict(job.optimizer.state_dict())
-        self.assertEqual(step.num_graphs, 0)
-        for index in range(5):
-            x = self.rows(index)
-            self.assertTrue(torch.equal(step(x), eager.step(x)), f"step {index} after a load")
+        for schedule, warmup_steps in ((SchedulePolicy(), 3), (COPY_ENGINE, 2)):
+            captured, eager = self.jobs(schedule=schedule)
+            step = capture_step(captured.step, captured.model, captured.optimizer, warmup_steps=warmup_steps)
+            for index in range(24):
+                x = self.rows(index, (256, 256, 128)[index % 3])
+                self.assertTrue(torch.equal(step(x), eager.step(x)), f"step {index}")
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(captured.model(x), eager.model(x)), f"evaluation after step {index}")
+                if index % 5 == 4:
+                    self.assertTrue(torch.equal(captured.step(x), eager.step(x)), f"eager step after {index}")
+            self.assertEqual(step.num_graphs, 2)
+            state = {name: value.clone() for name, value in eager.model.state_dict().items()}
+            for job in (captured, eager):
+                job.model.load_state_dict(state)
+                job.optimizer.load_state_dict(job.optimizer.state_dict())
+            self.assertEqual(step.num_graphs, 0)
+            for index in range(5):
+                x = self.rows(index)
+                self.assertTrue(torch.equal(step(x), eager.step(x)), f"step {index} after a load")
 
     def test_microbatches_as_calls_of_their_own(self) -> None:
         """Gradients that a graph leaves accumulate in later calls, until zero_grad outside."""

@@ -11,10 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
+from dtensor_gtp import SchedulePolicy
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import copy_engine, zero_cta
 from dtensor_gtp._runtime.collectives import ReduceScale
+from dtensor_gtp._runtime.comm_context import CommContext, Groups
 from dtensor_gtp._runtime.copy_engine import CopyEngine, offsets
+from dtensor_gtp._runtime.debug import DebugFlags
 from dtensor_gtp._runtime.scattering import Sending, make_scattering
 from dtensor_gtp._runtime.send_ring import Place, SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
@@ -359,6 +362,17 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
             assert gather() == (False, 0)
 
     Ranks().run(job)
+
+
+def test_a_gather_outside_of_a_pass_concerns_its_own_ranks_alone() -> None:
+    """Others go on in the pass that they are in, and so must their halves."""
+    comm = CommContext(CPU, SchedulePolicy(), DebugFlags.from_env())
+    engines = {name: mock.Mock(spec=CopyEngine) for name in ("dense", "experts")}
+    comm._gather_backends = {**engines, "plain": mock.Mock()}
+    comm.begin_pass(Groups("experts", "scatter", None))
+    assert [engine.begin_pass.call_count for engine in engines.values()] == [0, 1]
+    comm.begin_pass()
+    assert [engine.begin_pass.call_count for engine in engines.values()] == [1, 2]
 
 
 def test_a_stage_does_not_grow_within_a_graph_and_outlives_it() -> None:
