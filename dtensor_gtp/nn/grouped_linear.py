@@ -18,8 +18,10 @@ from ..placement import GTPShard
 class GroupedLinear(nn.Module):
     """A linear layer with a weight and bias for each group of rows.
 
-    The rows of the input are sorted by group; how many belong to each is a tensor on the device, so that routing needs
-    no host synchronization and a CUDA graph can be replayed with other groups. Initialized as ``nn.Linear``.
+    The rows of the input are sorted by group; how many belong to each is a tensor on the device. Where torch has a
+    grouped kernel (bfloat16 on Hopper and newer), routing so needs no host synchronization, and a CUDA graph can be
+    replayed with other groups; elsewhere torch's own loop over the groups reads the counts. Initialized as
+    ``nn.Linear``.
 
     ``gtp_shard`` cuts the grouped weight on ``out_features``, so that each rank holds rows of every group and one
     gather brings all groups; biases stay whole.

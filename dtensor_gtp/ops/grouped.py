@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import _torch_compat as compat
+from .._runtime.debug import profiler_range
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_unmodified, refuse_partial_recording
 from .._runtime.state import Runtime
@@ -142,7 +143,9 @@ def reduce_wgrad(
     ``grouped_mm`` writes to no given buffer: what it returns is copied into the send buffer, cast and with the sharded
     dim in front, or added to what earlier microbatches have left there.
     """
-    runtime.grads.add_full(weight, grouped_wgrad(grad_TN, x_TK, ends_G), is_owned=True)
+    with profiler_range("GTP::wgrad", weight.fqn):
+        wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
+    runtime.grads.add_full(weight, wgrad_GNK, is_owned=True)
 
 
 def _padding(x: torch.Tensor) -> int:

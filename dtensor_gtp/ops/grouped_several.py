@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import _torch_compat as compat
+from .._runtime.debug import profiler_range
 from .._runtime.gathered import Gatherable
 from .._runtime.param import ShardedWeight
 from .._runtime.saved import check_unmodified, refuse_partial_recording
@@ -102,7 +103,8 @@ class _SeveralGroupedMM(torch.autograd.Function):
             if needs and not is_awaited:
                 refuse_partial_recording(weight, runtime.comm.is_capturing)
         if any(awaited):
-            wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
+            with profiler_range("GTP::wgrad", ", ".join(weight.fqn for weight in weights)):
+                wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
             with runtime.grads.together():
                 for weight, wgrad_NK, is_awaited in zip(weights, wgrad_GNK.unbind(0), awaited, strict=True):
                     if is_awaited:

@@ -44,6 +44,18 @@ class Experts(nn.Module):
         return x + torch.zeros_like(x).index_copy(0, order, y * score[order, None])
 
 
+class Twice(nn.Module):
+    """Each weight in two uses of one step."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.experts(torch.tanh(self.experts(x)))
+        return output
+
+
 def train(reference: nn.Module, model: nn.Module, mesh: Any, steps: int = 2, **tolerance: float) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
     for step in range(steps):
@@ -68,6 +80,13 @@ class TestGrouped(GlooTest):
             for options in ({}, {"single_grouped_weight": False}):
                 reference = make(**options)
                 train(reference, gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL), mesh)
+
+    def test_two_uses_in_one_step(self) -> None:
+        """Gradients are the sum over both, whose tokens go to other experts."""
+        mesh = self.gtp_mesh()
+        for options in ({}, {"single_grouped_weight": False}):
+            reference = Twice(make(**options))
+            train(reference, gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL), mesh)
 
     def test_each_rank_holds_rows_of_every_expert(self) -> None:
         model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)

@@ -17,6 +17,7 @@ from common import assert_same_params, environment, fake_world
 from expecttest import TestCase
 from runtime_common import assert_idle, counted, num_gathers, runtime_of, weight_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
@@ -150,6 +151,33 @@ use 0.q""",
         assert_idle(model)
         used = num_gathers(model)
         self.assertEqual(set(used.values()) - {4}, {3}, "one each way; the last of the forward is kept")
+
+    def test_a_trace_shows_experts_behind_a_whole_block(self) -> None:
+        """What the profiler records between the launch of a gather and the use of the weight, in both directions."""
+        model = self.make()
+        self.step(model)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            self.step(model)
+        ranges = sorted((event.time_range.start, event.name) for event in profiler.events() if "GTP::" in event.name)
+        self.assertEqual(sum("GTP::wgrad" in name for _, name in ranges), 12)
+        names = [name.replace("experts.", "").replace(".weight", "") for _, name in ranges]
+        turn = names.index("GTP::compute (2.down)") + 1
+
+        def between(weight: str, names: list[str]) -> str:
+            launched, used = (names.index(f"GTP::{kind} ({weight})") for kind in ("all_gather", "compute"))
+            return " ".join(name[14:-1] for name in names[launched:used] if "compute" in name)
+
+        for weight, forward, backward in (
+            ("1.up", "0.up 0.down 1.q 1.o", "2.up 2.o 2.q 1.down"),
+            ("1.down", "0.down 1.q 1.o 1.up", "2.down 2.up 2.o 2.q"),
+            ("2.up", "1.up 1.down 2.q 2.o", None),
+            ("2.down", "1.down 2.q 2.o 2.up", None),
+            ("0.up", None, "1.up 1.o 1.q 0.down"),
+            ("0.down", None, "1.down 1.up 1.o 1.q"),
+        ):
+            for expected, part in ((forward, names[:turn]), (backward, names[turn:])):
+                if expected is not None:
+                    self.assertEqual(between(weight, part), expected, weight)
 
     def test_recomputations_are_gathered_ahead(self) -> None:
         """In one chain with the rest of backward, in the order in which they really alternate: each gather is launched

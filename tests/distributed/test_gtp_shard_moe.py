@@ -21,8 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, TokenDispatcher, parallelize_experts
+from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
 EXPERTS, WIDTH, HIDDEN, TOP_K, TOKENS = 4, 6, 8, 2, 5  # tokens of each rank
 
@@ -119,6 +120,33 @@ class TestMixtureOfExperts(GlooTest):
     def test_r1_gradients_are_right_with_tensor_parallel_experts(self) -> None:
         sizes = {"gtp": 2, "tp": 2, "ep": 2, "expert_tp": 2}
         self.check_folding(f"{sizes}", meshes_of(**sizes), is_fused=False)
+
+    def test_recipes_with_expert_parallelism_and_folding(self) -> None:
+        """Each expert's matrices are quantized by themselves, so where they lie does not matter."""
+        for recipe in (MXFP8(), Float8Rowwise(compute="float8")):
+            self.check_recipe(recipe, meshes_of(ep=2, expert_gtp=2))
+
+    @pytest.mark.soak
+    def test_more_recipes(self) -> None:
+        for recipe in (Float8Tensorwise(), Float8Blockwise(), NVFP4(), Float8Rowwise()):
+            self.check_recipe(recipe, meshes_of(ep=2, expert_gtp=2))
+            self.check_recipe(recipe, Meshes(self.hsdp_mesh(2), self.gtp_mesh(), self.rank, 4))
+
+    def check_recipe(self, recipe: Recipe, meshes: Meshes) -> None:
+        """Beside one process with the same recipe."""
+        reference = Block()
+        reference.experts = GroupedExperts(GroupedMLP(EXPERTS, WIDTH, 80))  # rows of several blocks, the last one short
+        init(reference)
+        is_grouped = lambda module, name: isinstance(module, GroupedLinear)  # noqa: E731
+        model = shard(quantize_(copy.deepcopy(reference), recipe, filter_fn=is_grouped), meshes)
+        quantize_(reference, recipe, filter_fn=is_grouped)
+        batches = [tokens_of(stream) for stream in range(meshes.num_streams)]
+        (sum(reference(batch).square().mean() for batch in batches) / len(batches)).backward()
+        model(batches[meshes.stream]).square().mean().backward()
+        self.same(f"{recipe}", model, reference, "grad")
+        for module in (reference, model):
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        self.same(f"{recipe}", model, reference, "param")
 
     @pytest.mark.soak
     def test_more_meshes(self) -> None:

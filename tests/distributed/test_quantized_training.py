@@ -18,7 +18,7 @@ from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, SchedulePolicy, quantize_
 from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
 
 class TestQuantizedTraining(GlooTest):
@@ -51,7 +51,7 @@ class TestQuantizedTraining(GlooTest):
         """Cut by rows of every expert, and between experts."""
         mesh = self.gtp_mesh()
         experts = lambda module, name: isinstance(module, GroupedLinear)  # noqa: E731
-        for recipe in (Float8Tensorwise(), MXFP8(), NVFP4()):
+        for recipe in (Float8Tensorwise(), Float8Rowwise(), Float8Blockwise(), MXFP8(), NVFP4()):
             for options in ({}, {"shard_placement_fn": lambda p: GTPShard(0) if p.ndim == 3 else None}):
                 torch.manual_seed(0)
                 shard = gtp(recipe, mesh, experts, **options)

@@ -116,6 +116,23 @@ def test_r32_what_backward_will_not_use_is_not_saved() -> None:
         assert (layer.weight.shape in saved) == (not freeze_input), saved
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_r32_nor_is_it_where_the_weight_is_sharded(single: bool) -> None:
+    """Of a sharded weight nothing is saved at all."""
+    splits, x = torch.tensor([4, 3, 5, 0]), torch.randn(12, 8, requires_grad=True)
+    with fake_world(world_size=1):
+        layer = make(torch.float32, bias=False, single_grouped_weight=single)
+        gtp_shard(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",)), schedule=ALL)
+        for freeze_weight, freeze_input in ((True, False), (False, True), (False, False), (True, True)):
+            layer.requires_grad_(not freeze_weight)
+            saved: list[torch.Size] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):  # noqa: B023
+                output = layer(x.detach() if freeze_input else x, splits)
+            of_groups = [] if freeze_weight and freeze_input else [splits.shape]
+            assert saved == [x.shape] * (not freeze_weight) + of_groups
+            assert output.requires_grad == bool(of_groups)
+
+
 def test_r32_a_gradient_that_is_not_contiguous() -> None:
     layer, splits = make(torch.float32), torch.tensor([4, 3, 4, 0])
     x = torch.randn(12, 8, requires_grad=True)
