@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -290,6 +293,28 @@ class TestCudaKernel(unittest.TestCase):
                 ):
                     torch.testing.assert_close(a, b, rtol=0, atol=0)
                 self.check_reference(x, grad, weight, counts)
+
+    def test_debug_mode_finds_counts_beyond_the_rows(self) -> None:
+        """By an assertion on the device, after which the process has no use of the GPU: so in one of its own."""
+        script = """
+import sys, torch
+from dtensor_gtp.nn import GroupedLinear
+layer = GroupedLinear(2, 64, 64, bias=False, device="cuda", dtype=torch.bfloat16)
+x = torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16)
+layer(x, torch.tensor([8, int(sys.argv[1])], device="cuda"))
+torch.cuda.synchronize()
+"""
+        variables = {"DTENSOR_GTP_DEBUG": "splits", "PYTHONPATH": os.pathsep.join(sys.path)}
+        for beyond in (0, 1):
+            result = subprocess.run(
+                [sys.executable, "-c", script, str(beyond)],
+                env=os.environ | variables,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            self.assertEqual(result.returncode != 0, bool(beyond), result.stderr)
+            self.assertEqual("device-side assert" in result.stderr, bool(beyond), result.stderr)
 
     def check_reference(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> None:
         """Output, dgrad and wgrad against a loop in fp64; zeros beyond the last group."""

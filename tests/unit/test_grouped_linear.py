@@ -182,9 +182,10 @@ def test_two_uses_in_one_step_and_recomputation() -> None:
         assert torch.equal(again.weight.grad, layer.weight.grad)
 
 
-def test_compiles_into_one_graph() -> None:
+@pytest.mark.parametrize("single", [True, False])
+def test_compiles_into_one_graph(single: bool) -> None:
     # The compiler's shape function of grouped_mm knows bfloat16 alone (torch 2.13).
-    layer = make(torch.bfloat16, scale_bias=True)
+    layer = make(torch.bfloat16, scale_bias=True, single_grouped_weight=single)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
     x, scales = torch.randn(12, 8).bfloat16().requires_grad_(), torch.rand(12).bfloat16()
     for splits in SPLITS[:3]:
