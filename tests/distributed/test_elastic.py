@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp._runtime import collectives
 from dtensor_gtp.elastic import (
     BatchShare,
     BlockColwiseParallel,
@@ -253,7 +254,16 @@ class TestSixRanks(GlooTest):
             MixedPrecisionPolicy(reduce_dtype=torch.float16),
         ):
             elastic = Elastic(self.unequal(), make_optimizer=sgd, mp_policy=policy)
-            elastic.train(rtol=5e-2, atol=2e-2)
+            dtypes: set[torch.dtype] = set()
+            all_reduce = collectives.all_reduce
+
+            def recording(tensor: torch.Tensor, *args: Any) -> Any:
+                dtypes.add(tensor.dtype)  # noqa: B023
+                return all_reduce(tensor, *args)  # noqa: B023
+
+            with mock.patch.object(collectives, "all_reduce", recording):
+                elastic.train(rtol=5e-2, atol=2e-2)
+            self.assertEqual(dtypes, {policy.reduce_dtype})
             elastic.sync.check_values()
 
     def test_clipping_keeps_replicas_equal_to_the_last_bit(self) -> None:

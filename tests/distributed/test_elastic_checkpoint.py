@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,9 @@ from checkpoint_common import adamw, job_state, make, shard
 from common import GlooTest, assert_same_params, full, shared_directory
 from quant_common import Net, blocks_only, gtp, loss_of, reference_of, take_over
 from quant_common import tokens_of as quantized_tokens_of
-from test_elastic import token_loss, tokens_of
+from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, tokens_of
 from torch.distributed.checkpoint.state_dict import set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
@@ -28,6 +29,7 @@ from dtensor_gtp.elastic import (
     ElasticMesh,
     HeldState,
     ReplicaSavePlanner,
+    WeightSpec,
     hold_state,
     nonuniform_mesh,
     recover_state,
@@ -132,23 +134,70 @@ class TestElasticCheckpoint(GlooTest):
                 self.assertTrue(all(count == 1 for count in planner.writes.values()), planner.writes)
                 # The replica of four ranks writes: the blocked weight has a chunk on three of them, others on four.
                 self.assertEqual(sum(fqn == "model.embedding.weight" for fqn, _ in planner.writes), 4)
-            for mesh in (_replicas(OTHER), self.gtp_mesh(), _replicas(UNEQUAL)):
+            for mesh in (_replicas(OTHER), self.gtp_mesh(), _equal_replicas(), _replicas(UNEQUAL)):
                 resumed = Job(mesh, seed=1)
                 resumed.load(path)
                 resumed.check(Reference(2))
                 resumed.train([2])
                 resumed.check(Reference(3))
+            plain = Reference(1)  # one process: not sharded at all
+            state = job_state(plain.model, plain.optimizer)
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+            set_state_dict(
+                plain.model, plain.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+            plain.train([2])
+            resumed.check(plain)
 
     def test_from_one_mesh_to_unequal_replicas(self) -> None:
+        for mesh in (self.gtp_mesh(), _equal_replicas()):
+            with shared_directory() as path:
+                job = Job(mesh)
+                job.train(range(2))
+                dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path)
+                resumed = Job(_replicas(UNEQUAL), seed=1)
+                resumed.load(path)
+                resumed.sync.check_values()
+                resumed.train([2])
+                resumed.check(Reference(3))
+
+    def test_replicas_of_unequal_tp(self) -> None:
+        """Five heads over 3, 2 and 1 ranks of tp. A checkpoint, and what is left in memory without rank 2, go back
+        there and to replicas of 2 x 2 and 1 x 2."""
+        weights = [WeightSpec("wq", (5 * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
+        layouts = (([0, 1, 2], [3, 4], [5]), 3), (([0, 1, 2, 3], [4, 5]), 2)
+        meshes = [nonuniform_mesh("cpu", replicas=ranks, tp=tp, weights=weights) for ranks, tp in layouts]
+        sizes = [[(replica.gtp, replica.tp) for replica in mesh.layout.replicas] for mesh in meshes]
+        self.assertEqual(sizes, [[(1, 3), (1, 2), (1, 1)], [(2, 2), (1, 2)]])
+        torch.manual_seed(3)
+        job = Elastic(meshes[0], Heads(), shard_heads)
+        job.train(steps=2)
+        state, planner = job_state(job.model, job.optimizers[1]), RecordingPlanner(meshes[0])
+        held = hold_state(state, step=2) if dist.get_rank() != 2 else None
         with shared_directory() as path:
-            job = Job(self.gtp_mesh())
-            job.train(range(2))
-            dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path)
-            resumed = Job(_replicas(UNEQUAL), seed=1)
-            resumed.load(path)
-            resumed.sync.check_values()
-            resumed.train([2])
-            resumed.check(Reference(3))
+            dcp.save(state, checkpoint_id=path, planner=planner)
+            if dist.get_rank() == 0:
+                self.assertTrue(all(count == 1 for count in planner.writes.values()), planner.writes)
+                self.assertEqual(sum(fqn == "model.wq.weight" for fqn, _ in planner.writes), 3)
+            for mesh, source in itertools.product(meshes, ("checkpoint", "memory")):
+                torch.manual_seed(4)
+                resumed = Elastic(mesh, Heads(), shard_heads)
+                state = job_state(resumed.model, resumed.optimizers[1])
+                if source == "memory":
+                    self.assertEqual(recover_state(held, state, mesh), 2)
+                else:
+                    dcp.load(state, checkpoint_id=path)
+                set_state_dict(
+                    resumed.model,
+                    resumed.optimizers[1],
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                )
+                resumed.reference, resumed.optimizers[0] = copy.deepcopy((job.reference, job.optimizers[0]))
+                assert_same_params(resumed.model, resumed.reference)
+                resumed.backward(tokens_of(2, 19))
+                resumed.step()
+                resumed.sync.check_values()
 
     def test_without_the_planner_nothing_is_written(self) -> None:
         """Chunks of unequal replicas overlap."""
@@ -301,6 +350,11 @@ class TestElasticCheckpoint(GlooTest):
         ):
             with self.assertRaisesRegex(ValueError, f"the state of the same model, but .* has 'model.{name}'"):
                 recover_state(held, other, mesh)
+
+
+@functools.cache
+def _equal_replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "gtp"))
 
 
 @functools.cache

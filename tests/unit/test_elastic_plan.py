@@ -297,6 +297,8 @@ class TestSegments(TestCase):
         for replicate, gtp in itertools.product((2, 3), (1, 2, 3, 4)):
             for seed, layout in enumerate(layouts(replicate, gtp)):
                 train(layout, WeightSpec("w", (7, 3), block_size=1 + seed % 2), seed)
+        for sizes in ((8, 5), (7, 8, 3)):  # beyond the patterns: 5 of 8, numbers without a common divisor
+            train(replicas_of(_consecutive(sizes)), WeightSpec("w", (23, 3)), 0)
 
     def test_blocks_are_never_cut(self) -> None:
         for layout in layouts(3, 4):
@@ -384,6 +386,8 @@ all ranks: 1 whole parameter, 256 B""",
         self.assertTrue(all(len(bucket.owners) == 64 for bucket in buckets))
         boxes = [box_of_rank(weight, layout, layout.num_ranks - 1).numel for weight in weights]
         self.assertEqual(sum(bucket.numel for bucket in buckets), sum(boxes))
+        self.assertEqual(plan.sync_nbytes(layout.num_ranks - 1), 4 * sum(boxes))
+        self.assertRegex(str(plan), r"^64 replicas of 4\d{3} ranks\n(.*\n)+\d+ buckets\n")
 
 
 class TestMemory(TestCase):
