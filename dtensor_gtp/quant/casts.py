@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 
 import torch
 import torch.nn as nn
@@ -216,13 +217,39 @@ def _try(device: torch.device) -> tuple[Casts, str]:
         from .triton_casts import TritonCasts  # needs Triton, which comes with torch for GPUs
 
         casts = TritonCasts(has_float8=torch.cuda.get_device_capability(device) >= (8, 9))
-        probe = torch.linspace(-2.0, 3.0, 1000, device=device).view(20, 50)
-        pairs = zip(casts.cast_rows(probe), _REFERENCE.cast_rows(probe), strict=True)
-        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
-            return _REFERENCE, "a cast by Triton has other bits than the reference"
+        matrix = torch.linspace(-2.0, 3.0, 1000, device=device).view(20, 50)
+        for (name, actual), (_, expected) in zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True):
+            if not all(map(_has_same_bits, actual, expected)):
+                return _REFERENCE, f"{name} by Triton has other bits than the reference"
     except Exception as error:  # what it raises without Triton, a C compiler for its launchers, support of the GPU
         return _REFERENCE, f"Triton does not work ({type(error).__name__}: {error})"
     return casts, ""
+
+
+def _probe(casts: Casts, matrix: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+    """By name, what each kernel makes of a matrix: once, because each is compiled for it."""
+    amax = _REFERENCE.amax(matrix, (-2, -1))
+    yield "amax", (casts.amax(matrix, (-2, -1)),)
+    yield "e4m3_scale", (casts.e4m3_scale(amax),)
+    yield "cast_matrix", casts.cast_matrix(matrix)
+    yield "cast_matrix_turned", casts.cast_matrix_turned(matrix, 16)
+    yield "cast_rows", casts.cast_rows(matrix)
+    yield "cast_blocks", casts.cast_blocks(matrix, (128, 128))
+    yield "cast_mx", casts.cast_mx(matrix, (1, 32), "rceil")
+    yield "cast_nvfp4", casts.cast_nvfp4(matrix, (1, 16), amax)
+    data, _ = _REFERENCE.cast_matrix(matrix)
+    yield "dequantize_matrix", (casts.dequantize_matrix(data, amax, torch.bfloat16),)
+    for block in ((128, 128), (1, 32)):
+        cast_of = _REFERENCE.cast_blocks if block[0] > 1 else partial(_REFERENCE.cast_mx, rounding="rceil")
+        yield "dequantize_blocks", (casts.dequantize_blocks(*cast_of(matrix, block), block, torch.float32),)
+    packed = _REFERENCE.cast_nvfp4(matrix, (1, 16), amax)
+    yield "dequantize_nvfp4", (casts.dequantize_nvfp4(*packed, amax, (1, 16), matrix.shape, torch.bfloat16),)
+
+
+def _has_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    # As bytes; those of scales may lie column by column.
+    pair = [tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)]
+    return actual.shape == expected.shape and torch.equal(*pair)
 
 
 __all__ = ["Casts", "casts_for", "describe_casts"]

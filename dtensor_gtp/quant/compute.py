@@ -52,7 +52,10 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
     if not recipe.has_gemms:
         return ComputePath(None, f"no GEMMs of {recipe.name}")
     if len(shape) != 2:
-        return _grouped_path(recipe, device, shape, dtype)
+        path = _grouped_path(recipe, device, shape, dtype)
+        if path.gemms is None and not torch.compiler.is_compiling():  # compilers cannot trace it at this place
+            warn_dequantized(recipe, fqn, path.reason)
+        return path
     missing = _missing_device(recipe, device)
     if missing and recipe.compute == "auto":
         return ComputePath(None, missing)

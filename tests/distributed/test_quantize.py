@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import unittest
+import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -13,13 +15,13 @@ from common import ALL, fake_world
 from extension_common import make_scaled
 from quant_common import all_recipes, dequantized, wire_traffic
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.quant import MXFP8, Direction
+from dtensor_gtp.quant import MXFP8, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise
 from dtensor_gtp.quant.tensor import MasterWeight, recipe_of
 
 
@@ -254,6 +256,45 @@ class TestSharded(unittest.TestCase):
                         expected = recipe.bytes_per_element() * shape[0] * shape[1] + rest
                         self.assertEqual(nbytes, expected / 4, (recipe, wrap, calls))
                         self.assertTrue({dtype for _, dtype, _ in calls} <= {torch.uint8, torch.int32})
+
+    def test_reductions_stay_in_float32(self) -> None:
+        """Whatever is gathered and multiplied with, and whatever is stored."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        forced = [cls(compute="float8") for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise)]
+        with fake_world(world_size=4), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # float8 GEMMs by the reference arithmetic
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            for recipe in (*all_recipes(), *forced):
+                for storage in ("master", "native"):
+                    for wrap in ("gtp", "fsdp"):
+                        model = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Linear(512, 512))
+                        quantize_(model, recipe, storage=storage)
+                        if wrap == "gtp":
+                            gtp_shard(model, mesh, mp_policy=policy, schedule=ALL)
+                        else:
+                            fully_shard(model, mesh=mesh, mp_policy=policy)
+                        result = model(torch.ones(2, 64, dtype=torch.bfloat16))
+                        with wire_traffic() as traffic:
+                            result.sum().backward()
+                        reduced = [call for call in traffic.calls if "reduce" in call[0] and call[1] != torch.int32]
+                        self.assertEqual({dtype for _, dtype, _ in reduced}, {torch.float32}, (recipe, storage, wrap))
+                        nbytes = sum(n for name, _, n in reduced if "scatter" in name)
+                        self.assertGreaterEqual(nbytes, 4 * (64 * 512 + 512 * 512), (recipe, storage, wrap))
+
+    def test_only_the_shard_is_quantized(self) -> None:
+        """By each rank, for one direction at a time."""
+        with fake_world(world_size=4):
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            for recipe in all_recipes():
+                model = quantize_(nn.Sequential(nn.Linear(48, 1024, bias=False), nn.Linear(1024, 48)), recipe)
+                gtp_shard(model, mesh, schedule=ALL)
+                shards = {tuple(layer.weight.to_local().shape) for layer in model}
+                quantize = type(recipe).quantize
+                with mock.patch.object(type(recipe), "quantize", autospec=True, side_effect=quantize) as seen:
+                    for _ in range(2):
+                        model(torch.ones(2, 48, requires_grad=True)).sum().backward()
+                self.assertEqual({tuple(call.args[1].shape) for call in seen.call_args_list}, shards)
+                self.assertEqual(seen.call_count, 2 * len({recipe.direction(d) for d in Direction}), recipe)
 
     def test_r18_report_says_where_weights_are_cut_and_what_computes(self) -> None:
         blocks = {"float8_tensorwise": 1, "float8_rowwise": 1, "float8_blockwise": 128, "mxfp8": 32, "nvfp4": 16}

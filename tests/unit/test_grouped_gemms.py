@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ import torch.nn as nn
 
 from dtensor_gtp import quantize_
 from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.quant import Float8Rowwise
+from dtensor_gtp.quant import Float8Rowwise, Float8Tensorwise
 from dtensor_gtp.quant.base import Direction, Quantized
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.grouped_gemms import GroupedRowwiseGEMMs
@@ -107,3 +111,24 @@ def test_which_way_is_chosen_and_said() -> None:
         "dequantize": "dequantized for the GEMM (asked for)",
         "float8": "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized",
     }
+
+
+def test_what_is_asked_for_and_not_there_is_said_once() -> None:
+    """Without a grouped GEMM of the recipe, or for shapes that it does not take."""
+    hopper, cpu = torch.device("cuda"), torch.device("cpu")
+    cases = (
+        (Float8Tensorwise(compute="float8"), cpu, (GROUPS, N, K), "no grouped GEMMs of float8_tensorwise"),
+        (Float8Rowwise(compute="float8"), hopper, (GROUPS, N, 30), r"a shape of \(32, 30\) is not in multiples of 16"),
+    )
+    for recipe, device, shape, reason in cases:
+        with (
+            mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("default")
+            for _ in range(2):
+                path = choose_path(recipe, device, torch.Size(shape), torch.bfloat16, "experts.weight")
+                choose_path(replace(recipe, compute="auto"), device, torch.Size(shape), torch.bfloat16, "other.weight")
+        assert path.gemms is None
+        assert len(caught) == 1
+        assert re.search(f"asks for float8 GEMMs, but 'experts.weight' is dequantized: {reason}", str(caught[0].message))
