@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unittest
 import warnings
 from dataclasses import replace
@@ -17,6 +18,7 @@ from common import ALL, environment, fake_world
 from float8_reference import Values, dgrad_operands, forward_operands, wgrad_operands
 from quant_common import wire_traffic
 from runtime_common import runtime_of
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
@@ -327,6 +329,24 @@ class TestLayers(unittest.TestCase):
     def test_frozen_weights_and_inputs_without_gradient(self) -> None:
         for recipe in (Float8Tensorwise(compute="float8"), Float8Rowwise(compute="float8")):
             self._check(recipe, ("aot_eager",))
+
+    def test_casts_fuse_with_what_precedes_them(self) -> None:
+        """Norm, scales and cast are one kernel, whose result the opaque op of the GEMM takes."""
+        torch._dynamo.reset()
+        with fake_world(world_size=1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+            model = nn.Sequential(nn.RMSNorm(128), nn.Linear(128, 256, bias=False)).bfloat16()
+            gtp_shard(quantize_(model, Float8Rowwise(compute="float8")), mesh, schedule=ALL)
+            with torch.no_grad():
+                _, (code,) = run_and_get_code(
+                    torch.compile(model, fullgraph=True), torch.randn(8, 128, dtype=torch.bfloat16)
+                )
+        calls = re.findall(r"^\s+(cpp_fused\w*)\(.*\)$", code, re.MULTILINE)
+        self.assertEqual(len(calls), 1, code)
+        self.assertRegex(calls[0], "rsqrt")
+        self.assertRegex(calls[0], "amax")
+        self.assertIn("torch.ops.dtensor_gtp.float8_linear.default(", code)
 
     @pytest.mark.soak
     def test_inductor(self) -> None:

@@ -65,6 +65,10 @@ def on_tp(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
     return shard
 
 
+def in_float32(shard: ShardFn) -> ShardFn:
+    return lambda model: shard(model.float())
+
+
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(value).clone() for name, value in model.state_dict().items()}
 
@@ -156,7 +160,8 @@ class TestNativeCheckpoint(GlooTest):
                     (NVFP4(), on_fsdp(NVFP4(), mesh)),
                     (Float8Tensorwise(), on_tp(Float8Tensorwise(), tp)),
                     (MXFP8(), lambda m: fsdp(on_gtp(MXFP8(), around["gtp"])(m), around["dp"])),
-                    (NVFP4(), gtp(NVFP4(), mesh, up_only)),  # masters
+                    *((recipe, gtp(recipe, mesh, up_only)) for recipe in all_recipes()),  # masters
+                    *((recipe, in_float32(gtp(recipe, mesh, up_only))) for recipe in (MXFP8(), NVFP4())),
                 )
             ):
                 model = shard(net(2, torch.bfloat16))

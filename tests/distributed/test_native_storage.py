@@ -322,6 +322,23 @@ class TestSharded(unittest.TestCase):
                     model(torch.ones(1, 40)).sum().backward()
                     self.assertIs(type(model[0].weight.grad.to_local()), torch.Tensor)
 
+    def test_optimizers_cannot_write_shards(self) -> None:
+        """Neither under ``gtp_shard`` nor under ``fully_shard``, on any rank."""
+        wraps = (
+            lambda model, mesh: gtp_shard(model, mesh, schedule=ALL),
+            lambda model, mesh: fully_shard(model, mesh=mesh),
+        )
+        for rank in (0, 3):
+            with fake_world(rank=rank, world_size=4):
+                mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+                for wrap in wraps:
+                    for options in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+                        model = wrap(native(nn.Sequential(nn.Linear(64, 128)), "mxfp8"), mesh)
+                        model(torch.ones(1, 64)).sum().backward()
+                        message = r"Parameter '0.weight' of shape \(32, 64\) has native storage .*MasterOptimizer"
+                        with self.assertRaisesRegex(NotImplementedError, message):
+                            torch.optim.AdamW(model.parameters(), **options).step()
+
     def test_frozen_base_with_adapters(self) -> None:
         """Nothing is reduced for what does not train."""
         with fake_world(world_size=4):

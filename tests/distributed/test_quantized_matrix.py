@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from common import GlooTest, _mesh
 from float8_reference import float8_reference
-from quant_common import Net, blocks_only, check, fsdp, gtp, reference_of
+from quant_common import Net, blocks_only, check, fsdp, gtp, reference_of, uneven
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -83,6 +83,27 @@ def compare(
     )
 
 
+def other_biases(model: nn.Module) -> nn.Module:
+    """A bias where there was none, and none where there was one."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.up.register_parameter("bias", None)
+        layer.down.bias = nn.Parameter(torch.randn(layer.down.out_features))
+    return model
+
+
+def tied(rows: int) -> nn.Module:
+    """With a head that is the embedding, of a size that can be cut into whole blocks."""
+    model = Net()
+    model.embedding, model.head = nn.Embedding(rows, 40), nn.Linear(40, rows, bias=False)
+    uneven(model.embedding.weight)
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def is_head(module: nn.Module, name: str) -> bool:
+    return name == "head"
+
+
 class Combinations:
     """Of one recipe; each has its own start."""
 
@@ -93,7 +114,7 @@ class Combinations:
         torch.manual_seed(0)
         yield compare(self.recipe, Net(), gtp(self.recipe, mesh), mesh)  # odd shapes; a bias and none
         torch.manual_seed(1)
-        yield compare(self.recipe, Net(dim=64, hidden=96), gtp(self.recipe, mesh), mesh)
+        yield compare(self.recipe, other_biases(Net(dim=64, hidden=96)), gtp(self.recipe, mesh), mesh)
         if self.recipe.compute != "float8":
             torch.manual_seed(2)
             yield compare(self.recipe, Net(is_tied=True), gtp(self.recipe, mesh, is_linear), mesh, is_linear)
@@ -103,11 +124,33 @@ class Combinations:
         names = partial(is_layer, "up")
         shard = lambda model: fsdp(quantize_(model, self.recipe, filter_fn=names), mesh)  # noqa: E731
         yield compare(self.recipe, Net(hidden=rows), shard, mesh, names)
+        yield compare(self.recipe, other_biases(Net(hidden=rows)), shard, mesh, names)
+        if self.recipe.compute != "float8":
+            shard = lambda model: fsdp(quantize_(model, self.recipe, filter_fn=is_head), mesh)  # noqa: E731
+            yield compare(self.recipe, tied(rows), shard, mesh, is_head)
 
     def tensor_parallel(self, mesh: DeviceMesh, plan: str, hidden: int = 256) -> Iterator[None]:
         torch.manual_seed(4)
         shard = lambda model: gtp(self.recipe, mesh["gtp"])(self._parallel(model, mesh, plan))  # noqa: E731
-        yield compare(self.recipe, Net(hidden=hidden), shard, mesh["gtp"], cut=PLANS[plan])
+        for model in (Net(hidden=hidden), other_biases(Net(hidden=hidden))):
+            yield compare(self.recipe, model, shard, mesh["gtp"], cut=PLANS[plan])
+
+    def tied_head(self, mesh: DeviceMesh, rows: int) -> Iterator[None]:
+        """Cut by tensor parallelism along its rows, then by gtp, then, if there is such an axis, by ``fully_shard``."""
+        torch.manual_seed(6)
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+
+        def shard(model: nn.Module) -> nn.Module:
+            parallelize_module(model, mesh["tp"], plan)
+            model.head.weight = model.embedding.weight
+            model = gtp(self.recipe, mesh["gtp"], is_head)(model)
+            return fsdp(model, mesh["dp"]) if "dp" in mesh.mesh_dim_names else model
+
+        data = mesh["dp", "gtp"] if "dp" in mesh.mesh_dim_names else mesh["gtp"]
+        yield compare(self.recipe, tied(rows), shard, data, is_head, cut=plan)
 
     def all_three(self, mesh: DeviceMesh, hidden: int = 512) -> Iterator[None]:
         """Rows of a slice that gtp cuts into equal numbers of whole blocks, which ``fully_shard`` can cut again."""
@@ -137,6 +180,7 @@ class TestCut(GlooTest):
         mesh = _mesh((2, 1, 2), ("dp", "gtp", "tp"))
         for recipe in (MXFP8(), Float8Rowwise(compute="float8")):
             run(Combinations(recipe).all_three(mesh, hidden=128))
+        run(Combinations(MXFP8()).tied_head(mesh, 128))
 
 
 @pytest.mark.soak
@@ -152,11 +196,15 @@ class TestMatrix(GlooTest):
         mesh = _mesh((4, 2), ("gtp", "tp"))
         for recipe in (*DEQUANTIZED, *FLOAT8):
             run(*(Combinations(recipe).tensor_parallel(mesh, plan) for plan in PLANS))
+        for recipe in DEQUANTIZED:
+            run(Combinations(recipe).tied_head(mesh, 256))
 
     def test_fully_shard_gtp_and_tensor_parallel(self) -> None:
         mesh = _mesh((2, 2, 2), ("dp", "gtp", "tp"))
         for recipe in (*DEQUANTIZED, *FLOAT8):
             run(Combinations(recipe).all_three(mesh))
+        for recipe in DEQUANTIZED:
+            run(Combinations(recipe).tied_head(mesh, 512))
 
 
 if __name__ == "__main__":

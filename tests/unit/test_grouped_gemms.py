@@ -131,4 +131,6 @@ def test_what_is_asked_for_and_not_there_is_said_once() -> None:
                 choose_path(replace(recipe, compute="auto"), device, torch.Size(shape), torch.bfloat16, "other.weight")
         assert path.gemms is None
         assert len(caught) == 1
-        assert re.search(f"asks for float8 GEMMs, but 'experts.weight' is dequantized: {reason}", str(caught[0].message))
+        assert re.search(
+            f"asks for float8 GEMMs, but 'experts.weight' is dequantized: {reason}", str(caught[0].message)
+        )
