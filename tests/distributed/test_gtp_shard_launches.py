@@ -178,6 +178,12 @@ use 0.q""",
             for expected, part in ((forward, names[:turn]), (backward, names[turn:])):
                 if expected is not None:
                     self.assertEqual(between(weight, part), expected, weight)
+        # One gather stream for each communicator: that of all experts is in order, and another than that of the rest.
+        of_experts, of_others = (
+            {weight.groups.gather_name for weight in runtime_of(model).weights if ("experts" in weight.fqn) == is_one}
+            for is_one in (True, False)
+        )
+        self.assertEqual((len(of_experts), len(of_others), len(of_experts | of_others)), (1, 1, 2))
 
     def test_recomputations_are_gathered_ahead(self) -> None:
         """In one chain with the rest of backward, in the order in which they really alternate: each gather is launched
