@@ -121,6 +121,19 @@ class TestMixtureOfExperts(GlooTest):
         sizes = {"gtp": 2, "tp": 2, "ep": 2, "expert_tp": 2}
         self.check_folding(f"{sizes}", meshes_of(**sizes), is_fused=False)
 
+    def test_recomputation_with_expert_parallelism(self) -> None:
+        """Tokens are sent once more in backward; both ways of sending them, both kinds of checkpoints."""
+        meshes = meshes_of(ep=2, expert_gtp=2)
+        reference = make_block()
+        batches = [tokens_of(stream).requires_grad_() for stream in range(meshes.num_streams)]
+        (sum(reference(batch).square().mean() for batch in batches) / len(batches)).backward()
+        for method, use_reentrant in itertools.product(("all_to_all", "all_gather"), (True, False)):
+            model = shard(make_block(), meshes, method)
+            x = batches[meshes.stream].detach().requires_grad_()
+            checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+            self.same(f"{method} {use_reentrant}", model, reference, "grad")
+            self.assertEqual(x.grad, batches[meshes.stream].grad * len(batches))
+
     def test_recipes_with_expert_parallelism_and_folding(self) -> None:
         """Each expert's matrices are quantized by themselves, so where they lie does not matter."""
         for recipe in (MXFP8(), Float8Rowwise(compute="float8")):

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from dtensor_gtp import quantize_
 from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.quant import Float8Rowwise, Float8Tensorwise
+from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise
 from dtensor_gtp.quant.base import Direction, Quantized
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.grouped_gemms import GroupedRowwiseGEMMs
@@ -111,6 +111,17 @@ def test_which_way_is_chosen_and_said() -> None:
         "dequantize": "dequantized for the GEMM (asked for)",
         "float8": "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized",
     }
+    for device in (cpu, torch.device("cuda")):
+        reasons = [
+            choose_path(recipe, device, shape, torch.bfloat16, "experts.weight").describe()
+            for recipe in (MXFP8(), NVFP4(), Float8Blockwise(), Float8Tensorwise())
+        ]
+        assert reasons == [
+            "dequantized for the GEMM (no GEMMs of mxfp8)",
+            "dequantized for the GEMM (no GEMMs of nvfp4)",
+            "dequantized for the GEMM (no grouped GEMMs of float8_blockwise)",
+            "dequantized for the GEMM (no grouped GEMMs of float8_tensorwise)",
+        ]
 
 
 def test_what_is_asked_for_and_not_there_is_said_once() -> None:
