@@ -145,6 +145,8 @@ class CommContext:
                 gather = compat.twin_group(gather, device, "gtp_gather", _options(schedule.gather_ctas))
             choice = choose_gather_backend(schedule, [gather, *replicate], device)
             self._gather_backends[gather.group_name] = choice.backend
+            if isinstance(choice.backend, CopyEngine):
+                choice.backend.cast_stream = self._new_stream()
             if schedule.reduce_scatter == "copy_engine":
                 together = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
                 enough = (schedule.max_inflight_reduce_scatters + 1) * together

@@ -145,7 +145,7 @@ class CopyEngine(PeerCopies):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self._cast_stream = torch.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.cast_stream: torch.Stream | None = None  # who owns streams sets it, to have casts ahead
         self._num_gathers = 0
         # When the first barrier of the last gather was passed, and whether that was in a graph.
         self._last_passed: torch.Event | None = None
@@ -179,7 +179,7 @@ class CopyEngine(PeerCopies):
 
         is_cast = self._cast_ahead(ready, staged(self._rank), parts, shards)
         stage.barrier(0)
-        if self._cast_stream is not None:
+        if self.cast_stream is not None:
             stream = torch.accelerator.current_stream(self._device.index)
             self._last_passed, self._last_captured = stream.record_event(), self._is_capturing()
             if is_cast is not None:
@@ -204,13 +204,13 @@ class CopyEngine(PeerCopies):
     ) -> torch.Event | None:
         """Cast on a stream of its own, if it is known when nobody reads the half any more; when that is done."""
         is_known = self._last_captured == self._is_capturing() and (self._last_captured or not self._captured)
-        if ready is None or self._cast_stream is None or self._last_passed is None or not is_known:
+        if ready is None or self.cast_stream is None or self._last_passed is None or not is_known:
             return None
-        self._cast_stream.wait_event(ready)
-        self._cast_stream.wait_event(self._last_passed)
-        with self._cast_stream:
+        self.cast_stream.wait_event(ready)
+        self.cast_stream.wait_event(self._last_passed)
+        with self.cast_stream:
             self._cast(staged, parts, shards)
-        return self._cast_stream.record_event()
+        return self.cast_stream.record_event()
 
     def _cast(
         self, staged: list[torch.Tensor], parts: list[tuple[torch.Tensor, ...]], shards: list[torch.Tensor]

@@ -22,6 +22,7 @@ COMPILED = "-compiled"  # a mode's name with this suffix is the same with each b
 GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA graph
 BLOCK_GRAPHS = "-blockgraphs"  # and with this one each block of a gtp mode, its collectives between the graphs
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
+MEGATRON = ("megatron-fp32", "megatron-bf16")  # where megatron-fsdp is installed
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEARNING_RATE = 1e-5
@@ -144,7 +145,7 @@ class Mode(NamedTuple):
     """What the name of a mode says.
 
     Args:
-        base: one of :data:`MODES` or :data:`PEERS`.
+        base: one of :data:`MODES`, :data:`PEERS` or :data:`MEGATRON`.
         recipe: of its linear layers, or empty.
     """
 
@@ -161,8 +162,8 @@ class Mode(NamedTuple):
         """
         plain = mode.removesuffix(BLOCK_GRAPHS).removesuffix(GRAPH).removesuffix(COMPILED)
         base, _, recipe = plain.partition(RECIPE)
-        if base not in (*MODES, *PEERS):
-            raise ValueError(f"Mode expects one of {', '.join((*MODES, *PEERS))}, but got {mode!r}.")
+        if base not in (known := (*MODES, *PEERS, *MEGATRON)):
+            raise ValueError(f"Mode expects one of {', '.join(known)}, but got {mode!r}.")
         is_compiled = mode.removesuffix(GRAPH).endswith(COMPILED)
         return cls(base, recipe, is_compiled, mode.endswith(GRAPH), mode.endswith(BLOCK_GRAPHS))
 
@@ -194,7 +195,8 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
             "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-bf16-lookup": activations cross the wire
             in the place of the embedding's weight; "gtp-bf16-exchange": in the place of the output projection's, too.
             "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
-            float8 with float8 all-gather, under ``fully_shard``. With the suffix "-compiled" each block is compiled,
+            float8 with float8 all-gather, under ``fully_shard``; "megatron-R": ``fully_shard_model`` of megatron-fsdp
+            with each block a unit. With the suffix "-compiled" each block is compiled,
             with ``fullgraph=True``; with "-graph" after it, which only :func:`make_step` heeds, steps of gtp modes are
             CUDA graphs; with "-blockgraphs" each block of a gtp mode is recorded by ``capture_blocks``.
         workload: the model.
@@ -225,6 +227,30 @@ def _to_torchao(model: nn.Module, world: World) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=_in_blocks)
 
 
+def has_megatron() -> bool:
+    return importlib.util.find_spec("megatron_fsdp") is not None
+
+
+def _to_megatron(model: Llama, mode: Mode) -> nn.Module:
+    """Parameters, gradients and optimizer state sharded; bf16 weights, of which there are fp32 main weights."""
+    if not has_megatron():
+        raise RuntimeError("the megatron modes want megatron-fsdp: pip install megatron-fsdp einops")
+    from megatron_fsdp import MixedPrecisionPolicy as Policy
+    from megatron_fsdp import fully_shard_model
+
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    policy = Policy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=mode.reduce_dtype)
+    sharded: nn.Module = fully_shard_model(
+        model,
+        fsdp_unit_modules=[type(model.layers[0])],
+        zero_dp_strategy="optim_grads_params",
+        mixed_precision_policy=policy,
+        preproc_state_dict_for_dcp_ckpt=False,
+    )
+    return sharded
+
+
 def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Module:
     """Prepares the whole model for ``mode``."""
     if mode.family == "compute":
@@ -233,6 +259,8 @@ def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Modu
         return model
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=mode.reduce_dtype)
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
+    if mode.family == "megatron":
+        return _to_megatron(model, mode)
     if mode.family in ("fsdp2", "torchao"):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -254,6 +282,11 @@ def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Op
     with fixed gradients. Updating the whole weights on each process would be more work than any sharded mode does.
     """
     parsed = Mode.parse(mode)
+    if parsed.family == "megatron":
+        from megatron_fsdp import fully_shard_optimizer
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
+        return fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
     if parsed.family != "compute":
         return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True, capturable=parsed.is_captured)
     stand_ins = []
@@ -310,6 +343,8 @@ def make_step(
             inspect()
         for parameter in model.parameters():
             parameter.grad = None
+        if parsed.family == "megatron":
+            model.zero_grad_buffer()
         return loss.detach()
 
     if not parsed.is_captured:

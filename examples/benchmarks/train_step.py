@@ -41,11 +41,13 @@ from modes import (
     BLOCK_GRAPHS,
     COMPILED,
     GRAPH,
+    MEGATRON,
     MODES,
     PRESETS,
     Workload,
     build_mode,
     build_optimizer,
+    has_megatron,
     make_step,
     recipe_modes,
 )
@@ -63,9 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--modes",
         nargs="+",
-        default=list(MODES),
+        default=[*MODES, *(MEGATRON if has_megatron() else ())],
         metavar="MODE",
-        help=f"any of {', '.join(MODES)}, or a family such as gtp",
+        help=f"any of {', '.join((*MODES, *MEGATRON))}, or a family such as gtp; default: all, those of megatron where "
+        "megatron-fsdp is installed",
     )
     add("--preset", choices=PRESETS, default="llama8b-width")
     add("--seq-lens", nargs="+", type=_positive, metavar="T", help="tokens per sequence; default: the preset's")
@@ -113,7 +116,8 @@ def parse_arguments() -> argparse.Namespace:
         resolved = resolve_modes(arguments.modes)
         arguments.modes = recipe_modes(resolved, arguments.recipe)
         if arguments.compile:
-            arguments.modes = [name for mode in arguments.modes for name in (mode, mode + COMPILED)]
+            compiled = {mode: [] if mode in MEGATRON else [mode + COMPILED] for mode in arguments.modes}
+            arguments.modes = [name for mode in arguments.modes for name in (mode, *compiled[mode])]
         graphs = []
         if arguments.graph:
             graphs += [mode + GRAPH for mode in arguments.modes if mode.startswith("gtp")]
@@ -142,9 +146,10 @@ def resolve_modes(names: Iterable[str]) -> list[str]:
     """
     resolved: list[str] = []
     for name in names:
-        found = [mode for mode in MODES if name == mode or name == mode.partition("-")[0]]
+        known = (*MODES, *MEGATRON)
+        found = [mode for mode in known if name == mode or name == mode.partition("-")[0]]
         if not found:
-            raise ValueError(f"resolve_modes expects modes of {', '.join(MODES)}, but got {name!r}.")
+            raise ValueError(f"resolve_modes expects modes of {', '.join(known)}, but got {name!r}.")
         resolved += [mode for mode in found if mode not in resolved]
     return resolved
 

@@ -331,7 +331,7 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
 
     def job(group: Group) -> None:
         engine = Engine(group, CPU)
-        engine._cast_stream = mock.MagicMock()
+        engine.cast_stream = mock.MagicMock()
         is_capturing = False
         engine._is_capturing = lambda: is_capturing  # type: ignore[method-assign]
         targets: list[torch.Tensor] = []
@@ -339,13 +339,13 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
         engine._cast = lambda staged, *rest: (targets.extend(staged), cast(staged, *rest))  # type: ignore[assignment]
 
         def gather() -> tuple[bool, int]:
-            ahead = engine._cast_stream.__enter__.call_count
+            ahead = engine.cast_stream.__enter__.call_count
             output = torch.empty(NUM_RANKS * 8)
             engine.all_gather([output], [torch.full((8,), float(group.rank()))], ready=mock.Mock())
             assert torch.equal(output, torch.arange(4.0).repeat_interleave(8))
             stage = group.ranks.memory[group.rank(), engine._stage.nbytes]
             half = 2 * (targets[-1].data_ptr() - stage.data_ptr()) // stage.nbytes
-            return engine._cast_stream.__enter__.call_count > ahead, half
+            return engine.cast_stream.__enter__.call_count > ahead, half
 
         with mock.patch.object(copy_engine.torch.accelerator, "current_stream"):
             assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "the first one is in its place"
