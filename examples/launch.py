@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,8 @@ from torch.distributed.rendezvous import rendezvous
 
 # How long a collective may wait for a peer that neither answers nor dies. A peer that dies is noticed at once.
 _PEER_TIMEOUT = timedelta(minutes=2)
+# Between two looks at what other processes have put into the store.
+_POLL_S = 0.05
 
 # The words of gloo and NCCL for a peer that died. torchrun orders failures by whole seconds: a process that fails only
 # because a peer did stays long enough for torchrun to find that peer first and to end this one.
@@ -113,8 +116,34 @@ def start() -> Place:
 def _store_of_attempt() -> dist.Store:
     """The store of this attempt: torchrun serves all attempts of a job from one, where gloo would find the addresses of
     processes that are gone."""
-    store, _, world_size = next(rendezvous("env://", timeout=_PEER_TIMEOUT))
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-of-{world_size}", store)
+    store, rank, world_size = next(rendezvous("env://", timeout=_PEER_TIMEOUT))
+    return dist.PrefixStore(_name_of_attempt(store, rank, world_size), store)
+
+
+def _name_of_attempt(store: dist.Store, rank: int, world_size: int) -> str:
+    """A name that all processes of this attempt have, and no other attempt.
+
+    TORCHELASTIC_RESTART_COUNT is none: a host whose own processes have not failed, but which is called to a new
+    rendezvous by others, does not count that. So rank 0 makes a name and tells it to whoever asks under a name of its
+    own, until all have heard it; nobody answers what processes that are gone have asked.
+    """
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"asks/{rank}", own)
+        name: str = store.get(f"answer/{own}").decode()
+        store.set(f"{name}/heard/{rank}", "")
+        return name
+    end = time.monotonic() + _PEER_TIMEOUT.total_seconds()
+    waiting = set(range(1, world_size))
+    while waiting:
+        if time.monotonic() > end:
+            raise TimeoutError(f"ranks {sorted(waiting)} have not come within {_PEER_TIMEOUT.total_seconds():g} s")
+        for other in sorted(waiting):
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
+        waiting = {other for other in waiting if not store.check([f"{own}/heard/{other}"])}
+        time.sleep(_POLL_S)
+    return own
 
 
 def run(main: Callable[[], None], farewell: Farewell | None = None) -> None:

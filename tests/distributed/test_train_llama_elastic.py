@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
+import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import environment
 from test_train_llama import EXAMPLES, SCRIPT, STEPS, finish, launch, metrics, popen, saved_tensors, tiny, wrapper
 from torch.testing import assert_close
@@ -18,48 +24,121 @@ LAST_CHECKPOINT = 2
 BATCH = ("--batch-size", "13")
 
 
+# Where in a step rank 1 is killed.
+STRIKES = {
+    "forward": "self.model.embedding.register_forward_hook(die)",
+    "backward": "self.model.embedding.register_forward_hook(lambda m, a, out: out.register_hook(die) and None)",
+    "sync": "elastic.ReplicaSync.finish = die",
+    "optimizer": "self.optimizer.register_step_pre_hook(die)",
+    "checkpoint": "dcp.FileSystemWriter.write_data = die",
+}
+LEAVES_NOTHING = "train_llama.Trainer.leave = lambda self: None\n"
+
+
+def patch_of(point: str, folder: Path, first: str = "") -> str:
+    """Of the example: rank 1 runs ``first`` and is killed at a point of the fourth step, once."""
+    patch = f"""
+        import torch.distributed.checkpoint as dcp
+        from dtensor_gtp import elastic
+
+        struck = {str(folder / "struck")!r}
+
+        def die(*args):
+            open(struck, "w").close()
+            {first}
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        step = train_llama.Trainer.train_step
+
+        def step_or_die(self):
+            if self.step == {KILLED_AT} and rank == 1 and not os.path.exists(struck):
+                {STRIKES[point]}
+            return step(self)
+
+        train_llama.Trainer.train_step = step_or_die
+    """
+    return textwrap.dedent(patch)
+
+
 def popen_with_restarts(arguments: list[str | Path], num_processes: int) -> subprocess.Popen[str]:
     """torchrun reads its own options from the environment, too."""
     with environment(PET_MAX_RESTARTS="1"):
         return popen(arguments, num_processes)
 
 
-@pytest.mark.parametrize("path", ["memory", pytest.param("checkpoint", marks=pytest.mark.soak)])
-def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path, path: str) -> None:
-    """Three processes are replicas of two and one. One is killed in the fourth backward; torchrun ends the others,
-    which leave their state in memory, and starts all of them again. The job ends as one process would have ended it."""
+def cases() -> Iterator[Any]:
+    for path, point in itertools.product(("memory", "checkpoint"), STRIKES):
+        is_quick = (path, point) == ("memory", "backward")
+        yield pytest.param(path, point, marks=() if is_quick else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("path", "point"), cases())
+def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path, path: str, point: str) -> None:
+    """Three processes are replicas of two and one. One is killed in the fourth step; torchrun ends the others, which
+    leave their state in memory, and starts all of them again. The job ends as one process would have ended it."""
     in_memory = path == "memory"
-    whole = launch([SCRIPT, *tiny(tmp_path / "whole", *BATCH, "--json", tmp_path / "whole.json")], None)
-    assert whole.status == 0, whole.output
-    patch = f"""
-        step = train_llama.Trainer.train_step
-        def step_or_die(self):
-            if self.step == {KILLED_AT} and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                self.model.embedding.register_forward_hook(
-                    lambda m, a, out: out.register_hook(lambda g: os.kill(os.getpid(), signal.SIGKILL)) and None)
-            return step(self)
-        train_llama.Trainer.train_step = step_or_die
-        if not {in_memory}:
-            train_llama.Trainer.leave = lambda self: None
-    """
-    script = wrapper(tmp_path / "killed.py", patch)
+    script = wrapper(tmp_path / "killed.py", patch_of(point, tmp_path) + ("" if in_memory else LEAVES_NOTHING))
     started = time.monotonic()
     options = tiny(tmp_path / "elastic", *BATCH, "--elastic", "2", "--json", tmp_path / "elastic.json")
     result = finish(popen_with_restarts([script, *options], 3), started, 120)
     assert result.status == 0, result.output
     assert "2 replicas of 3 ranks" in result.output
+    recovered = re.search(r"recovered step (\d+) from memory", result.output)
     checkpoint = tmp_path / "elastic" / f"step-{LAST_CHECKPOINT}"
-    assert (f"recovered step {KILLED_AT} from memory" in result.output) == in_memory, result.output
-    assert (f"resumed from {checkpoint}, saved by 3 processes" in result.output) != in_memory
-    done = KILLED_AT if in_memory else LAST_CHECKPOINT
-    expected, resumed = metrics(tmp_path / "whole.json"), metrics(tmp_path / "elastic.json")
+    assert (f"resumed from {checkpoint}, saved by 3 processes" in result.output) == (recovered is None), result.output
+    done = LAST_CHECKPOINT if recovered is None else int(recovered[1])
+    if not in_memory:
+        assert recovered is None
+    elif point != "optimizer":  # where the others may have gone on by a part of the step
+        assert done == KILLED_AT + (point == "checkpoint")
+    check_as_one_process(tmp_path, done)
+
+
+def check_as_one_process(folder: Path, done: int) -> None:
+    """Losses since the restart and the last checkpoint are those of one process that nobody disturbed."""
+    whole = launch([SCRIPT, *tiny(folder / "whole", *BATCH, "--json", folder / "whole.json")], None)
+    assert whole.status == 0, whole.output
+    expected, resumed = metrics(folder / "whole.json"), metrics(folder / "elastic.json")
     assert [step for step, _ in resumed["losses"]] == list(range(done + 1, STEPS + 1))
     for (_, loss), (_, reference) in zip(resumed["losses"], expected["losses"][done:], strict=True):
         assert loss == pytest.approx(reference, abs=1e-5)
-    final = saved_tensors(tmp_path / "whole" / f"step-{STEPS}", tmp_path / "whole.pt")
-    for key, tensor in saved_tensors(tmp_path / "elastic" / f"step-{STEPS}", tmp_path / "elastic.pt").items():
+    final = saved_tensors(folder / "whole" / f"step-{STEPS}", folder / "whole.pt")
+    for key, tensor in saved_tensors(folder / "elastic" / f"step-{STEPS}", folder / "elastic.pt").items():
         if ".model." in key:
             assert_close(tensor, final[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.soak
+def test_job_goes_on_without_a_node(tmp_path: Path) -> None:
+    """Four launchers of a process each stand for four hosts: replicas of two and two. One of them is killed with its
+    process. The others find each other again and go on from memory, as replicas of two and one."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    script = wrapper(tmp_path / "killed.py", patch_of("backward", tmp_path, "os.kill(os.getppid(), signal.SIGKILL)"))
+    options = tiny(tmp_path / "elastic", *BATCH, "--elastic", "2", "--json", tmp_path / "elastic.json")
+    config = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    launcher = {
+        "PET_NNODES": "1:4",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"localhost:{store.port}",
+        "PET_RDZV_ID": "four",
+        "PET_RDZV_CONF": config,
+        "PET_MAX_RESTARTS": "2",
+        "PET_NPROC_PER_NODE": "1",
+    }
+    started = time.monotonic()
+    with environment(**launcher):
+        hosts = [popen(["-m", "torch.distributed.run", script, *options], None) for _ in range(4)]
+    try:
+        results = [finish(host, started, 180) for host in hosts]
+    finally:
+        for host in hosts:
+            host.terminate()  # which ends its process, too
+    output = "\n".join(result.output for result in results)
+    assert sorted(result.status for result in results) == [-9, 0, 0, 0], output
+    for layout in ("2 replicas of 4 ranks", "2 replicas of 3 ranks"):
+        assert layout in output, output
+    assert f"recovered step {KILLED_AT} from memory" in output, output
+    check_as_one_process(tmp_path, KILLED_AT)
 
 
 @pytest.mark.parametrize(
