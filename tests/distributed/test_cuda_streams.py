@@ -9,9 +9,13 @@ real ones changes in them, and results are the same in every run. What ranks tel
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import sys
+import tempfile
 import unittest
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,13 +27,14 @@ from common import environment, fake_world
 from cuda_common import BF16
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._torch_compat.driver import SignalBarrier, num_flag_bytes
-from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.nn import GroupedLinear, GroupedMLP
 
 WORLD_SIZE = 4
 WIDTH = 512
@@ -75,6 +80,17 @@ class Net(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
         return F.cross_entropy(self.head(x).float(), tokens)
+
+
+class MoEBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.experts = GroupedMLP(4, WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        split_sizes = torch.full((4,), x.shape[0] // 4, device=x.device)
+        return x + self.experts(self.dense(x), split_sizes)
 
 
 def tokens_of(step: int) -> torch.Tensor:
@@ -152,6 +168,25 @@ def train(
     return local_values(model)
 
 
+def spans_of(model: nn.Module, x: torch.Tensor) -> list[Any]:
+    """What the streams do in the third forward, as ``trace_picture.py`` reads it."""
+    scripts = Path(__file__).parents[2] / "examples" / "benchmarks"
+    with mock.patch.object(sys, "path", [str(scripts), *sys.path]):
+        import trace_picture
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            model(x)
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        trace = json.loads(Path(folder, "trace.json").read_text())
+    spans: list[Any] = trace_picture.read_timeline(trace).spans
+    return spans
+
+
 def make_job(
     mesh: DeviceMesh, is_captured: bool, **options: Any
 ) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
@@ -224,6 +259,30 @@ class TestStreams(unittest.TestCase):
                 with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
                     actual = train(mesh, prepare=compile_blocks, **schedule)
                 self.assert_same(actual, expected, name)
+
+    def test_a_trace_shows_experts_a_block_ahead(self) -> None:
+        """What stands for their gathers lies on one stream of its own, in order of use, and begins before what precedes
+        the experts has ended."""
+        schedule = SchedulePolicy(1, min_shard_numel=0, coalesce_nbytes=0, prefetch_nbytes=0)
+        with fake_world(0, 4), mock.patch.multiple(compat, **LOOPBACK):
+            mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("gtp", "expert_gtp"))
+            model = nn.Sequential(*(MoEBlock() for _ in range(3))).cuda()
+            for block in model:
+                gtp_shard(block.experts, mesh["expert_gtp"], schedule=schedule, mp_policy=BF16)
+            gtp_shard(model, mesh["gtp"], schedule=schedule, mp_policy=BF16)
+            spans = spans_of(model, torch.randn(4096, WIDTH, device="cuda"))
+        gathers, computes = (
+            [span for span in spans if span.what.startswith(kind)] for kind in ("all_gather", "compute")
+        )
+        of_experts = [span for span in gathers if "experts" in span.what]
+        (lane,) = {span.lane for span in of_experts}
+        self.assertNotIn(lane, {span.lane for span in [*computes, *gathers] if span not in of_experts})
+        names = [f"{block}.experts.{name}.weight" for block in range(3) for name in ("gate_up", "down")]
+        self.assertEqual(list(dict.fromkeys(span.what for span in of_experts)), [f"all_gather {n}" for n in names])
+        for name in names[2:]:  # a gather at the use would wait for the dense layer
+            begin = min(span.begin for span in of_experts if span.what == f"all_gather {name}")
+            end = max(span.end for span in computes if span.what == f"compute {name[0]}.dense.weight")
+            self.assertLess(begin, end, name)
 
     def test_grouped_gradients_equal_a_loop(self) -> None:
         """grouped_mm on a weight that was gathered on dim 1, against a loop over the groups in fp32."""
