@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import unittest
 import warnings
 from functools import partial
@@ -12,11 +13,12 @@ import torch.nn as nn
 from common import ALL, environment, rows_of_rank
 from cuda_common import BF16, NUM_GPUS, CudaTest
 from test_cuda import square_loss
+from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
-from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.float8_gemms import Float8GEMMs
 
@@ -88,6 +90,29 @@ class TestKernels(unittest.TestCase):
                 ran += 1
         if not ran:
             self.skipTest(f"no float8 GEMMs on {torch.cuda.get_device_name()}")
+
+    def _held(self, recipe: Recipe, mesh: DeviceMesh) -> int:
+        """Bytes that a sharded model holds after a forward and backward."""
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model = nn.Sequential(nn.Linear(2048, 4096, bias=False, device="cuda", dtype=torch.bfloat16))
+        gtp_shard(quantize_(model, recipe, storage="native").requires_grad_(False), mesh, schedule=ALL)
+        x = torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        model(x).sum().backward()
+        del x
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.empty(1, device="cuda")  # the allocator takes back what other streams have used
+        return torch.cuda.memory_allocated() - before
+
+    def test_native_weights_are_data_and_scales_in_memory(self) -> None:
+        """Within 2%, of one of two ranks."""
+        with one_of(2) as mesh:
+            for recipe in (MXFP8(), NVFP4()):
+                self._held(recipe, mesh)  # libraries keep workspaces
+                expected = recipe.bytes_per_element() * 4096 * 2048 / 2
+                self.assertLess(abs(self._held(recipe, mesh) / expected - 1), 0.02, recipe)
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")

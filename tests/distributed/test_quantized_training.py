@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import GlooTest, _mesh, full
-from quant_common import Experts, Net, all_recipes, blocks_only, check, fsdp, gtp, recompute
+from common import ALL, GlooTest, _mesh, full
+from quant_common import Experts, Net, all_recipes, blocks_only, check, fsdp, gtp, recompute, reference_of
 from runtime_common import assert_idle
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, SchedulePolicy, quantize_
+from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
@@ -29,6 +29,29 @@ class TestQuantizedTraining(GlooTest):
         for recipe in (NVFP4(), Float8Tensorwise()):
             torch.manual_seed(1)
             check(Net(), recipe, gtp(recipe, self.hsdp_mesh()), self.hsdp_mesh(), steps=2)
+
+    def test_a_recipe_for_each_layer(self) -> None:
+        """By a mapping: one of each kind, the head and what is no matrix in none."""
+        mesh = self.gtp_mesh()
+        recipes = {
+            "layers.0.up": Float8Tensorwise(),
+            "layers.0.down": MXFP8(),
+            "layers.1.up": NVFP4(),
+            "layers.1.down": Float8Rowwise(),
+        }
+
+        def make_reference(model: nn.Module, *_: Any) -> nn.Module:
+            for name, recipe in recipes.items():
+                model = reference_of(model, recipe, lambda module, other, name=name: other == name)
+            return model
+
+        torch.manual_seed(0)
+        shard = lambda model: gtp_shard(quantize_(model, recipes), mesh, schedule=ALL)  # noqa: E731
+        model = check(Net(), MXFP8(), shard, mesh, steps=1, make_reference=make_reference)
+        uses = {row.name.removesuffix(".weight"): row.use for row in sharding_report(model).rows}
+        for name, recipe in recipes.items():
+            self.assertIn(f"fused op, {recipe.name}, dequantized for the GEMM (no ", uses[name])
+        self.assertEqual(uses["head"], "fused op")
 
     def test_gtp_on_dim_1(self) -> None:
         mesh = self.gtp_mesh()
