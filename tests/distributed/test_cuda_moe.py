@@ -31,6 +31,8 @@ from dtensor_gtp.nn import (
     parallelize_experts,
 )
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
+from dtensor_gtp.quant import Direction, Float8Rowwise
+from dtensor_gtp.quant.grouped_gemms import GroupedRowwiseGEMMs
 
 NUM_GPUS = min(torch.cuda.device_count(), 8) // 2 * 2 if torch.cuda.is_available() else 0
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
@@ -293,6 +295,24 @@ class TestCudaKernel(unittest.TestCase):
                 ):
                     torch.testing.assert_close(a, b, rtol=0, atol=0)
                 self.check_reference(x, grad, weight, counts)
+
+    def test_float8_rows_equal_the_reference_arithmetic(self) -> None:
+        """``scaled_grouped_mm`` on what the recipe casts, forward and dgrad, up to roundings of sums and of bf16."""
+        if torch.cuda.get_device_capability()[0] != 9:
+            self.skipTest("needs Hopper")
+        torch.manual_seed(0)
+        weight = torch.randn(4, 96, 64, device="cuda") * torch.exp2(-(torch.arange(96, device="cuda") % 4.0))[:, None]
+        quantized = Float8Rowwise().quantize(weight, Direction.ROWWISE)
+        x, grad = (torch.randn(128, size, device="cuda").bfloat16() for size in (64, 96))
+        kernel, reference = (GroupedRowwiseGEMMs(True, on_hardware) for on_hardware in (True, False))
+        for counts in ([40, 0, 24, 64], [30, 1, 0, 13]):
+            ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+            for method, rows in (("grouped_output", x), ("grouped_grad_input", grad)):
+                got, want = (
+                    getattr(gemms, method)(rows, quantized, ends, torch.bfloat16)[: sum(counts)].float()
+                    for gemms in (kernel, reference)
+                )
+                self.assertLess(((got - want).norm() / want.norm()).item(), 0.01, f"{method} {counts}")
 
     def test_debug_mode_finds_counts_beyond_the_rows(self) -> None:
         """By an assertion on the device, after which the process has no use of the GPU: so in one of its own."""
