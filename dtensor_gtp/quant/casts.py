@@ -217,7 +217,7 @@ def _try(device: torch.device) -> tuple[Casts, str]:
         from .triton_casts import TritonCasts  # needs Triton, which comes with torch for GPUs
 
         casts = TritonCasts(has_float8=torch.cuda.get_device_capability(device) >= (8, 9))
-        matrix = torch.linspace(-2.0, 3.0, 1000, device=device).view(20, 50)
+        matrix = torch.linspace(-2.0, 3.0, 1000, dtype=torch.float32, device=device).view(20, 50)
         for (name, actual), (_, expected) in zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True):
             if not all(map(_has_same_bits, actual, expected)):
                 return _REFERENCE, f"{name} by Triton has other bits than the reference"
