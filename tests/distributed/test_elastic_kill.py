@@ -141,4 +141,9 @@ def test_random_ranks_are_killed_fifty_times(tmp_path: Path) -> None:
     assert codes.count(0) >= 1, codes
     assert None not in codes, codes
     assert int(job.store.get("steps")) > 10
+    torch.set_default_dtype(torch.float64)  # as in the job
+    try:
+        check_checkpoint(tmp_path, 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
     print(f"{num_kills} kills, {int(job.store.get('steps'))} steps, exit codes {codes}")

@@ -8,6 +8,7 @@ import subprocess
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,19 @@ def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, size: int, rep
 
     with pytest.raises(UsageError, match=message):
         build_replicas(Place(0, 4, torch.device("cpu")), size, replicate)
+
+
+def test_processes_of_one_attempt_agree_on_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stand for processes. One of an attempt before has asked and is gone."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from launch import _name_of_attempt
+
+    store = dist.HashStore()
+    store.set("asks/2", "of a process that is gone")
+    seen = []
+    for num_ranks in (4, 3, 3):
+        with ThreadPoolExecutor(num_ranks) as pool:
+            names = set(pool.map(lambda rank: _name_of_attempt(store, rank, num_ranks), range(num_ranks)))  # noqa: B023
+        assert len(names) == 1
+        seen += names
+    assert len(set(seen)) == 3
