@@ -5,9 +5,9 @@
 One process, on the CPU: under ``gtp_shard`` the arithmetic is the same. ``NAME`` dequantizes the weights for ordinary
 GEMMs; ``NAME:float8`` multiplies in float8, too, by the reference arithmetic, and scales the activations of the whole
 batch together. Each run starts from the same parameters and sees the same batches; the linear layers of all blocks are
-quantized, embedding and head are not. Prints a table in Markdown; with ``--plot`` writes the curves as an SVG, for
-which nothing has to be installed. Exits with 1 if a loss is further from that without a recipe than the margins that
-docs/low_precision.md states.
+quantized, embedding and head are not. ``bf16`` quantizes nothing and computes in bfloat16, by autocast. Prints a table
+in Markdown; with ``--plot`` writes the curves as an SVG, for which nothing has to be installed. Exits with 1 if a loss
+is further from that without a recipe, or from that of ``bf16``, than the margins that docs/low_precision.md states.
 """
 
 import argparse
@@ -28,11 +28,13 @@ from text_data import VOCAB_SIZE, TextBatches, load_corpus
 CONFIG = LlamaConfig(
     vocab_size=VOCAB_SIZE, dim=96, num_layers=3, num_heads=4, num_kv_heads=2, hidden_dim=256, max_seq_len=128
 )
-COLORS = ("#000000", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#d62728", "#8c564b", "#e377c2", "#17becf")
-ALL = (*RECIPES, *(f"{name}:float8" for name in RECIPES if name.startswith("float8")))
+COLORS = ("#000000", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#d62728", "#8c564b", "#e377c2", "#17becf", "#7f7f7f")
+ALL = ("bf16", *RECIPES, *(f"{name}:float8" for name in RECIPES if name.startswith("float8")))
 WIDTH, HEIGHT, MARGIN = 640, 360, 48
 # How far a loss may be from that of the run without a recipe, on either side, of the latter.
 MARGIN_DEQUANTIZED, MARGIN_FLOAT8 = 0.003, 0.005
+# And from that of bf16.
+MARGIN_BF16 = 0.005
 
 
 class Curve(NamedTuple):
@@ -56,7 +58,7 @@ def run(recipe: str | None, steps: int, every: int, lr: float) -> Curve:
     held_out = TextBatches(corpus.held_out, seq_len=CONFIG.max_seq_len, batch_size=64, seed=0, rank=0, world_size=1)
     torch.manual_seed(0)
     model = Llama(CONFIG)
-    if recipe is not None:
+    if recipe is not None and recipe != "bf16":
         quantize_(
             model, recipe_of(recipe), filter_fn=lambda module, name: isinstance(module, nn.Linear) and "layers" in name
         )
@@ -65,20 +67,21 @@ def run(recipe: str | None, steps: int, every: int, lr: float) -> Curve:
     for step in range(steps + 1):
         if step % every == 0:
             with torch.no_grad():
-                curve.points.append((step, loss_of(model, held_out, 0).item()))
+                curve.points.append((step, loss_of(model, held_out, 0, recipe).item()))
         if step == steps:
             break
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 20)
-        loss_of(model, batches, step).backward()
+        loss_of(model, batches, step, recipe).backward()
         optimizer.step()
         optimizer.zero_grad()
     return curve
 
 
-def loss_of(model: nn.Module, batches: TextBatches, step: int) -> torch.Tensor:
+def loss_of(model: nn.Module, batches: TextBatches, step: int, recipe: str | None) -> torch.Tensor:
     inputs, targets = batches(step)
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe == "bf16"):
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def table(curves: list[Curve]) -> str:
@@ -92,10 +95,16 @@ def table(curves: list[Curve]) -> str:
 
 
 def beyond_margins(curves: list[Curve]) -> list[str]:
-    """Names of the runs whose last loss is too far from the first run's."""
-    base = curves[0].points[-1][1]
-    margins = {curve.name: MARGIN_FLOAT8 if ":" in curve.name else MARGIN_DEQUANTIZED for curve in curves}
-    return [name for name, points in curves if not abs(points[-1][1] / base - 1) <= margins[name]]
+    """Names of the runs whose last loss is too far from the first run's, or from that of bf16 if it is among them."""
+    last = {name: points[-1][1] for name, points in curves}
+    base = last[curves[0].name]
+    beyond = []
+    for name, loss in last.items():
+        margin = MARGIN_FLOAT8 if ":" in name else MARGIN_DEQUANTIZED
+        is_near = abs(loss / base - 1) <= margin and abs(loss / last.get("bf16", loss) - 1) <= MARGIN_BF16
+        if not is_near:
+            beyond.append(name)
+    return beyond
 
 
 def svg(curves: list[Curve]) -> str:

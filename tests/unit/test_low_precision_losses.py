@@ -37,6 +37,14 @@ class TestLosses(unittest.TestCase):
             broken = self.curves(10, ("float8_rowwise",))
         self.assertEqual(losses.beyond_margins([curves[0], *broken]), ["float8_rowwise"], losses.table(broken))
 
+    def test_margins(self) -> None:
+        """On both sides, of the run without a recipe, and of bf16 where it has been run."""
+        last = {None: 2.0, "bf16": 1.996, "mxfp8": 2.0059, "nvfp4": 2.0061, "a:float8": 2.0059, "b:float8": 1.991}
+        curves = [losses.Curve(name or "not quantized", [(0, 5.0), (9, loss)]) for name, loss in last.items()]
+        self.assertEqual(losses.beyond_margins(curves), ["nvfp4"])
+        curves[1] = losses.Curve("bf16", [(9, 1.9945)])
+        self.assertEqual(losses.beyond_margins(curves), ["mxfp8", "nvfp4", "a:float8"])
+
     @pytest.mark.soak
     def test_all_recipes(self) -> None:
         """What docs/low_precision.md has in its table."""
