@@ -9,6 +9,7 @@ real ones changes in them, and results are the same in every run. What ranks tel
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import sys
@@ -340,11 +341,13 @@ class TestStreams(unittest.TestCase):
                 for step in range(4):
                     model(tokens_of(step)).backward()
                     model.zero_grad()
+                gc.collect()  # of earlier tests, say
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
                 for step in range(20):
                     model(tokens_of(step)).backward()
                     model.zero_grad()
+                gc.collect()
                 torch.cuda.synchronize()
                 with self.subTest(name):
                     self.assertEqual((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()), before)
