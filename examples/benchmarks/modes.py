@@ -232,14 +232,12 @@ def has_megatron() -> bool:
 
 
 def _to_megatron(model: Llama, mode: Mode) -> nn.Module:
-    """Parameters, gradients and optimizer state sharded; bf16 weights, of which there are fp32 main weights."""
+    """Parameters, gradients and optimizer state sharded; of the model's bf16 weights there are fp32 main weights."""
     if not has_megatron():
         raise RuntimeError("the megatron modes want megatron-fsdp: pip install megatron-fsdp einops")
     from megatron_fsdp import MixedPrecisionPolicy as Policy
     from megatron_fsdp import fully_shard_model
 
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
     policy = Policy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=mode.reduce_dtype)
     sharded: nn.Module = fully_shard_model(
         model,
@@ -253,14 +251,12 @@ def _to_megatron(model: Llama, mode: Mode) -> nn.Module:
 
 def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Module:
     """Prepares the whole model for ``mode``."""
-    if mode.family == "compute":
+    if mode.family in ("compute", "megatron"):
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-        return model
+        return model if mode.family == "compute" else _to_megatron(model, mode)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=mode.reduce_dtype)
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
-    if mode.family == "megatron":
-        return _to_megatron(model, mode)
     if mode.family in ("fsdp2", "torchao"):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -43,6 +43,7 @@ def check(test: unittest.TestCase, mesh: DeviceMesh, steps: int = 10, is_capture
     for seed in range(steps):
         num_tokens = 128 if seed % 4 == 3 else 256
         test.assertTrue(torch.equal(job.step(seed, num_tokens), eager.step(seed, num_tokens)), f"step {seed}")
+    test.assertEqual(job.captured is not None, is_captured)
     if job.captured is not None:
         test.assertEqual(job.captured.num_graphs, 2 * len(job.model.blocks))
     for got, want in zip(local_values(job.model), local_values(eager.model), strict=True):
