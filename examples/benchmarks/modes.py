@@ -9,12 +9,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import SchedulePolicy, capture_blocks, capture_step, gtp_shard, quantize_
 from dtensor_gtp.quant import Recipe, resolve_recipe
 from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
+from peers import in_blocks, megatron_optimizer, scales_of_torchao, to_fsdp2, to_megatron, to_torchao
 
 MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-lookup", "gtp-bf16-exchange")
 LOOKUP, EXCHANGE = "-lookup", "-exchange"
@@ -23,6 +24,9 @@ GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA
 BLOCK_GRAPHS = "-blockgraphs"  # and with this one each block of a gtp mode, its collectives between the graphs
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 MEGATRON = ("megatron-fp32", "megatron-bf16")  # where megatron-fsdp is installed
+# fully_shard with the options that its FSDPModule has for communication; not measured unless asked for
+OPTIONS = ("fsdp2-bf16-tuned", "fsdp2-bf16-symm")
+BASES = (*MODES, *PEERS, *MEGATRON, *OPTIONS)
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LEARNING_RATE = 1e-5
@@ -126,11 +130,6 @@ def make_recipe(name: str) -> Recipe:
     return replace(recipe, compute=compute) if compute else recipe
 
 
-def _in_blocks(module: nn.Module, name: str) -> bool:
-    """The linear layers that recipes quantize: all but the head."""
-    return isinstance(module, nn.Linear) and name.startswith("layers.")
-
-
 def build_model(workload: Workload, world: World) -> Llama:
     """The whole fp32 model with its initial weights on this process's device."""
     with torch.device("meta"):
@@ -145,7 +144,7 @@ class Mode(NamedTuple):
     """What the name of a mode says.
 
     Args:
-        base: one of :data:`MODES`, :data:`PEERS` or :data:`MEGATRON`.
+        base: one of :data:`BASES`.
         recipe: of its linear layers, or empty.
     """
 
@@ -162,8 +161,8 @@ class Mode(NamedTuple):
         """
         plain = mode.removesuffix(BLOCK_GRAPHS).removesuffix(GRAPH).removesuffix(COMPILED)
         base, _, recipe = plain.partition(RECIPE)
-        if base not in (known := (*MODES, *PEERS, *MEGATRON)):
-            raise ValueError(f"Mode expects one of {', '.join(known)}, but got {mode!r}.")
+        if base not in BASES:
+            raise ValueError(f"Mode expects one of {', '.join(BASES)}, but got {mode!r}.")
         is_compiled = mode.removesuffix(GRAPH).endswith(COMPILED)
         return cls(base, recipe, is_compiled, mode.endswith(GRAPH), mode.endswith(BLOCK_GRAPHS))
 
@@ -194,6 +193,7 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
             "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-bf16-lookup": activations cross the wire
             in the place of the embedding's weight; "gtp-bf16-exchange": in the place of the output projection's, too.
+            "fsdp2-bf16-tuned" and "fsdp2-bf16-symm": with the options of ``peers.to_fsdp2``.
             "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
             float8 with float8 all-gather, under ``fully_shard``; "megatron-R": ``fully_shard_model`` of megatron-fsdp
             with each block a unit. With the suffix "-compiled" each block is compiled,
@@ -208,9 +208,9 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     parsed = Mode.parse(mode)
     model = build_model(workload, world)
     if parsed.recipe:
-        quantize_(model, make_recipe(parsed.recipe), filter_fn=_in_blocks)
+        quantize_(model, make_recipe(parsed.recipe), filter_fn=in_blocks)
     if parsed.base in PEERS:
-        _to_torchao(model, world)
+        to_torchao(model, world)
     if parsed.is_compiled:
         torch._dynamo.reset()  # what an earlier mode has compiled must neither help this one nor be in its way
         for index, layer in enumerate(model.layers):
@@ -219,49 +219,17 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     return shard(model, parsed, workload, world)
 
 
-def _to_torchao(model: nn.Module, world: World) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    # A CPU has no kernels for torchao's float8: it is emulated there.
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=world.device.type == "cpu")
-    convert_to_float8_training(model, config=config, module_filter_fn=_in_blocks)
-
-
-def has_megatron() -> bool:
-    return importlib.util.find_spec("megatron_fsdp") is not None
-
-
-def _to_megatron(model: Llama, mode: Mode) -> nn.Module:
-    """Parameters, gradients and optimizer state sharded; of the model's bf16 weights there are fp32 main weights."""
-    if not has_megatron():
-        raise RuntimeError("the megatron modes want megatron-fsdp: pip install megatron-fsdp einops")
-    from megatron_fsdp import MixedPrecisionPolicy as Policy
-    from megatron_fsdp import fully_shard_model
-
-    policy = Policy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=mode.reduce_dtype)
-    sharded: nn.Module = fully_shard_model(
-        model,
-        fsdp_unit_modules=[type(model.layers[0])],
-        zero_dp_strategy="optim_grads_params",
-        mixed_precision_policy=policy,
-        preproc_state_dict_for_dcp_ckpt=False,
-    )
-    return sharded
-
-
 def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Module:
     """Prepares the whole model for ``mode``."""
     if mode.family in ("compute", "megatron"):
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-        return model if mode.family == "compute" else _to_megatron(model, mode)
+        return model if mode.family == "compute" else to_megatron(model, mode.reduce_dtype)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=mode.reduce_dtype)
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
     if mode.family in ("fsdp2", "torchao"):
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        return to_fsdp2(model, policy, world, mode.base.partition("-")[2].partition("-")[2])
 
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
     schedule = SchedulePolicy(**workload.schedule)
     if mode.is_exchanging:
         schedule = replace(schedule, embedding="exchange")
@@ -279,10 +247,7 @@ def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Op
     """
     parsed = Mode.parse(mode)
     if parsed.family == "megatron":
-        from megatron_fsdp import fully_shard_optimizer
-
-        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
-        return fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
+        return megatron_optimizer(torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True))
     if parsed.family != "compute":
         return torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True, capturable=parsed.is_captured)
     stand_ins = []
@@ -313,7 +278,7 @@ def make_step(
     """
     generator = torch.Generator(world.device).manual_seed(workload.seed * 1000 + world.rank)
     shape = (workload.batch, seq_len + 1)
-    precompute_scales = _scales_of_torchao(model)
+    precompute_scales = scales_of_torchao(model)
     tokens = torch.randint(workload.config.vocab_size, shape, device=world.device, generator=generator)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
 
@@ -348,12 +313,3 @@ def make_step(
     captured = capture_step(step, model, [optimizer] if optimizer is not None else [])
     # what is inspected is a tensor of an eager step
     return lambda inspect=None: captured() if inspect is None else step(inspect)
-
-
-def _scales_of_torchao(model: nn.Module) -> Callable[[], None]:
-    """What torchao's documentation says to call after each optimizer step: one all-reduce for all scales."""
-    if not any(type(module).__name__ == "Float8Linear" for module in model.modules()):
-        return lambda: None
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-    return lambda: precompute_float8_dynamic_scale_for_fsdp(model)

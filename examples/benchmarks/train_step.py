@@ -38,19 +38,23 @@ from host_time import FAKE_WORLD_SIZE, measure_host_time, print_host_time
 from launch import run
 from llama import LlamaConfig
 from modes import (
+    BASES,
     BLOCK_GRAPHS,
     COMPILED,
     GRAPH,
     MEGATRON,
     MODES,
+    OPTIONS,
     PRESETS,
+    Mode,
     Workload,
     build_mode,
     build_optimizer,
-    has_megatron,
+    make_recipe,
     make_step,
     recipe_modes,
 )
+from peers import has_megatron
 from report import Measurement, describe, environment, memory_lines, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
@@ -67,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[*MODES, *(MEGATRON if has_megatron() else ())],
         metavar="MODE",
-        help=f"any of {', '.join((*MODES, *MEGATRON))}, or a family such as gtp; default: all, those of megatron where "
-        "megatron-fsdp is installed",
+        help=f"any of {', '.join((*MODES, *MEGATRON, *OPTIONS))}, or a family such as gtp; default: all but the last "
+        "two, those of megatron where megatron-fsdp is installed. A name as the table has it, such as "
+        "gtp-bf16@float8_tensorwise-compiled-graph, is that mode alone, whatever --compile, --graph, --recipe add",
     )
     add("--preset", choices=PRESETS, default="llama8b-width")
     add("--seq-lens", nargs="+", type=_positive, metavar="T", help="tokens per sequence; default: the preset's")
@@ -114,16 +119,18 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     try:
         resolved = resolve_modes(arguments.modes)
-        arguments.modes = recipe_modes(resolved, arguments.recipe)
+        alone = [mode for mode in resolved if mode not in BASES]
+        plain = [mode for mode in resolved if mode in BASES]
+        modes = recipe_modes(plain, arguments.recipe)
         if arguments.compile:
-            compiled = {mode: [] if mode in MEGATRON else [mode + COMPILED] for mode in arguments.modes}
-            arguments.modes = [name for mode in arguments.modes for name in (mode, *compiled[mode])]
+            compiled = {mode: [] if mode in MEGATRON else [mode + COMPILED] for mode in modes}
+            modes = [name for mode in modes for name in (mode, *compiled[mode])]
         graphs = []
         if arguments.graph:
-            graphs += [mode + GRAPH for mode in arguments.modes if mode.startswith("gtp")]
+            graphs += [mode + GRAPH for mode in modes if mode.startswith("gtp")]
         if arguments.block_graphs:
-            graphs += [mode + BLOCK_GRAPHS for mode in resolved if mode.startswith("gtp")]
-        arguments.modes += graphs
+            graphs += [mode + BLOCK_GRAPHS for mode in plain if mode.startswith("gtp")]
+        arguments.modes = list(dict.fromkeys([*modes, *graphs, *alone]))
     except ValueError as error:
         parser.error(str(error))
     if arguments.fake_ranks is not None:
@@ -139,18 +146,18 @@ def _positive(text: str) -> int:
 
 
 def resolve_modes(names: Iterable[str]) -> list[str]:
-    """Replaces a family by its modes: "fsdp2" by "fsdp2-fp32" and "fsdp2-bf16".
+    """Replaces a family by its modes: "fsdp2" by "fsdp2-fp32" and "fsdp2-bf16". Other names stay as they are.
 
     Raises:
         ValueError: if a name is neither a mode nor a family.
     """
     resolved: list[str] = []
     for name in names:
-        known = (*MODES, *MEGATRON)
-        found = [mode for mode in known if name == mode or name == mode.partition("-")[0]]
-        if not found:
-            raise ValueError(f"resolve_modes expects modes of {', '.join(known)}, but got {name!r}.")
-        resolved += [mode for mode in found if mode not in resolved]
+        family = [mode for mode in (*MODES, *MEGATRON) if name == mode.partition("-")[0]]
+        resolved += [mode for mode in family or [name] if mode not in resolved]
+    for name in resolved:
+        if recipe := Mode.parse(name).recipe:
+            make_recipe(recipe)
     return resolved
 
 

@@ -137,6 +137,18 @@ def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
         assert (record["ratio_torchao"] is not None) == (bool(peers) and name in names)
 
 
+def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
+    sizes = ("--preset=tiny", "--layers=3", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
+    modes = ["fsdp2-fp32", "fsdp2-bf16-tuned", "gtp-fp32@float8_tensorwise:dequantize"]
+    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, processes=2)
+    assert status == 0, output
+    plain, tuned, named = content["results"]
+    assert [plain["mode"], tuned["mode"], named["mode"]] == modes
+    assert tuned["loss"] == pytest.approx(plain["loss"], rel=1e-3)
+    assert tuned["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+    assert named["ratio_fsdp2"] == pytest.approx(named["ms"] / min(plain["ms"], tuned["ms"]))
+
+
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
     status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments, processes=2)
