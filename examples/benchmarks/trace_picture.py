@@ -6,13 +6,15 @@ A trace is the JSON file that ``torch.profiler`` exports. On a GPU its lanes are
 kernels and copies; on a CPU they are threads and the operators that call no other. Communication is what NCCL or gloo
 do and what was launched inside of a range that gathers or reduces (``GTP::all_gather (layers.0.wq.weight)``, or
 ``fully_shard``'s own). It is *exposed* while no compute runs in any lane: that is drawn in red, and summed up by step
-and by what was communicated.
+and by what was communicated. A GPU is *host-bound* while it has ended what it was to compute and the host has not yet
+launched what comes next.
 
 Everything here is a function of the trace. It needs nothing but Python, so traces can be looked at where torch is not.
 """
 
 import argparse
 import json
+import math
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -42,6 +44,7 @@ class Span(NamedTuple):
         kind: ``COMPUTE`` or ``COMMUNICATION``.
         what: The range that it belongs to, such as "all_gather layers.0.wq.weight"; else its own name.
         name: Of the kernel or operator.
+        launched: When the host began to launch it, as ``begin``; -inf where that is not known.
     """
 
     begin: float
@@ -50,6 +53,7 @@ class Span(NamedTuple):
     kind: str
     what: str
     name: str
+    launched: float = -math.inf
 
 
 class Range(NamedTuple):
@@ -110,6 +114,11 @@ def subtract(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list
         if begin < end:
             left.append((begin, end))
     return left
+
+
+def intersect(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What is in both; both as :func:`union` returns them."""
+    return subtract(intervals, subtract(intervals, others))
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -192,7 +201,8 @@ def _gpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> 
         kind = COMMUNICATION if is_wire else range_.kind if range_ else COMPUTE
         lane = f"stream {event['args'].get('stream', event['tid'])}"
         what = range_.what if range_ and range_.kind == kind else event["name"]
-        spans.append(Span(*_interval(event), lane, kind, what, event["name"]))
+        launched = float(launch["ts"]) if launch else -math.inf
+        spans.append(Span(*_interval(event), lane, kind, what, event["name"], launched))
     return spans
 
 
@@ -263,6 +273,9 @@ class Exposure(NamedTuple):
         exposed: While something communicates and nothing computes.
         by_what: The last one by what was communicated, the largest first. Two that are exposed at the same time both
             count, so their sum may exceed ``exposed``.
+        host_bound: While nothing computes, because the host launched the next kernel only after the last one had ended;
+            until that launch. None where no launch is known, as on a CPU.
+        host_bound_exposed: What of it is in ``exposed``, too.
     """
 
     step: float
@@ -270,6 +283,8 @@ class Exposure(NamedTuple):
     communication: float
     exposed: float
     by_what: dict[str, float]
+    host_bound: float | None = None
+    host_bound_exposed: float = 0.0
 
 
 def exposure(timeline: Timeline) -> Exposure:
@@ -280,6 +295,8 @@ def exposure(timeline: Timeline) -> Exposure:
         if span.kind == COMMUNICATION:
             communicated[span.what].append(span[:2])
     everything = union(interval for intervals in communicated.values() for interval in intervals)
+    exposed = subtract(everything, computed)
+    late = host_bound(timeline)
     per_step = 1 / (1000 * timeline.num_steps)
     by_what = {
         what: length(subtract(union(intervals), computed)) * per_step for what, intervals in communicated.items()
@@ -288,9 +305,29 @@ def exposure(timeline: Timeline) -> Exposure:
         step=(timeline.window[1] - timeline.window[0]) * per_step,
         compute=length(computed) * per_step,
         communication=length(everything) * per_step,
-        exposed=length(subtract(everything, computed)) * per_step,
+        exposed=length(exposed) * per_step,
         by_what=dict(sorted(by_what.items(), key=lambda item: (-item[1], item[0]))),
+        host_bound=None if late is None else length(late) * per_step,
+        host_bound_exposed=length(intersect(late or [], exposed)) * per_step,
     )
+
+
+def host_bound(timeline: Timeline) -> list[Interval] | None:
+    """When the GPU had nothing to compute because the host was late: from the end of all compute so far to the launch
+    of the next kernel that computes, if that comes later.
+
+    After the launch it may wait for a gather, say, which is no fault of the host's; so the few microseconds until a
+    kernel begins do not count. In a CUDA graph all kernels are launched at once. None where no launch is known.
+    """
+    computing = [span for span in timeline.spans if span.kind == COMPUTE]
+    if not any(span.launched > -math.inf for span in computing):
+        return None
+    late, end = [], computing[0].end  # what comes before the first has nothing to be measured from
+    for span in computing:
+        if span.begin > end and span.launched > end:
+            late.append((end, min(span.launched, span.begin)))
+        end = max(end, span.end)
+    return late
 
 
 def describe(numbers: Exposure, num_shown: int = 12) -> str:
@@ -299,6 +336,8 @@ def describe(numbers: Exposure, num_shown: int = 12) -> str:
         f"step {numbers.step:.3f} ms: compute {numbers.compute:.3f}, communication {numbers.communication:.3f}, "
         f"of it exposed {numbers.exposed:.3f}"
     ]
+    if numbers.host_bound is not None:
+        lines[0] += f", host-bound {numbers.host_bound:.3f} ({numbers.host_bound_exposed:.3f} of it exposed, too)"
     shown = list(numbers.by_what.items())[:num_shown]
     lines += [f"  {milliseconds:8.3f} ms  {what}" for what, milliseconds in shown]
     if len(numbers.by_what) > len(shown):

@@ -62,6 +62,7 @@ def test_intervals(picture: Any) -> None:
     assert picture.subtract([(0, 2), (4, 6)], [(1, 5)]) == [(0, 1), (5, 6)]
     assert picture.subtract([(1, 2), (3, 4)], [(0, 10)]) == []
     assert picture.subtract([(1, 2)], []) == [(1, 2)]
+    assert picture.intersect([(0, 2), (4, 6), (8, 9)], [(1, 5), (5.5, 7)]) == [(1, 2), (4, 5), (5.5, 6)]
     assert picture.length([(1, 2), (3, 5)]) == 3
 
 
@@ -93,6 +94,43 @@ def test_exposed_is_what_no_compute_covers(picture: Any) -> None:
     assert "of it exposed 0.045" in text
     assert "0.030 ms  all_gather a.weight\n" in text
     assert "0.015 ms  2 others" in text
+
+
+def late_host_trace() -> dict[str, Any]:
+    """Gaps between GEMMs of one step, each for another reason."""
+    events = [
+        event("benchmark::step", "user_annotation", 1, 0, 1000),
+        event("GTP::all_gather (a.weight)", "user_annotation", 1, 20, 30),
+        *launched("gemm", 7, 100, 200, 40, 1),  # the gap before it, in which the step has begun, is none
+        *launched("gemm", 7, 210, 300, 150, 2),  # 10: launched in time
+        *launched("gemm", 7, 390, 400, 380, 3),  # 90: the host was 80 late
+        *launched("ncclDevKernel_AllGather", 20, 390, 500, 25, 4),
+        *launched("gemm", 7, 510, 600, 430, 5),  # 110: the host was 30 late, and then the gather was awaited
+        *launched("add", 8, 590, 650, 580, 6),  # another stream
+        *launched("gemm", 7, 660, 700, 640, 7),  # 60 in its stream, but something computed
+        *launched("gemm", 7, 720, 730, 715, 8),  # 20: the host was 15 late
+        event("cudaGraphLaunch", "cuda_runtime", 1, 725, 726, correlation=9),
+        *(event("gemm", "kernel", 7, at, at + 10, stream=7, correlation=9) for at in (735, 760, 800)),
+        event("gemm", "kernel", 7, 900, 910, stream=7, correlation=10),  # who knows when it was launched
+    ]
+    return {"traceEvents": events}
+
+
+def test_host_bound_is_the_time_to_a_late_launch(picture: Any) -> None:
+    timeline = picture.read_timeline(late_host_trace())
+    assert picture.host_bound(timeline) == [(300, 380), (400, 430), (700, 715)]
+    numbers = picture.exposure(timeline)
+    assert numbers.host_bound == pytest.approx(0.125)
+    assert numbers.exposed == pytest.approx(0.100)  # of the gather: 400 to 500
+    assert numbers.host_bound_exposed == pytest.approx(0.030)
+    assert picture.describe(numbers).splitlines()[0].endswith(", host-bound 0.125 (0.030 of it exposed, too)")
+
+
+def test_host_bound_is_unknown_without_launches(picture: Any) -> None:
+    events = [event("gemm", "kernel", 7, at, at + 10, stream=7) for at in (0, 50)]
+    numbers = picture.exposure(picture.read_timeline({"traceEvents": events}))
+    assert numbers.host_bound is None
+    assert "host-bound" not in picture.describe(numbers)
 
 
 def test_communication_is_known_by_its_range_or_its_name(picture: Any) -> None:
