@@ -101,9 +101,13 @@ class SchedulePolicy:
         gather_ctas: Least and most blocks (CTAs) of a GPU that NCCL may take for a gather, by a communicator of its
             own. None: the process group of the mesh as it is.
         scatter_ctas: The same for reduce-scatters.
+        wgrad_first: Whether backward of a linear or grouped layer computes the gradient of its weight before that of
+            its input, so that the GEMM of the former hides the end of the weight's gather, and that of the latter the
+            reduce-scatter. False: after it, when the gathered weight is freed already, so that the peak is lower by the
+            smaller of the two where one layer decides it (a head).
 
     Raises:
-        TypeError: A number is not an ``int``, or a pair of numbers not a pair.
+        TypeError: A number is not an ``int``, a pair of numbers not a pair, or a flag not a ``bool``.
         ValueError: A field is out of its range, or names nothing that there is.
     """
 
@@ -122,6 +126,7 @@ class SchedulePolicy:
     gather_backend: GatherBackendName | type[GatherBackend] = "process_group"
     gather_ctas: tuple[int, int] | None = None
     scatter_ctas: tuple[int, int] | None = None
+    wgrad_first: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -142,6 +147,8 @@ class SchedulePolicy:
             _check_choice("gather_backend", self.gather_backend, get_args(GatherBackendName))
         for name in ("gather_ctas", "scatter_ctas"):
             _check_ctas(name, getattr(self, name))
+        if not isinstance(self.wgrad_first, bool):
+            raise TypeError(f"SchedulePolicy expects a bool for wgrad_first, but got {self.wgrad_first!r}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

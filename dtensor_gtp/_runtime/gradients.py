@@ -85,11 +85,15 @@ class Gradients:
         comm: Streams and groups.
         kind: How gradients are reduce-scattered.
         together_nbytes: Up to how many bytes gradients that are computed one after the other travel in one launch.
+        wgrad_first: Whether a layer computes its weight's gradient before that of its input.
     """
 
-    def __init__(self, comm: CommContext, kind: ReduceScatterKind, together_nbytes: int = 0) -> None:
+    def __init__(
+        self, comm: CommContext, kind: ReduceScatterKind, together_nbytes: int = 0, wgrad_first: bool = True
+    ) -> None:
         self._comm = comm
         self._kind = kind
+        self._wgrad_first = wgrad_first
         self._together_nbytes: float = together_nbytes
         # Gradients that wait for others to travel with.
         self._waiting: list[_Submitted] = []
@@ -106,6 +110,16 @@ class Gradients:
             job()
         else:
             self._postponed.append(job)
+
+    @contextmanager
+    def beside_dgrad(self, job: Callable[[], None] | None) -> Iterator[None]:
+        """Run ``job``, if any, which computes and submits a weight's gradient, before what runs in the context, the
+        gradient of the layer's input, or, if the policy says so, after it."""
+        if job is not None and self._wgrad_first:
+            job()
+        yield
+        if job is not None and not self._wgrad_first:
+            job()
 
     @contextmanager
     def postponing(self) -> Iterator[list[Callable[[], None]]]:

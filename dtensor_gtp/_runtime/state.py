@@ -71,7 +71,7 @@ class Runtime(Gathering):
     def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(CommContext(device, schedule, debug), schedule, debug)
         self.device = device
-        self.grads = Gradients(self.comm, schedule.reduce_scatter, schedule.coalesce_grad_nbytes)
+        self.grads = Gradients(self.comm, schedule.reduce_scatter, schedule.coalesce_grad_nbytes, schedule.wgrad_first)
         self.weights: list[ShardedWeight] = []
         self.whole: list[WholeParam] = []
         self.is_last_backward = True

@@ -19,6 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -189,13 +190,15 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """``input`` is None if the weight is frozen."""
     runtime, weight = handles()[handle].resolve_in_backward()
+    job = None
     if input is not None and weight.stand_in.is_awaited:
-        wgrad(runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, in_features))
+        job = partial(wgrad, runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, in_features))
     grad_input = grad.new_empty(0)
-    if needs_input:
-        check_unmodified(weight, weight.compiled_version)
-        with runtime.using(weight.for_backward) as full:
-            grad_input = grad.matmul(full)
+    with runtime.grads.beside_dgrad(job):
+        if needs_input:
+            check_unmodified(weight, weight.compiled_version)
+            with runtime.using(weight.for_backward) as full:
+                grad_input = grad.matmul(full)
     return grad_input, _gradient_of(leaf)
 
 
@@ -267,15 +270,19 @@ def _float8_backward(
     wgrad, both matrices as they are if it does not quantize, or empty if the weight is frozen."""
     runtime, weight = handles()[handle].resolve_in_backward()
     multiply = gemms_of_name(gemms)
+    job = None
     if for_wgrad and weight.stand_in.is_awaited:
         if multiply.high_precision_wgrad:
-            wgrad(runtime, weight, *for_wgrad)
+            job = partial(wgrad, runtime, weight, *for_wgrad)
         else:
-            float8.wgrad_of(multiply, for_wgrad, runtime, weight)
-    if not grad:
-        return for_wgrad[0].new_empty(0, dtype=dtype), _gradient_of(leaf)
-    check_unmodified(weight, weight.compiled_version)
-    return float8.multiply_grad(multiply, grad, runtime, weight), _gradient_of(leaf)
+            job = partial(float8.wgrad_of, multiply, for_wgrad, runtime, weight)
+    with runtime.grads.beside_dgrad(job):
+        if grad:
+            check_unmodified(weight, weight.compiled_version)
+            grad_input = float8.multiply_grad(multiply, grad, runtime, weight)
+        else:
+            grad_input = for_wgrad[0].new_empty(0, dtype=dtype)
+    return grad_input, _gradient_of(leaf)
 
 
 @_float8_backward.register_fake

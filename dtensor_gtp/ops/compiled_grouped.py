@@ -6,6 +6,7 @@ for backward, and the compiler need not know the shapes of grouped GEMMs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,12 +53,14 @@ def _grouped_backward(
     """``x`` is None if the weight is frozen."""
     runtime, weight = handles()[handle].resolve_in_backward()
     grad = grad.contiguous()
+    job = None
     if x is not None and weight.stand_in.is_awaited:
-        reduce_wgrad(runtime, weight, grad, x, ends)
+        job = partial(reduce_wgrad, runtime, weight, grad, x, ends)
     grad_x = grad.new_empty(0)
-    if needs_input:
-        check_unmodified(weight, weight.compiled_version)
-        grad_x = multiply_grad(grad, ends, runtime, weight)
+    with runtime.grads.beside_dgrad(job):
+        if needs_input:
+            check_unmodified(weight, weight.compiled_version)
+            grad_x = multiply_grad(grad, ends, runtime, weight)
     return grad_x, _gradient_of(leaf)
 
 

@@ -6,6 +6,7 @@ uninitialized, come out as zeros, in the output and in the input's gradient.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -220,11 +221,11 @@ class _ShardedGroupedMM(torch.autograd.Function):
         grad_TN = grad_TN.contiguous()
         if x_TK is not None and not compat.is_awaited(ctx, 1):
             refuse_partial_recording(weight, runtime.comm.is_capturing)
-        elif x_TK is not None:
-            # wgrad first, as in linear: its reduce-scatter hides behind dgrad.
-            reduce_wgrad(runtime, weight, grad_TN, x_TK, ends_G)
+            x_TK = None
         grad_x = None
-        if ctx.needs_input_grad[0]:
-            check_unmodified(weight, ctx.version)
-            grad_x = multiply_grad(grad_TN, ends_G, runtime, weight)
+        job = None if x_TK is None else partial(reduce_wgrad, runtime, weight, grad_TN, x_TK, ends_G)
+        with runtime.grads.beside_dgrad(job):
+            if ctx.needs_input_grad[0]:
+                check_unmodified(weight, ctx.version)
+                grad_x = multiply_grad(grad_TN, ends_G, runtime, weight)
         return grad_x, None, None, None, None

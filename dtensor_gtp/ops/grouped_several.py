@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,23 @@ def _multiply(
         return grouped_mm(x_TK, full_GNK.mT, ends_G)
 
 
+def _reduce_wgrads(
+    runtime: Runtime,
+    weights: Sequence[ShardedWeight],
+    awaited: Sequence[bool],
+    grad_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    ends_G: torch.Tensor,
+) -> None:
+    """The gradients of those weights that are awaited, on their way to the shards."""
+    with profiler_range("GTP::wgrad", ", ".join(weight.fqn for weight in weights)):
+        wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
+    with runtime.grads.together():
+        for weight, wgrad_NK, is_awaited in zip(weights, wgrad_GNK.unbind(0), awaited, strict=True):
+            if is_awaited:
+                runtime.grads.add_full(weight, wgrad_NK, is_owned=True)
+
+
 class _SeveralGroupedMM(torch.autograd.Function):
     """As ``_ShardedGroupedMM``, for weights of logical shape ``(out_features, in_features)``, one for each group."""
 
@@ -102,17 +120,12 @@ class _SeveralGroupedMM(torch.autograd.Function):
         for weight, needs, is_awaited in zip(weights, needs_grad, awaited, strict=True):
             if needs and not is_awaited:
                 refuse_partial_recording(weight, runtime.comm.is_capturing)
-        if any(awaited):
-            with profiler_range("GTP::wgrad", ", ".join(weight.fqn for weight in weights)):
-                wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
-            with runtime.grads.together():
-                for weight, wgrad_NK, is_awaited in zip(weights, wgrad_GNK.unbind(0), awaited, strict=True):
-                    if is_awaited:
-                        runtime.grads.add_full(weight, wgrad_NK, is_owned=True)
+        job = partial(_reduce_wgrads, runtime, weights, awaited, grad_TN, x_TK, ends_G) if any(awaited) else None
         grad_x = None
-        if ctx.needs_input_grad[0]:
-            for weight, version in zip(weights, ctx.versions, strict=True):
-                check_unmodified(weight, version)
-            with _using(runtime, [weight.for_backward for weight in weights]) as full_GNK:
-                grad_x = grouped_mm(grad_TN, full_GNK, ends_G)
+        with runtime.grads.beside_dgrad(job):
+            if ctx.needs_input_grad[0]:
+                for weight, version in zip(weights, ctx.versions, strict=True):
+                    check_unmodified(weight, version)
+                with _using(runtime, [weight.for_backward for weight in weights]) as full_GNK:
+                    grad_x = grouped_mm(grad_TN, full_GNK, ends_G)
         return grad_x, None, None, None, *(None for _ in weights)

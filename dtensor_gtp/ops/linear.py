@@ -1,4 +1,7 @@
-"""``F.linear`` on a sharded weight: gather, GEMM, free; in backward wgrad into the send buffer, gather, dgrad, free."""
+"""``F.linear`` on a sharded weight: gather, GEMM, free; in backward wgrad into the send buffer, gather, dgrad, free.
+
+Wgrad comes first by default: it needs no weight, so it hides the end of the gather, and its scatter hides behind dgrad.
+"""
 
 from __future__ import annotations
 
@@ -97,14 +100,15 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
             None if grad_input is None else grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1]),
             grad_2d.sum(0) if needs_bias else None,
         )
+    job = None
     if needs_weight:
-        # wgrad first: it needs no weight, so it hides this gather, and its scatter then hides behind dgrad.
         input_2d = saved[0].reshape(-1, saved[0].shape[-1])
-        runtime.grads.compute(partial(wgrad, runtime, weight, grad_2d, input_2d))
-    if needs_input:
-        check_unmodified(weight, ctx.version)
-        with runtime.using(weight.for_backward) as full:
-            grad_input = grad_output.matmul(full)
+        job = partial(runtime.grads.compute, partial(wgrad, runtime, weight, grad_2d, input_2d))
+    with runtime.grads.beside_dgrad(job):
+        if needs_input:
+            check_unmodified(weight, ctx.version)
+            with runtime.using(weight.for_backward) as full:
+                grad_input = grad_output.matmul(full)
     if needs_bias:
         grad_bias = grad_2d.sum(0)
     return grad_input, grad_bias
@@ -113,22 +117,26 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
 def _backward_float8(
     ctx: Any, grad_MN: torch.Tensor, saved: tuple[torch.Tensor, ...], needs_input: bool, needs_weight: bool
 ) -> torch.Tensor | None:
-    """The input's gradient, shape ``(M, K)``; as without float8, wgrad comes first."""
+    """The input's gradient, shape ``(M, K)``, and that of the weight on its way."""
     runtime: Runtime = ctx.runtime
     weight: ShardedWeight = ctx.weight
     gemms: Float8GEMMs = ctx.gemms
     is_cast = needs_input or (needs_weight and not gemms.high_precision_wgrad)
     grad = gemms.cast_grad(grad_MN) if is_cast else []
+    job = None
     if needs_weight:
         input_MK = saved[0].reshape(-1, saved[0].shape[-1])
         if gemms.high_precision_wgrad:
-            runtime.grads.compute(partial(wgrad, runtime, weight, grad_MN, input_MK))
+            compute = partial(wgrad, runtime, weight, grad_MN, input_MK)
         else:
-            runtime.grads.compute(partial(float8.wgrad, gemms, grad, grad_MN, input_MK, runtime, weight))
-    if not needs_input:
-        return None
-    check_unmodified(weight, ctx.version)
-    return float8.multiply_grad(gemms, grad, runtime, weight)
+            compute = partial(float8.wgrad, gemms, grad, grad_MN, input_MK, runtime, weight)
+        job = partial(runtime.grads.compute, compute)
+    grad_input = None
+    with runtime.grads.beside_dgrad(job):
+        if needs_input:
+            check_unmodified(weight, ctx.version)
+            grad_input = float8.multiply_grad(gemms, grad, runtime, weight)
+    return grad_input
 
 
 class ParallelPlan(NamedTuple):

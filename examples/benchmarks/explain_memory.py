@@ -109,12 +109,12 @@ def explain_peak(
 ) -> Peak | None:
     """The predicted peak of a mode on GPUs; None for modes that are not of this package, whose plan is not known yet,
     or whose activations are not those of the plain model: recipes, compiled or recorded blocks, exchanges of
-    activations; or which send gradients from memory that is not the allocator's."""
+    activations; which send gradients from memory that is not the allocator's; or compute dgrad before wgrad."""
     uses = explain_uses(model, mode, workload, seq_len, world.size)
     if uses is None:
         return None
     schedule = SchedulePolicy(**workload.schedule)
-    if schedule.reduce_scatter == "copy_engine":
+    if schedule.reduce_scatter == "copy_engine" or not schedule.wgrad_first:
         return None
     together = schedule.coalesce_grad_nbytes if schedule.reduce_scatter != "all_to_all" else 0
     return predict_peak(uses, state_bytes(model, optimizer), schedule.max_inflight_reduce_scatters, together)

@@ -140,6 +140,7 @@ class Draw:
     keeps_zeros: bool = False
     optimizer: str = "local"
     clips: bool = False
+    wgrad_first: bool = True
 
     @property
     def world(self) -> int:
@@ -371,6 +372,7 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         keep_nbytes=rng.choice((0, 0, 600, 1 << 20)),
         embedding=rng.choice(("gather", "exchange", "auto")) if vocabulary else "gather",
         reduce_scatter=rng.choice(("ring", "ring", "all_to_all")),
+        wgrad_first=rng.random() < 0.8,
     )
 
 

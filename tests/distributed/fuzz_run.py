@@ -129,6 +129,7 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
             keep_nbytes=draw.keep_nbytes,
             embedding=draw.embedding,
             reduce_scatter=draw.reduce_scatter,
+            wgrad_first=draw.wgrad_first,
         ),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):

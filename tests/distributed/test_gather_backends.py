@@ -241,7 +241,7 @@ class TestGatherBackends(GlooTest):
             (token_loss, two_microbatches),
             (
                 {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1},
-                {"coalesce_grad_nbytes": 2048, "max_inflight_reduce_scatters": 4},
+                {"coalesce_grad_nbytes": 2048, "max_inflight_reduce_scatters": 4, "wgrad_first": False},
                 {},
             ),
         ):

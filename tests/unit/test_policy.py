@@ -93,6 +93,13 @@ def test_schedule_policy_checks_limits_of_ctas(name: str) -> None:
             SchedulePolicy(**{name: value})
 
 
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_schedule_policy_refuses_a_flag_that_is_not_a_bool(value: object) -> None:
+    assert not SchedulePolicy(wgrad_first=False).wgrad_first
+    with pytest.raises(TypeError, match=f"SchedulePolicy expects a bool for wgrad_first, but got {value!r}"):
+        SchedulePolicy(wgrad_first=value)  # type: ignore[arg-type]
+
+
 def test_schedule_policy_is_checked_by_replace_too() -> None:
     with pytest.raises(ValueError, match="prefetch_depth >= 0, but got -3"):
         dataclasses.replace(SchedulePolicy(), prefetch_depth=-3)
