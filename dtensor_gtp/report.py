@@ -55,12 +55,15 @@ class ShardingReport:
         rows: One for each distinct parameter.
         schedule: The observed plan of each chain, as text; empty before the first forward.
         passes: The same as data.
+        symmetric_nbytes: Memory of this rank that peers copy from by copy engines. The caching allocator knows nothing
+            of it: it is in none of ``torch.cuda.memory_stats``.
     """
 
     mesh: str
     rows: tuple[ReportRow, ...]
     schedule: str
     passes: tuple[PassReport, ...] = ()
+    symmetric_nbytes: int = 0
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
@@ -78,6 +81,8 @@ class ShardingReport:
         largest = max((row.gathered_nbytes for row in self.rows), default=0)
         total = f"{format_nbytes(local)} of parameters per rank; largest gathered weight {format_nbytes(largest)}"
         table = "\n".join(line.rstrip() for line in lines)
+        if self.symmetric_nbytes:
+            total += f"\n{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from"
         return f"gtp_shard on {self.mesh}\n{table}\n{total}\n{self.schedule or 'schedule: not observed yet'}"
 
 
@@ -111,7 +116,10 @@ def sharding_report(module: nn.Module) -> ShardingReport:
                 nbytes = param.numel() * param.element_size()
                 ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
     rows = [_row(" = ".join(aliases[key]), managed, use, key in in_gemm) for key, (managed, use) in seen.items()]
-    return ShardingReport(_describe_mesh(binding), (*rows, *ignored), _schedule(binding), _passes(binding))
+    symmetric_nbytes = binding.group.runtime.comm.symmetric_nbytes
+    return ShardingReport(
+        _describe_mesh(binding), (*rows, *ignored), _schedule(binding), _passes(binding), symmetric_nbytes
+    )
 
 
 def _row(name: str, managed: ManagedParam, use: str, in_gemm: bool) -> ReportRow:

@@ -244,6 +244,12 @@ class CommContext:
         """From where gradients of the scatter group are fetched, for ``reduce_scatter="copy_engine"``."""
         return self._send_rings[groups.scatter_name]
 
+    @property
+    def symmetric_nbytes(self) -> int:
+        """Memory of this rank that peers copy from: stages of gathers and rings of gradients."""
+        engines = [engine for engine in self._gather_backends.values() if isinstance(engine, CopyEngine)]
+        return sum(copies.held_nbytes for copies in (*engines, *self._send_rings.values()))
+
     def end_backward(self) -> None:
         """Of all ranks: all reductions are launched. Compute waits for them and drops their buffers."""
         while self._reductions:

@@ -131,6 +131,12 @@ class PeerCopies(Staged[compat.SymmetricBuffer]):
     def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
         return compat.SymmetricBuffer(nbytes, self._device, self._group_name)
 
+    @property
+    def held_nbytes(self) -> int:
+        """Symmetric memory of this rank: the stage, and those that graphs have used before it grew."""
+        stages = {id(stage): stage.nbytes for stage in (self._stage, *self._captured) if stage is not None}
+        return sum(stages.values())
+
     def _peers(self) -> list[int]:
         """The others, each rank beginning with its neighbour, so that no link is asked by all at once."""
         return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]

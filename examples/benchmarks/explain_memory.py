@@ -1,5 +1,7 @@
 """What ``memory_model.predict_peak`` needs to know of a model under ``gtp_shard``: its plan and its activations."""
 
+import functools
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -8,20 +10,34 @@ from activations import count_activations
 from dtensor_gtp import SchedulePolicy, sharding_report
 from dtensor_gtp.report import PassReport, ReportRow
 from harness import World, state_bytes
-from llama import Llama
+from llama import Llama, LlamaConfig
 from memory_model import Amounts, Peak, Use, predict_peak
 from modes import Mode, Workload
 
 
 def activations_of(workload: Workload, seq_len: int) -> dict[str, Amounts]:
     """Bytes of activations in a step of ``modes.make_step``, by the name of the module that has the matrix."""
+    return _activations_of(workload.config, workload.batch, seq_len)
 
+
+@functools.cache
+def _activations_of(config: LlamaConfig, batch: int, seq_len: int) -> dict[str, Amounts]:
     def loss_of(model: nn.Module) -> torch.Tensor:
-        tokens = torch.zeros(workload.batch, seq_len + 1, dtype=torch.int64)
+        tokens = torch.zeros(batch, seq_len + 1, dtype=torch.int64)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    return count_activations(lambda: Llama(workload.config), loss_of)
+    return count_activations(lambda: Llama(config), loss_of)
+
+
+def most_activations(workload: Workload, seq_len: int) -> int:
+    """The most bytes of activations at any moment of such a step: what it would need if weights took no memory."""
+    return max(max(amounts) for amounts in activations_of(workload, seq_len).values())
+
+
+def symmetric_bytes(model: nn.Module, mode: str) -> int:
+    """Bytes of symmetric memory that a gtp mode holds on this process; 0 for other modes, which are not asked."""
+    return sharding_report(model).symmetric_nbytes if Mode.parse(mode).family == "gtp" else 0
 
 
 def gathered_weights(forward: PassReport, backward: PassReport) -> list[Amounts]:

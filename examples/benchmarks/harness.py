@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,17 +172,31 @@ class Memory:
     Args:
         state: parameters, buffers and optimizer state as they lie between steps, by their storages.
         resident: allocated between steps after warm-up; what exceeds ``state`` is kept by the runtime or by inputs.
-        peak: most allocated during the timed steps.
-        reserved: most that the caching allocator held during the timed steps.
+        allocated: most allocated during the timed steps. None for CUDA graphs: what a graph uses is counted while it
+            is recorded, not while it is replayed.
+        reserved: most that the caching allocator held of the device in steps that began with an empty cache: what is
+            allocated, what lies between, and the memory of CUDA graphs.
         leftover: allocated before the mode was built, because something kept what an earlier mode used. Not part of
-            ``resident`` and ``peak``.
+            the three above.
+        symmetric: memory that copy engines of peers read. The allocator does not know of it: not part of any of these.
     """
 
     state: int
     resident: int
-    peak: int
+    allocated: int | None
     reserved: int
     leftover: int
+    symmetric: int
+
+    @property
+    def peak(self) -> int | None:
+        """The most memory in use, whoever has allocated it."""
+        return None if self.allocated is None else self.allocated + self.symmetric
+
+    def merged(self, later: "Memory") -> "Memory":
+        """The larger of both, number by number."""
+        pairs = zip(astuple(self), astuple(later), strict=True)
+        return Memory(*(None if None in pair else max(pair) for pair in pairs))
 
 
 class MemoryMeter:
@@ -198,18 +212,29 @@ class MemoryMeter:
             self._resident = torch.cuda.memory_allocated(world.device)
             torch.cuda.reset_peak_memory_stats(world.device)
 
-    def read(self) -> Memory | None:
+    def read(self, step: Callable[[], object], symmetric: int, *, is_graph: bool) -> Memory | None:
+        """What the timed steps have used.
+
+        Args:
+            step: runs twice more, from an empty cache.
+            symmetric: bytes of symmetric memory of this process.
+            is_graph: whether steps are replays of a CUDA graph.
+        """
         if not self._world.is_cuda:
             return None
         device = self._world.device
-        values = (
-            self._state,
-            self._resident - self._leftover,
-            torch.cuda.max_memory_allocated(device) - self._leftover,
-            torch.cuda.max_memory_reserved(device),
-            self._leftover,
-        )
-        return Memory(*(int(value) for value in self._world.slowest(values)))
+        allocated = torch.cuda.max_memory_allocated(device)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        counted = (self._resident, allocated, reserved)
+        values = (self._state, *(nbytes - self._leftover for nbytes in counted), self._leftover, symmetric)
+        memory = Memory(*(int(value) for value in self._world.slowest(values)))
+        return replace(memory, allocated=None) if is_graph else memory
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ class Measurement:
         phase: "forward+backward" or "full step".
         samples_ms: milliseconds of each timed step, the slowest process's.
         tokens_per_step: tokens that one process takes per step.
-        memory: None on CPU and for CUDA graphs.
+        memory: None on CPU.
         loss: of the first step from the initial weights of this phase, mean over the processes.
         grad_norm: total norm of that step's gradient; None where gradients are not reduced.
-        predicted: what the peak memory should be, and why; None for modes whose plan is not known.
+        predicted: what the allocator's peak should be, and why; None for modes whose plan is not known.
+        activations: the most bytes that activations alone need in such a step, the same for all modes.
     """
 
     mode: str
@@ -45,6 +46,7 @@ class Measurement:
     loss: float
     grad_norm: float | None
     predicted: Peak | None = None
+    activations: int = 0
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -54,12 +56,18 @@ class Measurement:
     def ms(self) -> float:
         return median(self.samples_ms)
 
+    @property
+    def above_activations(self) -> int | None:
+        """Bytes at the peak beyond the state and what activations alone need; None where the peak is not known."""
+        if self.memory is None or self.memory.peak is None:
+            return None
+        return self.memory.peak - self.memory.state - self.activations
+
     def merged(self, later: "Measurement") -> "Measurement":
         """This measurement with the samples of a later round of the same thing."""
         memory = self.memory
         if memory is not None and later.memory is not None:
-            pairs = zip(asdict(memory).values(), asdict(later.memory).values(), strict=True)
-            memory = Memory(*(max(pair) for pair in pairs))
+            memory = memory.merged(later.memory)
         return replace(self, samples_ms=self.samples_ms + later.samples_ms, memory=memory)
 
 
@@ -68,18 +76,13 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
 
     ``ratio_fsdp2`` is to the fastest of the FSDP2 modes, ``ratio_compute`` to the compute mode, ``ratio_eager`` of a
     compiled mode to the same mode without compilation, ``ratio_torchao`` of a mode with a recipe to the fastest of
-    torchao's; None where the peer was not measured.
+    torchao's, ``ratio_fsdp2_memory`` of what is above the activations to that FSDP2 mode with the least; None where
+    the peer was not measured.
     """
     measured = list(measurements)
     records = []
     for item in measured:
         peers = [m for m in measured if (m.seq_len, m.phase) == (item.seq_len, item.phase)]
-        fsdp2 = min((m.ms for m in peers if m.mode.startswith("fsdp2")), default=None)
-        torchao = min((m.ms for m in peers if m.mode.startswith("torchao") and RECIPE in item.mode), default=None)
-        times = {m.mode: m.ms for m in peers}
-        compute = times.get("compute")
-        eager = times.get(item.mode.removesuffix(COMPILED)) if item.mode.endswith(COMPILED) else None
-        memory = item.memory
         records.append(
             {
                 "mode": item.mode,
@@ -90,19 +93,9 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
                 "ms_max": max(item.samples_ms),
                 "samples_ms": item.samples_ms,
                 "tokens_per_s_per_gpu": item.tokens_per_step / item.ms * 1e3,
-                "ratio_fsdp2": item.ms / fsdp2 if fsdp2 else None,
-                "ratio_compute": item.ms / compute if compute else None,
-                "ratio_eager": item.ms / eager if eager else None,
-                "ratio_torchao": item.ms / torchao if torchao else None,
-                "peak_bytes": memory.peak if memory else None,
-                "peak_above_state_bytes": memory.peak - memory.state if memory else None,
-                "state_bytes": memory.state if memory else None,
-                "resident_bytes": memory.resident if memory else None,
-                "reserved_bytes": memory.reserved if memory else None,
-                "leftover_bytes": memory.leftover if memory else None,
-                "predicted_peak": item.predicted._asdict() | {"total": item.predicted.total}
-                if item.predicted
-                else None,
+                **_ratios(item, peers),
+                **_memory(item),
+                "predicted_peak": item.predicted.as_record() if item.predicted else None,
                 "loss": item.loss,
                 "grad_norm": item.grad_norm,
             }
@@ -110,11 +103,49 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
     return records
 
 
+def _ratios(item: Measurement, peers: list[Measurement]) -> dict[str, float | None]:
+    """See :func:`rows`."""
+    fsdp2 = [m for m in peers if m.mode.startswith("fsdp2")]
+    torchao = [m.ms for m in peers if m.mode.startswith("torchao") and RECIPE in item.mode]
+    times = {m.mode: m.ms for m in peers}
+    eager = times.get(item.mode.removesuffix(COMPILED)) if item.mode.endswith(COMPILED) else None
+    above = [m.above_activations for m in fsdp2 if m.above_activations is not None]
+    return {
+        "ratio_fsdp2": _ratio(item.ms, min((m.ms for m in fsdp2), default=None)),
+        "ratio_compute": _ratio(item.ms, times.get("compute")),
+        "ratio_eager": _ratio(item.ms, eager),
+        "ratio_torchao": _ratio(item.ms, min(torchao, default=None)),
+        "ratio_fsdp2_memory": _ratio(item.above_activations, min(above, default=None)),
+    }
+
+
+def _ratio(value: float | None, peer: float | None) -> float | None:
+    return None if value is None or peer is None or peer <= 0 else value / peer
+
+
+def _memory(item: Measurement) -> dict[str, int | None]:
+    """The columns of memory: the peak is that of the allocator and symmetric memory together."""
+    memory = item.memory
+    peak = memory.peak if memory else None
+    return {
+        "peak_bytes": peak,
+        "peak_above_state_bytes": None if memory is None or peak is None else peak - memory.state,
+        "peak_above_activations_bytes": item.above_activations,
+        "allocated_peak_bytes": memory.allocated if memory else None,
+        "symmetric_bytes": memory.symmetric if memory else None,
+        "state_bytes": memory.state if memory else None,
+        "activations_bytes": item.activations,
+        "resident_bytes": memory.resident if memory else None,
+        "reserved_bytes": memory.reserved if memory else None,
+        "leftover_bytes": memory.leftover if memory else None,
+    }
+
+
 def memory_lines(measurements: Iterable[Measurement]) -> list[str]:
     """For each measurement with a prediction, what its peak memory consists of."""
     return [
         f"{item.mode}, {item.phase}, T={item.seq_len}: "
-        + item.predicted.describe(item.memory.peak if item.memory else None)
+        + item.predicted.describe(item.memory.allocated if item.memory else None)
         for item in measurements
         if item.predicted is not None
     ]
@@ -133,7 +164,13 @@ def step_table(records: list[dict[str, Any]]) -> str:
     """The records of :func:`rows` as a table, sorted by phase and length, in the order of the modes within."""
     extra = [name for name in ("eager", "torchao") if any(r[f"ratio_{name}"] is not None for r in records)]
     ratios = ["x FSDP2", "x compute", *(f"x {name}" for name in extra)]
-    header = ["phase", "T", "mode", "ms", "tokens/s/GPU", *ratios, "peak GiB", "above state GiB"]
+    memory = {
+        "peak GiB": "peak_bytes",
+        "above state GiB": "peak_above_state_bytes",
+        "above activations GiB": "peak_above_activations_bytes",
+        "reserved GiB": "reserved_bytes",
+    }
+    header = ["phase", "T", "mode", "ms", "tokens/s/GPU", *ratios, *memory, "x FSDP2 memory"]
     lines = [
         [
             r["phase"],
@@ -144,8 +181,8 @@ def step_table(records: list[dict[str, Any]]) -> str:
             _number(r["ratio_fsdp2"], 3),
             _number(r["ratio_compute"], 3),
             *(_number(r[f"ratio_{name}"], 3) for name in extra),
-            _number(r["peak_bytes"], 2, 2**30),
-            _number(r["peak_above_state_bytes"], 2, 2**30),
+            *(_number(r[name], 2, 2**30) for name in memory.values()),
+            _number(r["ratio_fsdp2_memory"], 3),
         ]
         for r in sorted(records, key=lambda r: (r["phase"] != "forward+backward", r["seq_len"]))
     ]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from explain_memory import explain_peak
+from explain_memory import explain_peak, most_activations, symmetric_bytes
 from harness import (
     MemoryMeter,
     World,
@@ -195,13 +195,13 @@ def measure(
         step()
     meter = MemoryMeter(world, model, optimizer, leftover)
     samples = time_steps(step, world, arguments.steps, free_running=arguments.free_running)
-    # the allocator counts what a graph uses while it is recorded, not while it is replayed
-    memory = None if mode.endswith(GRAPH) else meter.read()
+    memory = meter.read(step, symmetric_bytes(model, mode), is_graph=mode.endswith(GRAPH))
     phase = FULL_STEP if optimizer else FORWARD_BACKWARD
     if arguments.trace and phase == FORWARD_BACKWARD:
         trace_steps(step, world, arguments.trace / f"{mode}.T{seq_len}.json")
     predicted = explain_peak(model, optimizer, mode, workload, seq_len, world)
-    return Measurement(mode, seq_len, phase, samples, workload.batch * seq_len, memory, loss, norms[0], predicted)
+    tokens, activations = workload.batch * seq_len, most_activations(workload, seq_len)
+    return Measurement(mode, seq_len, phase, samples, tokens, memory, loss, norms[0], predicted, activations)
 
 
 def run_mode(

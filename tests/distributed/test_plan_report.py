@@ -20,6 +20,8 @@ from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp._runtime.modules import binding_of
 from dtensor_gtp.report import PassReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4
@@ -53,6 +55,22 @@ class TestPlanReport(unittest.TestCase):
         forward = PassReport(False, names, two_in_memory, (NBYTES, NBYTES, NBYTES, NBYTES))
         backward = PassReport(True, names[::-1], two_in_memory, (NBYTES, NBYTES, NBYTES, 0))
         self.assertEqual(sharding_report(self.model).passes, (forward, backward))
+
+    def test_symmetric_memory(self) -> None:
+        """That of all communicators, in a model on a CPU, which has none."""
+        self.step()
+        report = sharding_report(self.model)
+        self.assertEqual(report.symmetric_nbytes, 0)
+        self.assertNotIn("peers copy from", str(report))
+        binding = binding_of(self.model)
+        assert binding is not None
+        comm = binding.group.runtime.comm
+        stage = mock.Mock(spec=CopyEngine, held_nbytes=3 << 20)
+        comm._gather_backends = {"dense": stage, "experts": stage, "other": mock.Mock()}
+        comm._send_rings = {"dense": mock.Mock(held_nbytes=2 << 20)}
+        report = sharding_report(self.model)
+        self.assertEqual(report.symmetric_nbytes, 8 << 20)
+        self.assertIn("8.0 MiB of memory that peers copy from", str(report))
 
     def test_what_is_kept_is_in_memory_from_forward_to_backward(self) -> None:
         schedule = dataclasses.replace(ONE_AHEAD, keep_nbytes=NBYTES)

@@ -326,6 +326,21 @@ def test_another_gradient_than_the_one_that_a_place_was_offered_to() -> None:
     Ranks().run(job)
 
 
+def test_memory_is_held_for_graphs() -> None:
+    def job(group: Group) -> None:
+        engine = Engine(group, CPU)
+        least = engine.held_nbytes
+        engine._reserve(100)
+        assert (least, engine.held_nbytes) == (16, 100), "the first stage is gone"
+        with mock.patch.object(engine, "_is_capturing", return_value=True):
+            engine._reserve(60)
+        assert engine.held_nbytes == 100
+        engine._reserve(200)
+        assert engine.held_nbytes == 300, "a graph reads the one before"
+
+    Ranks().run(job)
+
+
 def test_what_is_cast_ahead_and_into_which_half() -> None:
     """With streams that record whether the cast runs on the one of its own."""
 

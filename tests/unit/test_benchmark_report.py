@@ -1,0 +1,79 @@
+"""The memory columns of the benchmark's table, from numbers that stand for an allocator's."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
+GIB = 2**30
+
+
+class Scripts(NamedTuple):
+    report: ModuleType
+    harness: ModuleType
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        import harness
+        import report
+
+        yield Scripts(report, harness)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+def measurement(scripts: Scripts, mode: str, **memory: Any) -> Any:
+    amounts = {"state": 2, "resident": 2, "allocated": 10, "reserved": 12, "leftover": 0, "symmetric": 0} | memory
+    scaled = {name: value if value is None else value * GIB for name, value in amounts.items()}
+    found = scripts.harness.Memory(**scaled)
+    activations = 5 * GIB
+    return scripts.report.Measurement(mode, 16, "full step", [1.0], 16, found, 0.5, None, None, activations)
+
+
+def cells(table: str) -> dict[str, dict[str, str]]:
+    """What a table says of each mode, by column."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return {line[2]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+
+
+def test_memory_is_compared_with_the_peer_that_has_least(scripts: Scripts) -> None:
+    measured = [
+        measurement(scripts, "fsdp2-fp32", allocated=13),
+        measurement(scripts, "fsdp2-bf16", allocated=11),
+        measurement(scripts, "gtp-bf16", allocated=8, symmetric=1),
+        measurement(scripts, "gtp-bf16-graph", allocated=None, reserved=9),
+    ]
+    records = {record["mode"]: record for record in scripts.report.rows(measured)}
+    gtp = records["gtp-bf16"]
+    assert (gtp["allocated_peak_bytes"], gtp["symmetric_bytes"], gtp["peak_bytes"]) == (8 * GIB, GIB, 9 * GIB)
+    assert gtp["peak_above_state_bytes"] == 7 * GIB
+    assert gtp["peak_above_activations_bytes"] == 2 * GIB
+    assert [record["ratio_fsdp2_memory"] for record in records.values()] == [1.5, 1.0, 0.5, None]
+    table = cells(scripts.report.step_table(list(records.values())))
+    columns = ("peak GiB", "above state GiB", "above activations GiB", "reserved GiB", "x FSDP2 memory")
+    assert [table["gtp-bf16"][name] for name in columns] == ["9.00", "7.00", "2.00", "12.00", "0.500"]
+    assert [table["gtp-bf16-graph"][name] for name in columns] == ["n/a", "n/a", "n/a", "9.00", "n/a"]
+
+
+def test_without_a_peer_there_is_no_ratio(scripts: Scripts) -> None:
+    (alone,) = scripts.report.rows([measurement(scripts, "gtp-bf16")])
+    assert alone["ratio_fsdp2_memory"] is None
+    nothing_above = measurement(scripts, "fsdp2-bf16", allocated=7)
+    *_, record = scripts.report.rows([nothing_above, measurement(scripts, "gtp-bf16")])
+    assert record["ratio_fsdp2_memory"] is None
+
+
+def test_rounds_report_the_larger_of_each(scripts: Scripts) -> None:
+    first = measurement(scripts, "gtp-bf16", allocated=8, reserved=12, symmetric=1)
+    later = measurement(scripts, "gtp-bf16", allocated=9, reserved=11, symmetric=2)
+    memory = first.merged(later).memory
+    assert (memory.allocated, memory.reserved, memory.symmetric) == (9 * GIB, 12 * GIB, 2 * GIB)
+    graph = measurement(scripts, "gtp-bf16-graph", allocated=None)
+    assert graph.merged(graph).memory == graph.memory
