@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import math
-import sys
-import tempfile
 import unittest
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,9 +24,9 @@ from common import environment, fake_world
 from cuda_common import BF16
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
+from trace_common import trace_of, trace_picture
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_
 from dtensor_gtp import _torch_compat as compat
@@ -171,20 +167,11 @@ def train(
 
 def spans_of(model: nn.Module, x: torch.Tensor) -> list[Any]:
     """What the streams do in the third forward, as ``trace_picture.py`` reads it."""
-    scripts = Path(__file__).parents[2] / "examples" / "benchmarks"
-    with mock.patch.object(sys, "path", [str(scripts), *sys.path]):
-        import trace_picture
     with torch.no_grad():
         for _ in range(2):
             model(x)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            model(x)
-            torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        trace = json.loads(Path(folder, "trace.json").read_text())
-    spans: list[Any] = trace_picture.read_timeline(trace).spans
+        trace = trace_of(lambda: model(x))
+    spans: list[Any] = trace_picture().read_timeline(trace).spans
     return spans
 
 

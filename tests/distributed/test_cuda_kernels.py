@@ -1,0 +1,125 @@
+"""What one use of a weight gives a GPU to do: every kernel and every copy, as the profiler has seen them.
+
+``test_gtp_shard_copies`` counts operators, of which a backend may make any number of kernels. Here the third step of
+three layers is profiled, each weight by itself, and every kernel must be one that the use cannot do without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import unittest
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn as nn
+from cuda_common import NUM_GPUS, CudaTest
+from test_cuda_streams import WORLD_SIZE, one_of
+from test_gtp_shard_copies import BF16, MIXED, SCHEDULE
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import run_tests
+from trace_common import trace_of, uses_of
+
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp import _torch_compat as compat
+
+# Large enough for GEMMs to be some, and a multiple of every number of ranks up to 8: no shard is padded.
+WIDTH = 840
+NUM_GATHERS = (2, 2, 1)  # in forward and backward, but for the last weight, which is kept from one to the other
+NO_ZERO_CTA = compat.missing_for_zero_cta(torch.device("cuda")) if NUM_GPUS > 1 else "needs at least 2 GPUs"
+
+
+def step_of(mesh: DeviceMesh, dtype: torch.dtype, policy: MixedPrecisionPolicy, **options: Any) -> dict[str, int]:
+    """The uses in a third step."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype, device="cuda") for _ in NUM_GATHERS)
+    model = gtp_shard(nn.Sequential(*layers), mesh, schedule=dataclasses.replace(SCHEDULE, **options), mp_policy=policy)
+    x = torch.randn(256, WIDTH, dtype=BF16, device="cuda", requires_grad=True)
+    grad = torch.randn(256, WIDTH, dtype=BF16, device="cuda")
+
+    def step() -> None:
+        model(x).backward(grad)
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+        x.grad = None
+    return uses_of(trace_of(step))
+
+
+def expected(gather: str, reduction: str) -> dict[str, int]:
+    """A GEMM for the output, one for the input's gradient and one for the weight's, which writes it to where it is sent
+    from. And nothing outside of the uses."""
+    uses = {}
+    for index, num_gathers in enumerate(NUM_GATHERS):
+        uses[f"all_gather {index}.weight: {gather}"] = num_gathers
+        uses[f"compute {index}.weight: 1 GEMM"] = 2
+        uses[f"wgrad {index}.weight: 1 GEMM"] = 1
+        uses[f"reduce_scatter {index}.weight: {reduction}"] = 1
+    return uses
+
+
+class KernelTest(unittest.TestCase):
+    maxDiff = None
+
+    def check(
+        self,
+        mesh: DeviceMesh,
+        gather: str,
+        reduction: str,
+        dtype: torch.dtype = torch.float32,
+        policy: MixedPrecisionPolicy = MIXED,
+        **options: Any,
+    ) -> None:
+        self.assertEqual(step_of(mesh, dtype, policy, **options), expected(gather, reduction))
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+class TestKernelsOnOneGPU(KernelTest):
+    """One of four ranks whose collectives copy: what is left is the runtime's own."""
+
+    def test_loopback(self) -> None:
+        """What stands for a gather copies this rank's rows to the place of each rank; those that were cast into its own
+        place lie there already. What stands for a reduce-scatter copies the rows of this rank."""
+        with one_of(WORLD_SIZE) as mesh:
+            with self.subTest("cast to bf16, gradients in fp32"):
+                self.check(mesh, f"1 cast, {WORLD_SIZE - 1} copy", "1 copy")
+            with self.subTest("bf16 as it is"):
+                self.check(mesh, f"{WORLD_SIZE} copy", "1 copy", BF16, MixedPrecisionPolicy())
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestKernels(CudaTest, KernelTest):
+    def test_process_group(self) -> None:
+        """A kernel of NCCL for each collective. Shards go out as they are, or are cast by one kernel."""
+        self.check(self.gtp_mesh(), "1 NCCL, 1 cast", "1 NCCL")
+        self.check(self.gtp_mesh(), "1 NCCL", "1 NCCL", BF16, MixedPrecisionPolicy())
+
+    def test_copy_engines(self) -> None:
+        """A gather: the cast into stage and output at once, and a copy from each peer. A reduction: a copy from each
+        peer, one of this rank's own addend, and the sum over ranks. Barriers are no kernels."""
+        num_peers = self.world_size - 1
+        gather, reduction = f"1 cast, {num_peers} copy", f"{num_peers + 1} copy, 1 sum"
+        options = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
+        self.check(self.gtp_mesh(), gather, reduction, **options)
+        self.check(self.gtp_mesh(), gather, "1 NCCL", gather_backend="copy_engine")
+        self.check(self.gtp_mesh(), "1 NCCL, 1 cast", reduction, reduce_scatter="copy_engine")
+
+    @unittest.skipIf(NO_ZERO_CTA is not None, NO_ZERO_CTA or "")
+    def test_zero_cta(self) -> None:
+        """No kernel of NCCL in a gather. Of its copies two are ours, of this rank's rows into the stage and of the full
+        weight out of it; in how many NCCL moves the rest and tells the ranks, is its own matter."""
+        uses = step_of(self.gtp_mesh(), torch.float32, MIXED, gather_backend="zero_cta")
+        kernels: Counter[str] = Counter()
+        for use, num in uses.items():
+            copies = re.search(r", (\d+) copy", use)
+            kernels[use if copies is None else use.replace(copies[0], "")] += num
+            if use.startswith("all_gather"):
+                assert copies is not None, use
+                self.assertGreaterEqual(int(copies[1]), 2, use)
+        self.assertEqual(dict(kernels), expected("1 cast", "1 NCCL"))
+
+
+if __name__ == "__main__":
+    run_tests()
