@@ -6,6 +6,7 @@ import gc
 import itertools
 import unittest
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -14,8 +15,13 @@ from cuda_common import BF16, NUM_GPUS, CudaTest
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
+from trace_common import graph_kernels, trace_of, trace_picture
 
 from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard
+from dtensor_gtp._runtime.comm_context import CommContext
+
+# Cycles of the SM clock: about 10 ms, longer than the host takes to launch a block under the profiler.
+LATE = 16_000_000
 
 
 class Job:
@@ -52,6 +58,37 @@ def check(test: unittest.TestCase, mesh: DeviceMesh, steps: int = 10, is_capture
     return job
 
 
+def trace_of_late_reductions(mesh: DeviceMesh, is_late: bool) -> dict[str, Any]:
+    """Forward and backward with blocks in graphs, where each reduce-scatter of a block begins with a sleep of its
+    stream, or waits for the ranks of which it does."""
+    job = Job(mesh, is_captured=True, coalesce_grad_nbytes=0)
+    for seed in range(3):
+        job.step(seed)
+    assert job.captured is not None
+    assert job.captured.num_graphs == len(job.model.blocks)
+
+    def late(comm: CommContext, name: str, detail: str, groups: object) -> None:
+        if is_late and name == "reduce_scatter" and detail.startswith("blocks."):
+            torch.cuda._sleep(LATE)
+
+    with mock.patch.object(CommContext, "before_collective", late):
+        return trace_of(lambda: job.model(tokens_of(9)).backward())
+
+
+def check_reductions_cross_graphs(test: unittest.TestCase, trace: dict[str, Any], num_blocks: int = 3) -> None:
+    """Most of the backward of each block but the last runs beside reductions of the next block, whose came before."""
+    picture = trace_picture()
+    spans = picture.read_timeline(trace).spans
+    graphs = graph_kernels(trace)
+    test.assertEqual(len(graphs), 2 * num_blocks)  # forward of the first one to the last, backward of the last one ...
+    for block, graph in enumerate(reversed(graphs[num_blocks + 1 :])):
+        backward = picture.union(graph)
+        of_next = [span[:2] for span in spans if span.what.startswith(f"reduce_scatter blocks.{block + 1}.")]
+        shared = picture.length(picture.intersect(backward, picture.union(of_next)))
+        test.assertGreater(len(of_next), 0)
+        test.assertGreater(shared, picture.length(backward) / 2, f"block {block}")
+
+
 @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
 class TestCaptureBlocks(unittest.TestCase):
     """On one GPU, as one of four ranks whose collectives copy."""
@@ -86,6 +123,10 @@ class TestCaptureBlocks(unittest.TestCase):
             torch.cuda.synchronize()
             self.assertEqual((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()), before)
 
+    def test_reductions_run_beside_the_graph_of_the_next_block(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            check_reductions_cross_graphs(self, trace_of_late_reductions(mesh, is_late=True))
+
     def test_what_cannot_be_recorded_says_so(self) -> None:
         with one_of(WORLD_SIZE) as mesh:
             job = Job(mesh, is_captured=True)
@@ -103,6 +144,11 @@ class TestCaptureBlocksNCCL(CudaTest):
         for name, schedule in SCHEDULES.items():
             with self.subTest(name):
                 check(self, self.gtp_mesh(), **schedule)  # type: ignore[arg-type]
+
+    def test_reductions_run_beside_the_graph_of_the_next_block(self) -> None:
+        """On ranks that are not late it is NCCL's kernel that does, which waits for the others."""
+        trace = trace_of_late_reductions(self.gtp_mesh(), is_late=self.rank % 2 == 1)
+        check_reductions_cross_graphs(self, trace)  # type: ignore[arg-type]
 
     def test_some_ranks_replay_what_others_run_with_copy_engines(self) -> None:
         """Places in the send ring and halves of the stage are the same, though gradients of graphs are copied there."""
