@@ -44,14 +44,14 @@ def trace_picture() -> Any:
 def graph_kernels(trace: dict[str, Any]) -> list[list[tuple[float, float]]]:
     """When the kernels of each CUDA graph ran, in microseconds; graphs in the order of their launches."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    launches = (event for event in events if "GraphLaunch" in event["name"] and "correlation" in event["args"])
+    launches = (event for event in events if "GraphLaunch" in event["name"] and "correlation" in event.get("args", {}))
     graphs: dict[Any, list[tuple[float, float]]] = {
         event["args"]["correlation"]: [] for event in sorted(launches, key=lambda event: float(event["ts"]))
     }
     for event in events:
         if event.get("cat") == "kernel" and (graph := graphs.get(event["args"].get("correlation"))) is not None:
             graph.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
-    return list(graphs.values())
+    return [graph for graph in graphs.values() if graph]  # the driver's call may be listed beside the runtime's
 
 
 def kind_of(event: dict[str, Any]) -> str:
