@@ -105,6 +105,9 @@ class SchedulePolicy:
             its input, so that the GEMM of the former hides the end of the weight's gather, and that of the latter the
             reduce-scatter. False: after it, when the gathered weight is freed already, so that the peak is lower by the
             smaller of the two where one layer decides it (a head).
+        keep_casts: What copy engines send of a shard stays where peers fetch it until the shard changes, so that
+            backward and later microbatches need not cast it again. It costs the bytes of all shards of this rank as
+            they are sent (in ``param_dtype``, or quantized) in symmetric memory. For ``gather_backend="copy_engine"``.
 
     Raises:
         TypeError: A number is not an ``int``, a pair of numbers not a pair, or a flag not a ``bool``.
@@ -127,6 +130,7 @@ class SchedulePolicy:
     gather_ctas: tuple[int, int] | None = None
     scatter_ctas: tuple[int, int] | None = None
     wgrad_first: bool = True
+    keep_casts: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -135,6 +139,11 @@ class SchedulePolicy:
                 raise TypeError(f"SchedulePolicy expects an int for {name}, but got {value!r}.")
             if value < least:
                 raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
+        if self.keep_casts and self.gather_backend in ("process_group", "zero_cta"):
+            raise ValueError(
+                "SchedulePolicy expects gather_backend='copy_engine' or 'auto' with keep_casts=True, but got "
+                f"{self.gather_backend!r}."
+            )
         _check_choice("reduce_scatter", self.reduce_scatter, get_args(ReduceScatterKind))
         _check_choice("embedding", self.embedding, get_args(ExchangeKind))
         _check_choice("head", self.head, get_args(ExchangeKind))
@@ -147,8 +156,9 @@ class SchedulePolicy:
             _check_choice("gather_backend", self.gather_backend, get_args(GatherBackendName))
         for name in ("gather_ctas", "scatter_ctas"):
             _check_ctas(name, getattr(self, name))
-        if not isinstance(self.wgrad_first, bool):
-            raise TypeError(f"SchedulePolicy expects a bool for wgrad_first, but got {self.wgrad_first!r}.")
+        for name in ("wgrad_first", "keep_casts"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"SchedulePolicy expects a bool for {name}, but got {value!r}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

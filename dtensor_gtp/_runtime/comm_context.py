@@ -21,7 +21,7 @@ stream, or lets the ring grow, calls ``wait_finished`` before. With any other ki
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy, Waitable
 from .backends import choose_gather_backend, make_send_ring
-from .copy_engine import CopyEngine
+from .copy_engine import Content, CopyEngine
 from .debug import DebugFlags, Delays, check_order
 from .send_ring import Place, SendRing
 
@@ -191,17 +191,29 @@ class CommContext:
         """Context in which a gather is launched, on the gather stream of the mesh."""
         return self._fork(self._gather_streams.get(groups.gather_name))
 
-    def all_gather(self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Done:
+    def all_gather(
+        self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor], contents: list[Content]
+    ) -> Done:
         """Within ``gathering``: gather each shard of all ranks into the output at the same index, in one launch.
+
+        Args:
+            contents: What the shards are.
 
         Returns:
             When the outputs may be read.
         """
         backend = self._gather_backends[groups.gather_name]
         if isinstance(backend, CopyEngine):
-            backend.all_gather(outputs, shards, self._fork_event)
+            backend.all_gather(outputs, shards, self._fork_event, contents)
             return self.gather_done(None, groups)
         return self.gather_done(backend.all_gather(outputs, shards), groups)
+
+    def expect(self, nbytes: Counter[str]) -> None:
+        """On all ranks, before the first forward: what is gathered of each rank in a step, by the gather communicator's
+        name, as far as it is known."""
+        for name, backend in self._gather_backends.items():
+            if self._schedule.keep_casts and isinstance(backend, CopyEngine):
+                backend.keep_casts(nbytes[name])
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """A forward or a backward begins on all ranks; or, on those of ``groups`` alone, a gather outside of them."""

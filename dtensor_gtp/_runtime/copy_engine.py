@@ -15,6 +15,13 @@ That one must be known to precede it, so in the first gather of a pass, across t
 code once a graph has used the stage, whose replays are not seen here, the cast comes in its place between the barriers.
 Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
 
+[Note: kept casts]
+With ``SchedulePolicy.keep_casts`` the stage has a place for each shard in the place of two halves, and what was cast
+there serves until the shard changes: backward, and later microbatches, copy what forward has cast. Each rank decides by
+itself whether it casts: barriers and copies are the same. A place is written to ahead of the first barrier if the
+gather before was not of the same shard, the only one whose readers may still be there. What a graph has cast is good
+within the same recording alone, and what eager code has, as long as no graph has used the stage.
+
 What follows from it:
 
 - *A slow peer* is waited for in both barriers, by the streams. Nobody reads a stage that is not filled, nor fills one
@@ -40,10 +47,10 @@ one waiting: so a gather has as few as can be. NVLink multicast is not used. ``s
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -142,6 +149,52 @@ class PeerCopies(Staged[compat.SymmetricBuffer]):
         return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
 
+class Content(NamedTuple):
+    """What the rows of a shard are.
+
+    Args:
+        owner: Whose they are, the same object each time.
+        state: Equal to an earlier one if they have the same bits as then; None if that is not known.
+    """
+
+    owner: Hashable
+    state: Hashable | None
+
+
+class _KeptPlaces:
+    """Where each shard lies in a stage that keeps them, and what was cast there last, see [Note: kept casts]."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._begins: dict[Hashable, int] = {}
+        self._states: dict[Hashable, Hashable] = {}
+        self._last_gather: dict[Hashable, int] = {}
+
+    def lay_out(self, owners: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
+        """The places of these shards, new ones behind all others."""
+        for owner, nbytes in zip(owners, sizes, strict=True):
+            if owner not in self._begins:
+                self._begins[owner] = self.nbytes
+                self.nbytes = self.nbytes + offsets([nbytes])[-1]
+        return [self._begins[owner] for owner in owners]
+
+    def use(self, owners: Sequence[Hashable], states: Sequence[Hashable | None], number: int) -> list[bool]:
+        """Take note that gather ``number`` sends these. Returns which of them lie there already."""
+        pairs = zip(owners, states, strict=True)
+        is_there = [state is not None and self._states.get(owner) == state for owner, state in pairs]
+        self._states.update(zip(owners, states, strict=True))
+        self._last_gather.update(dict.fromkeys(owners, number))
+        return is_there
+
+    def is_free(self, owners: Sequence[Hashable], number: int) -> bool:
+        """Whether none of them was sent by gather ``number - 1``, which peers may still read."""
+        return all(self._last_gather.get(owner, -2) < number - 1 for owner in owners)
+
+    def forget(self) -> None:
+        """The stage is another."""
+        self._states.clear()
+
+
 class CopyEngine(PeerCopies):
     """Gathers of one communicator, see [Note: rules of the copy engine].
 
@@ -153,17 +206,32 @@ class CopyEngine(PeerCopies):
         super().__init__(group, device)
         self.cast_stream: torch.Stream | None = None  # who owns streams sets it, to have casts ahead
         self._num_gathers = 0
+        self._kept: _KeptPlaces | None = None
+        self._expected_nbytes = 0
         # When the first barrier of the last gather was passed, and whether that was in a graph.
         self._last_passed: torch.Event | None = None
         self._last_captured = False
 
+    def keep_casts(self, expected_nbytes: int) -> None:
+        """On all ranks, before the first gather: see [Note: kept casts].
+
+        Args:
+            expected_nbytes: Of all shards, as far as it is known; the same on all ranks.
+        """
+        self._kept, self._expected_nbytes = _KeptPlaces(), expected_nbytes
+
     def begin_pass(self) -> None:
         """On all ranks: what comes may be recorded into another graph than what came before, or into one on some."""
-        self._num_gathers = 0
+        if self._kept is None:
+            self._num_gathers = 0
         self._last_passed = None
 
     def all_gather(
-        self, outputs: list[torch.Tensor], shards: list[torch.Tensor], ready: torch.Event | None = None
+        self,
+        outputs: list[torch.Tensor],
+        shards: list[torch.Tensor],
+        ready: torch.Event | None = None,
+        contents: Sequence[Content] | None = None,
     ) -> None:
         """Copy each rank's shards into the outputs, on the current stream.
 
@@ -172,18 +240,18 @@ class CopyEngine(PeerCopies):
             shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
                 the output.
             ready: When outputs and shards may be used; None: when the current stream comes to it.
+            contents: What the shards are, to find what was cast of them before.
         """
         parts = [output.chunk(self._num_ranks) for output in outputs]
-        places = offsets([part[0].nbytes for part in parts])
-        stage = self._reserve(2 * places[-1])
-        half = self._num_gathers % 2 * (stage.nbytes // (2 * _ALIGNMENT) * _ALIGNMENT)
+        stage, begins, is_fresh, is_free = self._places([part[0].nbytes for part in parts], contents)
         self._num_gathers += 1
 
         def staged(rank: int) -> list[torch.Tensor]:
-            pairs = zip(places, parts, strict=False)
-            return [stage.view(rank, half + at, part[0].shape, part[0].dtype) for at, part in pairs]
+            pairs = zip(begins, parts, strict=True)
+            return [stage.view(rank, at, part[0].shape, part[0].dtype) for at, part in pairs]
 
-        is_cast = self._cast_ahead(ready, staged(self._rank), parts, shards)
+        own = (staged(self._rank), parts, shards, is_fresh)
+        is_cast = self._cast_ahead(ready, *own) if is_free else None
         stage.barrier(0)
         if self.cast_stream is not None:
             stream = torch.accelerator.current_stream(self._device.index)
@@ -191,15 +259,44 @@ class CopyEngine(PeerCopies):
             if is_cast is not None:
                 stream.wait_event(is_cast)
         if is_cast is None:
-            self._cast(staged(self._rank), parts, shards)
+            self._cast(*own)
         stage.barrier(1)
         for rank in self._peers():
             for part, source in zip(parts, staged(rank), strict=True):
                 part[rank].copy_(source)
 
+    def _places(
+        self, sizes: list[int], contents: Sequence[Content] | None
+    ) -> tuple[compat.SymmetricBuffer, list[int], list[bool], bool]:
+        """The stage, where in it the shards lie, which are there already, and whether their places may be written to
+        when the first barrier of the gather before was passed."""
+        if self._kept is None:
+            places = offsets(sizes)
+            stage = self._reserve(2 * places[-1])
+            half = self._num_gathers % 2 * (stage.nbytes // (2 * _ALIGNMENT) * _ALIGNMENT)
+            return stage, [half + at for at in places[:-1]], [False] * len(sizes), True
+        assert contents is not None
+        owners = [(content.owner, nbytes) for content, nbytes in zip(contents, sizes, strict=True)]
+        begins = self._kept.lay_out(owners, sizes)
+        missing = self._stage is None or self._stage.nbytes < self._kept.nbytes
+        # What is not expected comes in small steps.
+        stage = self._reserve(max(self._kept.nbytes * 9 // 8, self._expected_nbytes) if missing else self._kept.nbytes)
+        scope = self._scope()
+        states = [None if None in (scope, content.state) else (scope, content.state) for content in contents]
+        is_free = self._kept.is_free(owners, self._num_gathers)
+        return stage, begins, self._kept.use(owners, states, self._num_gathers), is_free
+
+    def _scope(self) -> Hashable | None:
+        """What is cast now is good where this is the same; None: nowhere."""
+        if self._is_capturing():
+            return compat.capture_id(torch.cuda.current_stream(self._device))
+        return None if self._captured else "eager"
+
     def _grow(self, nbytes: int) -> None:
         super()._grow(nbytes)
         self._last_passed = None
+        if self._kept is not None:
+            self._kept.forget()
 
     def _cast_ahead(
         self,
@@ -207,25 +304,35 @@ class CopyEngine(PeerCopies):
         staged: list[torch.Tensor],
         parts: list[tuple[torch.Tensor, ...]],
         shards: list[torch.Tensor],
+        is_fresh: list[bool],
     ) -> torch.Event | None:
-        """Cast on a stream of its own, if it is known when nobody reads the half any more; when that is done."""
+        """Cast on a stream of its own, if it is known when nobody reads the places any more; when that is done."""
         is_known = self._last_captured == self._is_capturing() and (self._last_captured or not self._captured)
         if ready is None or self.cast_stream is None or self._last_passed is None or not is_known:
             return None
         self.cast_stream.wait_event(ready)
         self.cast_stream.wait_event(self._last_passed)
         with self.cast_stream:
-            self._cast(staged, parts, shards)
+            self._cast(staged, parts, shards, is_fresh)
         return self.cast_stream.record_event()
 
     def _cast(
-        self, staged: list[torch.Tensor], parts: list[tuple[torch.Tensor, ...]], shards: list[torch.Tensor]
+        self,
+        staged: list[torch.Tensor],
+        parts: list[tuple[torch.Tensor, ...]],
+        shards: list[torch.Tensor],
+        is_fresh: list[bool],
     ) -> None:
-        targets, sources = staged.copy(), shards.copy()
-        for part, shard in zip(parts, shards, strict=True):
+        """Into the stage, and into this rank's own part of the output; what lies in the stage, into that alone."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for place, part, shard, is_there in zip(staged, parts, shards, is_fresh, strict=True):
+            if not is_there:
+                targets.append(place)
+                sources.append(shard)
             if part[self._rank].data_ptr() != shard.data_ptr():
                 targets.append(part[self._rank])
-                sources.append(shard)
+                sources.append(place.narrow(0, 0, shard.shape[0]) if is_there else shard)
         filled = [
             target if target.shape == source.shape else target.narrow(0, 0, source.shape[0])
             for target, source in zip(targets, sources, strict=True)

@@ -10,6 +10,7 @@ import torch
 from .. import _torch_compat as compat
 from ..quant.base import Direction
 from .comm_context import CommContext, Done
+from .copy_engine import Content
 from .debug import profiler_range
 from .gathered import Columnwise, Gatherable, Gathered
 from .layout import WeightLayout
@@ -64,7 +65,7 @@ def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
         if not is_sendable and not comm.casts_shards(groups):
             slot = layout.slot(buffer)
             layout.filled(slot).copy_(rows)
-        done = comm.all_gather(groups, [buffer], [slot])
+        done = comm.all_gather(groups, [buffer], [slot], [_content(weight, 0)])
     return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
 
 
@@ -82,11 +83,12 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
 
 
 class _Plane(NamedTuple):
-    """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer."""
+    """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer; and what it is."""
 
     layout: WeightLayout
     part: torch.Tensor
     buffer: torch.Tensor
+    content: Content
 
 
 class _Sending(NamedTuple):
@@ -114,13 +116,21 @@ def _prepare(target: Gatherable, comm: CommContext, buffer: torch.Tensor | None)
         layout, shard = weight.layout, weight.shard
         if buffer is None:
             buffer = gather_buffer(weight)
-        return _Sending(weight, [_Plane(layout, shard, buffer)], None)
+        return _Sending(weight, [_Plane(layout, shard, buffer, _content(weight, 0))], None)
     packed = weight.wire.pack(weight, _direction(target), comm)
     planes = []
-    for layout, plane in packed.planes:
+    for number, (layout, plane) in enumerate(packed.planes):
         part = as_integers(plane)  # not every backend knows every float
-        planes.append(_Plane(layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
+        buffer = torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)
+        planes.append(_Plane(layout, part, buffer, _content(target, number)))
     return _Sending(weight, planes, packed)
+
+
+def _content(target: Gatherable, number: int) -> Content:
+    """What plane ``number`` of a gather is."""
+    weight = target.weight
+    num_casts = 0 if weight.wire is None else weight.wire.num_casts
+    return Content((target, number), None if num_casts is None else (weight.state_of_shard, num_casts))
 
 
 def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gathered]:
@@ -131,7 +141,8 @@ def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gather
     with profiler_range("GTP::all_gather", names), comm.gathering(groups):
         comm.before_collective("all_gather", names, groups)
         slots = [plane.layout.rows_of(plane.part) for plane in planes] if comm.casts_shards(groups) else _slots(planes)
-        done = comm.all_gather(groups, [plane.buffer for plane in planes], slots)
+        contents = [plane.content for plane in planes]
+        done = comm.all_gather(groups, [plane.buffer for plane in planes], slots, contents)
     return [_gathered(sending, done) for sending in sendings]
 
 
@@ -154,7 +165,7 @@ def _gathered(sending: _Sending, done: Done) -> Gathered:
 def _slots(planes: list[_Plane]) -> list[torch.Tensor]:
     """What this rank sends: each part as it is if it can, else cast and padded into its own slot of the buffer."""
     slots, sources, copies = [], [], []
-    for layout, part, buffer in planes:
+    for layout, part, buffer, _ in planes:
         rows = layout.rows_of(part)
         if rows.dtype == buffer.dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous():
             slots.append(rows)

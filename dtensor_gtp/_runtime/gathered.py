@@ -29,6 +29,13 @@ class Version(NamedTuple):
     num_updates: int
 
 
+class ShardState(NamedTuple):
+    """What tells that something made of a shard is stale, see [Note: what is made of a shard]."""
+
+    version: Version
+    edition: int
+
+
 @dataclass(eq=False)
 class Gathered:
     """A full weight in a buffer, and what it was made of.
@@ -121,6 +128,13 @@ class Gatherable:
         """What is gathered, in bytes."""
         weight = self.weight
         return (None if weight.wire is None else weight.wire.num_bytes(weight)) or self.kept_nbytes
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """What one rank sends, in bytes: at most, if the weight is gathered as it is, else about."""
+        weight, layout = self.weight, self.weight.layout
+        plain = layout.buffer_numel * weight.compute_dtype.itemsize
+        return -(-(plain if weight.wire is None else self.nbytes) // layout.world)
 
     @property
     def kept_nbytes(self) -> int:

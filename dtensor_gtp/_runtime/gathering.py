@@ -386,6 +386,7 @@ class Gathering:
         """Keep nothing that was made of a shard."""
         for target in weight.gatherables:
             self._drop_kept(target)
+        weight.edition += 1
         if isinstance(weight.wire, QuantizedWire):
             weight.wire.forget()
 

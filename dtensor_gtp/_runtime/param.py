@@ -25,7 +25,7 @@ from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs
 from . import refusals
 from .comm_context import Groups
-from .gathered import Columnwise, Gatherable, Gathered, Version
+from .gathered import Columnwise, Gatherable, Gathered, ShardState, Version
 from .layout import WeightLayout
 from .refusals import Expected, Extent
 from .stand_in import StandIn
@@ -260,9 +260,13 @@ class ManagedParam:
             self._wide_grad = reduced
         run_post_accumulate_hooks(self.param)
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, is_captured: bool) -> None:
         """What may have changed since the last pass: a sum over microbatches that the user has dropped with ``.grad``,
-        whether the parameter is frozen, and (a RuntimeError) whether it is still registered and of its size."""
+        whether the parameter is frozen, and (a RuntimeError) whether it is still registered and of its size.
+
+        Args:
+            is_captured: A CUDA graph records this forward.
+        """
         if any(name not in module._parameters for module, name in self.sites):
             raise refusals.removed(self._expected)
         # An outer fully_shard frees what it has gathered; another shard is followed when it is used.
@@ -322,11 +326,14 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.losses: TokenExchange | None = None
         # Optimizer steps that may have written to the shard.
         self.num_updates = 0
+        # See [Note: what is made of a shard].
+        self.edition = 0
         # What the last use by compiled code has read, which has no place to keep it for its backward.
         self.compiled_version: Version
         self._rebound()
 
     def _rebound(self) -> None:
+        self.edition += 1
         # What stands for the parameter in autograd's graph, empty. The gradient does not go through autograd. If the
         # parameter itself were in the graph, autograd would call its post-accumulate-grad hooks all the same, long
         # before there is a gradient.
@@ -340,6 +347,17 @@ class ShardedWeight(ManagedParam, Gatherable):
             spec = self.tp_spec
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
 
+    def begin_forward(self, is_captured: bool) -> None:
+        super().begin_forward(is_captured)
+        # [Note: what is made of a shard]
+        # A cast of it, or quantized data, is made once for each optimizer step and serves backward and the microbatches
+        # that follow, as long as the shard's version stays. A version does not tell everything, though: ``.data`` can
+        # be written without a trace. So it serves only while gradients of earlier microbatches wait for a step; without
+        # any, each forward makes it anew. So does one that a CUDA graph records: when that is replayed, the shard is
+        # another. ``edition`` goes up when it is to be made anew whatever the version says.
+        if is_captured or self.is_cut_again or not self.has_waiting_grad:
+            self.edition += 1
+
     def _follow_frozen(self) -> None:
         super()._follow_frozen()
         if self.stand_in.leaf.requires_grad != self.leaf.requires_grad:
@@ -352,6 +370,11 @@ class ShardedWeight(ManagedParam, Gatherable):
     @property
     def version(self) -> Version:
         return Version(self.param._version, self.shard._version, self.num_updates)
+
+    @property
+    def state_of_shard(self) -> ShardState:
+        """Equal to an earlier one if what was made of the shard then may still be used."""
+        return ShardState(self.version, self.edition)
 
     @property
     def weight(self) -> ShardedWeight:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # Of the parameters that one message is about: a model may have thousands.
 _MOST_NAMED = 8
+# Of a shard among others that are sent: for alignment, and for what is small beside it, as scales.
+_SLACK_NBYTES = 64
 
 
 class Frame:
@@ -191,8 +194,9 @@ class Runtime(Gathering):
         self.ensure_initialized()
         self.comm.begin_pass()
         self._end_keeps()
+        is_captured = self.comm.is_capturing
         for param in self.params:
-            param.begin_forward()
+            param.begin_forward(is_captured)
         self._begin_quantized()
         self._forward_module = module
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
@@ -221,6 +225,10 @@ class Runtime(Gathering):
             )
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
+        sent: Counter[str] = Counter()
+        for target in self.gatherables:
+            sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES
+        self.comm.expect(sent)
         self._is_initialized = True
 
     def _check_materialized(self) -> None:
@@ -247,8 +255,7 @@ class Runtime(Gathering):
     def _begin_quantized(self) -> None:
         """Before the first gather: all weights whose shards have changed agree on their statistics at once."""
         quantized = [(weight, weight.wire) for weight in self.weights if isinstance(weight.wire, QuantizedWire)]
-        is_captured = self.comm.is_capturing
-        agree_on_amax([weight for weight, wire in quantized if wire.begin_forward(weight, is_captured)], self.comm)
+        agree_on_amax([weight for weight, wire in quantized if wire.begin_forward(weight)], self.comm)
 
     # --- attribute reads ----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from ..quant.native import NativeWeight
 from ..quant.native_parts import recipe_groups
 from .collectives import all_reduce, reduce_scale
 from .comm_context import CommContext
-from .gathered import Version
+from .gathered import ShardState
 from .layout import WeightLayout
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Wire(ABC):
     """How one weight is gathered."""
 
     has_columnwise = False
+    # How often planes were made, if those that are packed are the same as long as this is; None if that is not known.
+    num_casts: int | None = None
 
     @abstractmethod
     def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
@@ -86,13 +88,7 @@ class Wire(ABC):
 
 
 class QuantizedWire(Wire):
-    """A high-precision shard that is quantized before it is gathered.
-
-    [Note: when a shard is quantized]
-    Once for each optimizer step: what was made of a shard serves the microbatches that follow, as long as the shard's
-    version stays. A version does not tell everything, though: ``.data`` can be written without a trace. So it serves
-    only while gradients of earlier microbatches wait for a step; without any, each forward quantizes anew. So does one
-    that a CUDA graph records: when that is replayed, the shard is another.
+    """A high-precision shard that is quantized before it is gathered: when, [Note: what is made of a shard] says.
 
     Args:
         recipe: The format.
@@ -105,8 +101,8 @@ class QuantizedWire(Wire):
         self.groups = groups
         self.has_columnwise = recipe.has_columnwise
         # Times that the shard was quantized, in either direction.
-        self.num_casts = 0
-        self._made_of: tuple[torch.Tensor, Version] | None = None
+        self.num_casts: int = 0
+        self._made_of: tuple[torch.Tensor, ShardState] | None = None
         self._amax: torch.Tensor | None = None
         self._quantized: dict[Direction, Quantized] = {}
 
@@ -115,21 +111,20 @@ class QuantizedWire(Wire):
         self._made_of, self._amax = None, None
         self._quantized.clear()
 
-    def begin_forward(self, weight: ShardedWeight, is_captured: bool) -> bool:
-        """Drop what may be stale.
-
-        Args:
-            is_captured: A CUDA graph records this forward.
+    def begin_forward(self, weight: ShardedWeight) -> bool:
+        """Drop what is stale.
 
         Returns:
             Whether the ranks have to agree on the statistic before the next gather.
         """
-        if is_captured or weight.is_cut_again or not weight.has_waiting_grad:
+        is_current = self._is_current(weight)
+        if not is_current:
             self.forget()
-        return bool(self.recipe.amax_dims) and not weight.is_cut_again and not self._is_current(weight)
+        return bool(self.recipe.amax_dims) and not weight.is_cut_again and not is_current
 
     def _is_current(self, weight: ShardedWeight) -> bool:
-        return self._made_of is not None and self._made_of[0] is weight.shard and self._made_of[1] == weight.version
+        made_of = self._made_of
+        return made_of is not None and made_of[0] is weight.shard and made_of[1] == weight.state_of_shard
 
     def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
         recipe = self.recipe
@@ -176,7 +171,7 @@ class QuantizedWire(Wire):
     def set_amax(self, weight: ShardedWeight, amax: torch.Tensor | None) -> None:
         """Take the statistic of the present shard, over all ranks."""
         self.forget()
-        self._made_of, self._amax = (weight.shard, weight.version), amax
+        self._made_of, self._amax = (weight.shard, weight.state_of_shard), amax
 
     def num_bytes(self, weight: ShardedWeight) -> int:
         return self.recipe.num_bytes(weight.layout.shape, Direction.ROWWISE)
@@ -199,7 +194,7 @@ class NativeWire(QuantizedWire):
         super().__init__(recipe, ())
         self.has_columnwise = False
 
-    def begin_forward(self, weight: ShardedWeight, is_captured: bool) -> bool:
+    def begin_forward(self, weight: ShardedWeight) -> bool:
         return False
 
     def _quantize(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> tuple[Direction, Quantized]:

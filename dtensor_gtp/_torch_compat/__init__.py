@@ -46,6 +46,7 @@ from .collectives import (
     reduce_scatter_coalesced,
     reduce_scatter_rows,
 )
+from .driver import capture_id
 from .dtensor import (
     Propagate,
     distribute_tensor_modules,
@@ -139,6 +140,7 @@ __all__ = [
     "asks_checkpoint_policy",
     "assert_on_device",
     "backend_name",
+    "capture_id",
     "clone_store",
     "complete_collectives",
     "completed_local",

@@ -53,6 +53,20 @@ def enqueue_operations(operations: ctypes.Array[_Operation], stream: torch.cuda.
         raise RuntimeError(f"cuStreamBatchMemOp failed with CUresult {code}")
 
 
+def capture_id(stream: torch.cuda.Stream) -> int:
+    """A number of the recording into a CUDA graph that ``stream`` takes part in, which no other one of the process has.
+
+    Raises:
+        RuntimeError: The driver refuses.
+    """
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    arguments = (ctypes.byref(status), ctypes.byref(number), None, None, None)
+    code = _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream.cuda_stream), *arguments)
+    if code:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUresult {code}")
+    return number.value
+
+
 class SignalBarrier:
     """Barriers of some ranks' streams.
 

@@ -41,7 +41,7 @@ from dtensor_gtp._runtime import backends, comm_context, copy_engine
 from dtensor_gtp._runtime.copy_engine import CopyEngine
 from dtensor_gtp._runtime.send_ring import SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
-from dtensor_gtp.quant import NVFP4
+from dtensor_gtp.quant import NVFP4, Float8Tensorwise
 
 
 class ByBroadcast:
@@ -105,10 +105,15 @@ class OnFile(CopyEngine):
     """The copy engine with a late rank."""
 
     num_stages = 0
+    num_casts = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
             super().__init__(group, device)
+
+    def _cast(self, staged: Any, parts: Any, shards: Any, is_there: list[bool]) -> None:
+        type(self).num_casts += is_there.count(False)
+        super()._cast(staged, parts, shards, is_there)
 
     def _allocate(self, nbytes: int) -> Any:
         type(self).num_stages += 1
@@ -211,6 +216,53 @@ class TestGatherBackends(GlooTest):
         torch.manual_seed(0)
         model = check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1)
         assert_idle(model)
+
+    def test_kept_casts_change_no_bit(self) -> None:
+        """Shards are cast in forward alone: once in a step also of several microbatches, again when they have been
+        written to, be it without a trace."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Net(num_pairs=2)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        schedule = SchedulePolicy(min_shard_numel=0, keep_casts=True, gather_backend=OnFile)
+        with environment(DTENSOR_GTP_DEBUG="poison,delay=5"):
+            expected, actual = (shard_copy(reference, mesh, mp_policy=policy), None)
+            actual = shard_copy(reference, mesh, mp_policy=policy, schedule=schedule)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (expected, actual)]
+        num_weights = sum(isinstance(p.placements[-1], GTPShard) for p in actual.parameters())
+        tokens = [make_tokens(seed) for seed in range(3)]
+
+        def backward(seed: int) -> list[torch.Tensor]:
+            for model in (expected, actual):
+                OnFile.num_casts = 0
+                token_loss(model, tokens[seed][self.rank :: self.world_size]).backward()
+            grads = [[p.grad.to_local() for p in model.parameters()] for model in (actual, expected)]
+            assert_bit_equal(*grads, f"microbatch {seed}")
+            return grads[0]
+
+        for step in range(3):
+            backward(step)
+            self.assertEqual(OnFile.num_casts, num_weights, f"forward of step {step}")
+            backward((step + 1) % 3)
+            self.assertEqual(OnFile.num_casts, 0, "a later microbatch")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        backward(2)
+        for model, optimizer in zip((expected, actual), optimizers, strict=True):
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.to_local().data.mul_(1.5)
+        backward(0)
+        self.assertEqual(OnFile.num_casts, num_weights, "written to without a trace")
+        state = {name: value * 0.5 for name, value in expected.state_dict().items()}
+        for model in (expected, actual):
+            model.load_state_dict(state)
+        backward(1)
+        self.assertEqual(OnFile.num_casts, num_weights, "loaded while gradients wait")
+        for recipe in (NVFP4(), Float8Tensorwise()):  # with data of its own for backward, and without
+            torch.manual_seed(0)
+            assert_idle(check(QuantNet(), recipe, gtp(recipe, mesh, schedule=schedule), mesh, steps=2))
 
     def test_stage_of_zero_cta_changes_no_bit(self) -> None:
         mesh = self.gtp_mesh()

@@ -96,8 +96,17 @@ def test_schedule_policy_checks_limits_of_ctas(name: str) -> None:
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_schedule_policy_refuses_a_flag_that_is_not_a_bool(value: object) -> None:
     assert not SchedulePolicy(wgrad_first=False).wgrad_first
-    with pytest.raises(TypeError, match=f"SchedulePolicy expects a bool for wgrad_first, but got {value!r}"):
-        SchedulePolicy(wgrad_first=value)  # type: ignore[arg-type]
+    for name in ("wgrad_first", "keep_casts"):
+        with pytest.raises(TypeError, match=f"SchedulePolicy expects a bool for {name}, but got {value!r}"):
+            SchedulePolicy(**{name: value})
+
+
+def test_casts_are_kept_by_copy_engines_alone() -> None:
+    for name in ("copy_engine", "auto"):
+        assert SchedulePolicy(gather_backend=name, keep_casts=True).keep_casts  # type: ignore[arg-type]
+    for name in ("process_group", "zero_cta"):
+        with pytest.raises(ValueError, match=f"'copy_engine' or 'auto' with keep_casts=True, but got '{name}'"):
+            SchedulePolicy(gather_backend=name, keep_casts=True)  # type: ignore[arg-type]
 
 
 def test_schedule_policy_is_checked_by_replace_too() -> None:
