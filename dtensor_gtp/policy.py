@@ -139,6 +139,9 @@ class SchedulePolicy:
                 raise TypeError(f"SchedulePolicy expects an int for {name}, but got {value!r}.")
             if value < least:
                 raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
+        for name in ("wgrad_first", "keep_casts"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"SchedulePolicy expects a bool for {name}, but got {value!r}.")
         if self.keep_casts and self.gather_backend in ("process_group", "zero_cta"):
             raise ValueError(
                 "SchedulePolicy expects gather_backend='copy_engine' or 'auto' with keep_casts=True, but got "
@@ -156,9 +159,6 @@ class SchedulePolicy:
             _check_choice("gather_backend", self.gather_backend, get_args(GatherBackendName))
         for name in ("gather_ctas", "scatter_ctas"):
             _check_ctas(name, getattr(self, name))
-        for name in ("wgrad_first", "keep_casts"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"SchedulePolicy expects a bool for {name}, but got {value!r}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
