@@ -114,7 +114,7 @@ class Staged(Generic[S]):
                 f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
                 "captured. Run the step eagerly before it is captured; capture_step does."
             )
-        with _waiting_allowed(self._device):
+        with waiting_allowed(self._device):
             self._wait_on_host()
             dist.barrier(group=compat.resolve_group(self._group_name))
             self._stage = None
@@ -341,7 +341,7 @@ class CopyEngine(PeerCopies):
 
 
 @contextmanager
-def _waiting_allowed(device: torch.device) -> Iterator[None]:
+def waiting_allowed(device: torch.device) -> Iterator[None]:
     """What has to wait for the GPU once does so, also in a step that is watched for waiting."""
     if device.type != "cuda":
         yield

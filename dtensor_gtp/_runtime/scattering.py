@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ..policy import ReduceScatterKind
 from . import collectives
+from .addends import fused_sum
 from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
 from .send_ring import Place, SendRing
@@ -168,20 +169,25 @@ class _Exchange:
     """Each rank receives the addends of its rows and adds them in a wider dtype, see [Note: error of a reduction].
 
     What is received of one rank lies in one piece, so that one kernel adds everything: each kernel on the scatter
-    stream waits until a GEMM has left room for it.
+    stream waits until a GEMM has left room for it. What copy engines fetch is without this rank's own addend if that
+    kernel can read it where it was sent.
     """
 
     def __init__(
         self, parcels: list[_Parcel], num_ranks: int, dtype: torch.dtype, sending: Sending | None = None
     ) -> None:
         self._parcels = parcels
+        self._num_ranks = num_ranks
         shapes = [parcel.slot_shape(num_ranks) for parcel in parcels]
-        self._sizes = [shape.numel() for shape in shapes]
+        sizes = [shape.numel() for shape in shapes]
         sent = parcels[0].keep[0]
-        self._sum = sent.new_empty(sum(self._sizes), dtype=dtype)
-        self._received = sent.new_empty(num_ranks, sum(self._sizes))
+        self._add = fused_sum(sent, num_ranks)
+        self._sum = sent.new_empty(sum(sizes), dtype=dtype)
+        num_rows = num_ranks if sending is None or self._add is None else num_ranks - 1
+        self._received = sent.new_empty(num_rows, sum(sizes))
         self._sending = sending
-        self.slots = [part.view(shape) for part, shape in zip(self._sum.split(self._sizes), shapes, strict=True)]
+        self._parts = [] if sending is None else list(self._received.split(sizes, 1))  # of each gradient
+        self.slots = [part.view(shape) for part, shape in zip(self._sum.split(sizes), shapes, strict=True)]
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:
@@ -196,11 +202,24 @@ class _Exchange:
             (only,) = sent
             sent_rows = only.view_as(self._received)
             return collectives.all_to_all(self._received, sent_rows, groups.scatter, comm.has_streams)
-        self._sending.ring.exchange(list(self._received.split(self._sizes, 1)), self._sending.places)
+        self._sending.ring.exchange(self._parts, self._sending.places)
         return None
 
     def finish(self, scale: ReduceScale) -> None:
-        if self._sending is not None:
-            self._sending.ring.copy_own(list(self._received.split(self._sizes, 1)), self._sending.places)
-        reduce = torch.mean if scale.op == dist.ReduceOp.AVG else torch.sum
-        reduce(self._received, 0, dtype=self._sum.dtype, out=self._sum)
+        is_mean = scale.op == dist.ReduceOp.AVG
+        rank = 0 if self._sending is None else self._sending.ring.rank
+        own = self._own(rank)
+        if self._add is not None:
+            factor = 1 / self._num_ranks if is_mean else 1.0
+            self._add(self._sum, self._received, own, rank, self._num_ranks, factor)
+            return
+        for part, row in zip(self._parts, own, strict=True):
+            part[rank].copy_(row)
+        (torch.mean if is_mean else torch.sum)(self._received, 0, dtype=self._sum.dtype, out=self._sum)
+
+    def _own(self, rank: int) -> list[torch.Tensor]:
+        """This rank's addends, where they were sent, of what copy engines fetch."""
+        if self._sending is None:
+            return []
+        pairs = zip(self._parcels, self._parts, strict=True)
+        return [parcel.keep[0].view(self._num_ranks, part.shape[1])[rank] for parcel, part in pairs]

@@ -17,7 +17,8 @@ An exchange, in the order of the scatter stream, is
 2. a copy of every peer's addend for this rank;
 3. a barrier: all ranks have read.
 
-The rank's own addend is copied after it, by a kernel (see [Note: kernels after an exchange] in ``comm_context``).
+The rank's own addend stays where it is, until the kernel that adds reads it (see [Note: kernels after an exchange] in
+``comm_context``).
 
 What cannot travel with a gradient is launched before that one is given a place. If a gradient has no room beside those
 that it travels with, they are all laid out anew when they are launched, in a ring that grows if it must. At the end of
@@ -78,6 +79,11 @@ class SendRing(PeerCopies):
         size = offsets([numel * dtype.itemsize], _ALIGNMENT)[-1]
         begin = self._head if self._head + size <= self._nbytes else 0
         return begin, begin + size
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the group."""
+        return self._rank
 
     @property
     def _nbytes(self) -> int:
@@ -162,7 +168,8 @@ class SendRing(PeerCopies):
         """Copy the row for this rank out of every peer's gradients, on the current stream.
 
         Args:
-            outputs: Shape ``(world, numel)``; row i comes from rank i. Each row contiguous.
+            outputs: Shape ``(world, numel)``; row i comes from rank i, and that of this rank is left out. Or shape
+                ``(world - 1, numel)``, which has no such row. Each row contiguous.
             places: Where gradients of shape ``(world, numel)`` lie; row i is for rank i. All that wait.
         """
         assert places == self._waiting, "gradients are launched in the order in which they were submitted"
@@ -170,19 +177,11 @@ class SendRing(PeerCopies):
         stage = self._used_stage()
         stage.barrier(0)
         for rank in self._peers():
-            self._copy(rank, outputs, places)
+            for output, place in zip(outputs, places, strict=True):
+                has_own = output.shape[0] == self._num_ranks
+                row = output[rank if has_own or rank < self._rank else rank - 1]
+                row.copy_(stage.view(rank, place.begin + self._rank * row.nbytes, row.shape, row.dtype))
         stage.barrier(1)
-
-    def copy_own(self, outputs: list[torch.Tensor], places: Sequence[Place]) -> None:
-        """The same of this rank's own gradients, which ``exchange`` leaves out."""
-        self._copy(self._rank, outputs, places)
-
-    def _copy(self, rank: int, outputs: list[torch.Tensor], places: Sequence[Place]) -> None:
-        assert self._stage is not None
-        for output, place in zip(outputs, places, strict=True):
-            row = output[rank]
-            at = place.begin + self._rank * row.nbytes
-            row.copy_(self._stage.view(rank, at, row.shape, row.dtype))
 
 
 __all__ = ["Place", "SendRing"]

@@ -15,7 +15,7 @@ from functools import cache, partial
 import torch
 import torch.nn as nn
 
-from .. import _torch_compat as compat
+from .._kernels import decided, failure, has_same_bits
 from . import cast
 
 logger = logging.getLogger(__name__)
@@ -197,16 +197,11 @@ def _is_wanted() -> bool:
 
 def _on_device(device: torch.device) -> tuple[Casts, str]:
     index = torch.cuda.current_device() if device.index is None else device.index
-    found = _verdicts().get(index)
-    if found is None:
-        if torch.cuda.is_current_stream_capturing():
-            # Kernels are compiled and loaded outside of graphs; a step that is captured has run before.
-            return _REFERENCE, "first used in a CUDA graph"
-        with compat.without_dispatch_modes(), torch.no_grad():  # a checkpoint's policy must not count these ops
-            found = _verdicts()[index] = _try(torch.device("cuda", index))
-        if found[1]:
-            logger.warning("Casts of low precision run op by op on %s, several kernels each: %s", device, found[1])
-    return found
+
+    def warn(reason: str) -> None:
+        logger.warning("Casts of low precision run op by op on %s, several kernels each: %s", device, reason)
+
+    return decided(_verdicts(), index, _REFERENCE, lambda: _try(torch.device("cuda", index)), warn)
 
 
 def _try(device: torch.device) -> tuple[Casts, str]:
@@ -219,10 +214,10 @@ def _try(device: torch.device) -> tuple[Casts, str]:
         casts = TritonCasts(has_float8=torch.cuda.get_device_capability(device) >= (8, 9))
         matrix = torch.linspace(-2.0, 3.0, 1000, dtype=torch.float32, device=device).view(20, 50)
         for (name, actual), (_, expected) in zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True):
-            if not all(map(_has_same_bits, actual, expected)):
+            if not all(map(has_same_bits, actual, expected)):
                 return _REFERENCE, f"{name} by Triton has other bits than the reference"
-    except Exception as error:  # what it raises without Triton, a C compiler for its launchers, support of the GPU
-        return _REFERENCE, f"Triton does not work ({type(error).__name__}: {error})"
+    except Exception as error:
+        return _REFERENCE, failure(error)
     return casts, ""
 
 
@@ -244,12 +239,6 @@ def _probe(casts: Casts, matrix: torch.Tensor) -> Iterator[tuple[str, tuple[torc
         yield "dequantize_blocks", (casts.dequantize_blocks(*cast_of(matrix, block), block, torch.float32),)
     packed = _REFERENCE.cast_nvfp4(matrix, (1, 16), amax)
     yield "dequantize_nvfp4", (casts.dequantize_nvfp4(*packed, amax, (1, 16), matrix.shape, torch.bfloat16),)
-
-
-def _has_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    # As bytes; those of scales may lie column by column.
-    pair = [tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)]
-    return actual.shape == expected.shape and torch.equal(*pair)
 
 
 __all__ = ["Casts", "casts_for", "describe_casts"]

@@ -63,7 +63,7 @@ def kind_of(event: dict[str, Any]) -> str:
         return "NCCL"
     if _GEMM.search(name):
         return "GEMM"
-    if "reduce_kernel" in name:
+    if "reduce_kernel" in name or name == "sum_over_ranks":
         return "sum"
     return "cast" if "elementwise_kernel" in name or "multi_tensor_apply" in name else str(event["name"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,8 @@ import torch
 from dtensor_gtp import SchedulePolicy
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import copy_engine, zero_cta
+from dtensor_gtp._runtime import scattering as scattering_module
+from dtensor_gtp._runtime.addends import Sum
 from dtensor_gtp._runtime.collectives import ReduceScale
 from dtensor_gtp._runtime.comm_context import CommContext, Groups
 from dtensor_gtp._runtime.copy_engine import Content, CopyEngine, offsets
@@ -210,11 +212,23 @@ def exchange(ring: SendRing, fulls: list[torch.Tensor], given: list[Place | None
     return scattering, held
 
 
+def add(
+    out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
+) -> None:
+    """What the kernel does, ``addends.Sum``."""
+    assert rows.shape == (num_ranks - 1, out.numel())
+    out.copy_(torch.cat([rows[:rank], torch.cat(list(own))[None], rows[rank:]]).float().sum(0) * factor)
+
+
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("enough_nbytes", [0, 4000, 1 << 20])
-def test_gradients_in_the_ring(seed: int, enough_nbytes: int) -> None:
+@pytest.mark.parametrize(("enough_nbytes", "kernel"), [(0, None), (4000, None), (4000, add), (1 << 20, None)])
+def test_gradients_in_the_ring(
+    seed: int, enough_nbytes: int, kernel: Sum | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups of all sizes. Which gradients are written in place, are of another dtype or layout, and how long a rank
-    waits before it retires a reduction is drawn by each rank for itself."""
+    waits before it retires a reduction is drawn by each rank for itself. With a kernel, what is received has no row of
+    this rank."""
+    monkeypatch.setattr(scattering_module, "fused_sum", lambda like, num_ranks: kernel)
     op = torch.distributed.ReduceOp.AVG if seed % 2 else torch.distributed.ReduceOp.SUM
     in_place = [0] * NUM_RANKS
 

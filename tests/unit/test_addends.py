@@ -1,0 +1,143 @@
+"""Which sum over ranks is taken on a GPU: the kernel if it works and has torch's bits, and why not is said once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dtensor_gtp._runtime import addends
+from dtensor_gtp._runtime.addends import _Key
+
+BF16 = torch.bfloat16
+
+
+def add(
+    out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
+) -> None:
+    """What the kernel does, by torch."""
+    if own:
+        rows = torch.cat([rows[:rank], torch.cat(list(own))[None], rows[rank:]])
+    assert rows.shape == (num_ranks, out.numel())
+    (torch.sum if factor == 1 else torch.mean)(rows, 0, dtype=out.dtype, out=out)
+
+
+def wrong(is_wrong: Callable[..., bool]) -> Callable[..., None]:
+    """With another last bit where ``is_wrong(numel, has_own, factor)``."""
+
+    def method(
+        out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
+    ) -> None:
+        add(out, rows, own, rank, num_ranks, factor)
+        if is_wrong(out.numel(), len(own) > 0, factor):
+            out.view(torch.int32)[-1] ^= 1
+
+    return method
+
+
+def broken(*args: Any, **options: Any) -> None:
+    raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The probe runs here, as if it were a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    attempt = addends._try
+    monkeypatch.setattr(addends, "_try", lambda device, key: attempt(torch.device("cpu"), key))
+    addends._verdicts.cache_clear()
+    yield
+    addends._verdicts.cache_clear()
+
+
+def triton(kernel: Callable[..., None] | None) -> Any:
+    module = None if kernel is None else SimpleNamespace(add=kernel)
+    return mock.patch.dict(sys.modules, {"dtensor_gtp._runtime.triton_addends": module})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (None, r"Triton does not work \((ModuleNotFound|Import)Error: "),
+        (broken, r"Triton does not work \(RuntimeError: Failed to find C compiler\)"),
+        (wrong(lambda numel, has_own, factor: numel % 16 == 0), "the sum by Triton has other bits than torch's"),
+        (wrong(lambda numel, has_own, factor: numel % 16 > 0), "the sum by Triton has other bits than torch's"),
+        (wrong(lambda numel, has_own, factor: has_own), "the sum by Triton has other bits than torch's"),
+        (wrong(lambda numel, has_own, factor: not has_own), "the sum by Triton has other bits than torch's"),
+        (wrong(lambda numel, has_own, factor: factor == 1), "the sum by Triton has other bits than torch's"),
+        (wrong(lambda numel, has_own, factor: factor < 1), "the sum by Triton has other bits than torch's"),
+    ],
+)
+def test_torch_adds_and_the_reason_is_logged_once(
+    kernel: Callable[..., None] | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with triton(kernel), caplog.at_level(logging.WARNING, addends.logger.name):
+        for _ in range(2):
+            found, why = addends._decided(_Key(0, BF16, 4))
+            assert found is None
+            assert re.match(reason, why)
+    assert len(caplog.records) == 1
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 63])
+@pytest.mark.parametrize("dtype", addends._DTYPES)
+def test_what_works_is_taken(num_ranks: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    with triton(add):
+        assert addends._decided(_Key(0, dtype, num_ranks)) == (add, "")
+    assert not caplog.records
+
+
+def test_each_number_of_ranks_and_dtype_is_tried() -> None:
+    """The kernel is compiled for them; what was not tried would be compiled in a CUDA graph."""
+    tried = []
+    with triton(add), mock.patch.object(addends, "_try", lambda device, key: (tried.append(key), (add, ""))[1]):
+        for key in (_Key(0, BF16, 2), _Key(0, BF16, 4), _Key(0, torch.float16, 2), _Key(1, BF16, 2), _Key(0, BF16, 2)):
+            addends._decided(key)
+    assert len(tried) == 4
+
+
+def test_the_probe_sees_the_order_of_additions() -> None:
+    """One after the other, as if there were no partial sums, gives other bits for more than four ranks."""
+
+    def one_by_one(
+        out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
+    ) -> None:
+        rows = torch.cat([rows[:rank], torch.cat(list(own))[None], rows[rank:]]) if own else rows
+        out.zero_()
+        for row in rows:
+            out += row
+        out *= factor
+
+    def in_four(rows: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        parts = [sum(part.to(dtype) for part in rows[first::4]) for first in range(4)]
+        return ((parts[0] + parts[1]) + parts[2]) + parts[3]  # type: ignore[operator,return-value]
+
+    device = torch.device("cpu")
+    with mock.patch.object(torch, "sum", in_four):
+        pairs = list(addends._probe(one_by_one, [1040, 16], device, _Key(0, BF16, 6)))[:2]
+    assert all(not torch.equal(actual, expected) for actual, expected in pairs)
+
+
+def test_nothing_is_decided_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels cannot be loaded then; the next sum outside of it tries."""
+    key = _Key(0, BF16, 4)
+    with triton(add):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert addends._decided(key) == (None, "first used in a CUDA graph")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert addends._decided(key) == (add, "")
+
+
+def test_torch_adds_elsewhere() -> None:
+    with triton(add):
+        assert addends.fused_sum(torch.ones(2, dtype=BF16), 2) is None
+        like = mock.Mock(spec=torch.Tensor, is_cuda=True, dtype=BF16, device=torch.device("cuda", 0))
+        assert addends.fused_sum(like, 2) is None, "only looks like a tensor"
