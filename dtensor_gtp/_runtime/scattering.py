@@ -103,11 +103,13 @@ class _Parcel:
     that follows; in ``room``, if it has to be there."""
 
     def __init__(self, full: torch.Tensor, dtype: torch.dtype, room: torch.Tensor | None) -> None:
-        if room is None:
+        if room is not None:
+            is_ready = room.data_ptr() == full.data_ptr()
+        else:
             is_ready = full.is_contiguous() and full.dtype == dtype
             room = full if is_ready else torch.empty(full.shape, dtype=dtype, device=full.device)
         self._sent = room
-        self._source = None if room.data_ptr() == full.data_ptr() else full
+        self._source = None if is_ready else full
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ def test_slots_are_kept_while_the_communication_stream_reads_them(
     scattering = make_scattering(kind, [torch.ones(4, 2, dtype=dtype)], num_ranks, BF16)
     kept = {buffer.untyped_storage().data_ptr() for buffer in scattering.keep}
     assert all(slot.untyped_storage().data_ptr() in kept for slot in scattering.slots)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_only_a_send_ring_asks_for_addresses(kind: ReduceScatterKind) -> None:
+    """Tensors without memory, with which steps are planned, have none to tell."""
+    fulls = [torch.ones(4, 2, dtype=BF16), torch.ones(4, 2)]
+    with mock.patch.object(torch.Tensor, "data_ptr", side_effect=AssertionError("asked for an address")):
+        ready, cast = (make_scattering(kind, [full], 2, BF16) for full in fulls)
+    assert ready.keep[0] is fulls[0]
+    assert cast.keep[1] is fulls[1]
 
 
 @pytest.mark.parametrize("share_in_common", [1.0, 0.1])
