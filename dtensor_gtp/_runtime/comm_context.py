@@ -264,8 +264,7 @@ class CommContext:
 
     def end_backward(self) -> None:
         """Of all ranks: all reductions are launched. Compute waits for them and drops their buffers."""
-        while self._reductions:
-            self._retire_oldest()
+        self.retire_all()
         for ring in self._send_rings.values():
             missing = ring.missing_nbytes
             ring.rewind()
