@@ -97,11 +97,11 @@ def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGro
     if asked == "process_group":
         return Choice(process_group, "asked for")
     if asked != "auto":
-        factory: Callable[[dist.ProcessGroup, torch.device], GatherBackend]
+        factory: type[GatherBackend]
         factory = asked if isinstance(asked, type) else CopyEngine if asked == "copy_engine" else ZeroCTA
-        return Choice(_make_on_all_ranks(factory, groups, device), "asked for")
+        return Choice(_make_on_all_ranks(factory, groups, device, factory.__name__), "asked for")
     try:
-        copies = _make_on_all_ranks(CopyEngine, groups, device)
+        copies = _make_on_all_ranks(CopyEngine, groups, device, CopyEngine.__name__)
     except RuntimeError as error:
         logger.warning("gather backend: process_group, because %s", error)
         return Choice(process_group, f"copy_engine: {error}")
@@ -114,12 +114,17 @@ def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough
     Raises:
         RuntimeError: It cannot be had on some rank; raised on all ranks.
     """
-    return _make_on_all_ranks(functools.partial(SendRing, enough_nbytes=enough_nbytes), groups, device)
+    factory = functools.partial(SendRing, enough_nbytes=enough_nbytes)
+    return _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
 
 
 def _make_on_all_ranks(
-    factory: Callable[[dist.ProcessGroup, torch.device], T], groups: list[dist.ProcessGroup], device: torch.device
+    factory: Callable[[dist.ProcessGroup, torch.device], T],
+    groups: list[dist.ProcessGroup],
+    device: torch.device,
+    name: str,
 ) -> T:
+    """What ``factory`` makes of the first group, called ``name`` in the error of all ranks if it fails on one."""
     made: T | None = None
     reason = None
     try:
@@ -132,7 +137,6 @@ def _make_on_all_ranks(
         dist.all_gather_object(parts, reasons, group=group)
         reasons = {rank: other for part in parts for rank, other in part.items()}
     if reasons:
-        name = getattr(factory, "__name__", "the copy engine")
         told = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(reasons.items()))
         raise RuntimeError(f"{name} cannot be had for ranks {dist.get_process_group_ranks(groups[0])} ({told})")
     assert made is not None

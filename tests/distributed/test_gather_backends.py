@@ -330,6 +330,12 @@ class TestGatherBackends(GlooTest):
                 ):
                     model(torch.ones(2, 12))
 
+    def test_a_send_ring_that_cannot_be_had_is_called_so(self) -> None:
+        with self.assertRaisesRegex(
+            RuntimeError, r"^the send ring of reduce_scatter='copy_engine' cannot be had .*rank 0: .* no copy engines"
+        ):
+            backends.make_send_ring([self.gtp_mesh().get_group()], torch.device("cpu"), 1)
+
     def test_what_gloo_cannot_have_is_refused_by_name(self) -> None:
         mesh = self.gtp_mesh()
         for options, message in (
