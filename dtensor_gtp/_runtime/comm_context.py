@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy, Waitable
 from .backends import choose_gather_backend, make_send_ring
-from .copy_engine import Content, CopyEngine
+from .copy_engine import CastingBackend, Content, PeerCopies
 from .debug import DebugFlags, Delays, check_order
 from .send_ring import Place, SendRing
 
@@ -107,6 +107,7 @@ class CommContext:
         self._groups: dict[tuple[str, ...], Groups] = {}
         # By name of the communicator.
         self._gather_backends: dict[str, GatherBackend] = {}
+        self._casting_backends: dict[str, CastingBackend] = {}  # those of them that are
         self._send_rings: dict[str, SendRing] = {}
         self.has_streams = device.type != "cpu"
         self._fork_event = torch.Event(device) if self.has_streams else None
@@ -145,8 +146,9 @@ class CommContext:
                 gather = compat.twin_group(gather, device, "gtp_gather", _options(schedule.gather_ctas))
             choice = choose_gather_backend(schedule, [gather, *replicate], device)
             self._gather_backends[gather.group_name] = choice.backend
-            if isinstance(choice.backend, CopyEngine):
+            if isinstance(choice.backend, CastingBackend):
                 choice.backend.cast_stream = self._new_stream()
+                self._casting_backends[gather.group_name] = choice.backend
             if schedule.reduce_scatter == "copy_engine":
                 together = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
                 enough = (schedule.max_inflight_reduce_scatters + 1) * together
@@ -202,23 +204,23 @@ class CommContext:
         Returns:
             When the outputs may be read.
         """
-        backend = self._gather_backends[groups.gather_name]
-        if isinstance(backend, CopyEngine):
-            backend.all_gather(outputs, shards, self._fork_event, contents)
+        name = groups.gather_name
+        if (casting := self._casting_backends.get(name)) is not None:
+            casting.all_gather(outputs, shards, self._fork_event, contents)
             return self.gather_done(None, groups)
-        return self.gather_done(backend.all_gather(outputs, shards), groups)
+        return self.gather_done(self._gather_backends[name].all_gather(outputs, shards), groups)
 
     def expect(self, nbytes: Counter[str]) -> None:
         """On all ranks, before the first forward: what is gathered of each rank in a step, by the gather communicator's
         name, as far as it is known."""
-        for name, backend in self._gather_backends.items():
-            if self._schedule.keep_casts and isinstance(backend, CopyEngine):
+        for name, backend in self._casting_backends.items():
+            if self._schedule.keep_casts:
                 backend.keep_casts(nbytes[name])
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """A forward or a backward begins on all ranks; or, on those of ``groups`` alone, a gather outside of them."""
-        for name, backend in self._gather_backends.items():
-            if isinstance(backend, CopyEngine) and (groups is None or name == groups.gather_name):
+        for name, backend in self._casting_backends.items():
+            if groups is None or name == groups.gather_name:
                 backend.begin_pass()
 
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
@@ -259,7 +261,7 @@ class CommContext:
     @property
     def symmetric_nbytes(self) -> int:
         """Memory of this rank that peers copy from: stages of gathers and rings of gradients."""
-        engines = [engine for engine in self._gather_backends.values() if isinstance(engine, CopyEngine)]
+        engines = [engine for engine in self._gather_backends.values() if isinstance(engine, PeerCopies)]
         return sum(copies.held_nbytes for copies in (*engines, *self._send_rings.values()))
 
     def end_backward(self) -> None:
@@ -274,7 +276,7 @@ class CommContext:
 
     def casts_shards(self, groups: Groups) -> bool:
         """Whether the gather of the mesh casts what it sends, and copies it into this rank's part of the output."""
-        return isinstance(self._gather_backends[groups.gather_name], CopyEngine)
+        return groups.gather_name in self._casting_backends
 
     def reducing(self) -> AbstractContextManager[Any]:
         """Context in which a reduction is launched, on the scatter stream. Bounds how many are in flight."""

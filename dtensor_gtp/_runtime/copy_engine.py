@@ -47,6 +47,7 @@ one waiting: so a gather has as few as can be. NVLink multicast is not used. ``s
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,37 +196,25 @@ class _KeptPlaces:
         self._states.clear()
 
 
-class CopyEngine(PeerCopies):
-    """Gathers of one communicator, see [Note: rules of the copy engine].
+class CastingBackend(ABC):
+    """A gather backend that derives from this casts what it sends, and copies it into this rank's part of the output:
+    the runtime gives it shards as they are."""
 
-    Args:
-        group, device: As for ``PeerCopies``.
-    """
+    cast_stream: torch.Stream | None = None  # who owns streams sets it, to have casts ahead
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self.cast_stream: torch.Stream | None = None  # who owns streams sets it, to have casts ahead
-        self._num_gathers = 0
-        self._kept: _KeptPlaces | None = None
-        self._expected_nbytes = 0
-        # When the first barrier of the last gather was passed, and whether that was in a graph.
-        self._last_passed: torch.Event | None = None
-        self._last_captured = False
-
+    @abstractmethod
     def keep_casts(self, expected_nbytes: int) -> None:
         """On all ranks, before the first gather: see [Note: kept casts].
 
         Args:
             expected_nbytes: Of all shards, as far as it is known; the same on all ranks.
         """
-        self._kept, self._expected_nbytes = _KeptPlaces(), expected_nbytes
 
+    @abstractmethod
     def begin_pass(self) -> None:
         """On all ranks: what comes may be recorded into another graph than what came before, or into one on some."""
-        if self._kept is None:
-            self._num_gathers = 0
-        self._last_passed = None
 
+    @abstractmethod
     def all_gather(
         self,
         outputs: list[torch.Tensor],
@@ -242,6 +231,39 @@ class CopyEngine(PeerCopies):
             ready: When outputs and shards may be used; None: when the current stream comes to it.
             contents: What the shards are, to find what was cast of them before.
         """
+
+
+class CopyEngine(PeerCopies, CastingBackend):
+    """Gathers of one communicator, see [Note: rules of the copy engine].
+
+    Args:
+        group, device: As for ``PeerCopies``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._num_gathers = 0
+        self._kept: _KeptPlaces | None = None
+        self._expected_nbytes = 0
+        # When the first barrier of the last gather was passed, and whether that was in a graph.
+        self._last_passed: torch.Event | None = None
+        self._last_captured = False
+
+    def keep_casts(self, expected_nbytes: int) -> None:
+        self._kept, self._expected_nbytes = _KeptPlaces(), expected_nbytes
+
+    def begin_pass(self) -> None:
+        if self._kept is None:
+            self._num_gathers = 0
+        self._last_passed = None
+
+    def all_gather(
+        self,
+        outputs: list[torch.Tensor],
+        shards: list[torch.Tensor],
+        ready: torch.Event | None = None,
+        contents: Sequence[Content] | None = None,
+    ) -> None:
         parts = [output.chunk(self._num_ranks) for output in outputs]
         stage, begins, is_fresh, is_free = self._places([part[0].nbytes for part in parts], contents)
         self._num_gathers += 1

@@ -38,7 +38,7 @@ from torch.testing._internal.common_utils import run_tests
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import backends, comm_context, copy_engine
-from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp._runtime.copy_engine import CastingBackend, Content, CopyEngine
 from dtensor_gtp._runtime.send_ring import SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
 from dtensor_gtp.quant import NVFP4, Float8Tensorwise
@@ -66,6 +66,32 @@ class Slow(ByBroadcast):
     def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
         time.sleep(0.02)
         super().all_gather(outputs, shards)
+
+
+class Casts(ByBroadcast, CastingBackend):
+    """Takes shards as they are."""
+
+    num_passes = num_cast = 0
+
+    def keep_casts(self, expected_nbytes: int) -> None:
+        raise AssertionError("nobody has asked for it")
+
+    def begin_pass(self) -> None:
+        type(self).num_passes += 1
+
+    def all_gather(
+        self,
+        outputs: list[torch.Tensor],
+        shards: list[torch.Tensor],
+        ready: torch.Event | None = None,
+        contents: Sequence[Content] | None = None,
+    ) -> None:
+        group = dist.distributed_c10d._resolve_process_group(self.group_name)
+        own = [output.chunk(group.size())[group.rank()] for output in outputs]
+        for target, shard in zip(own, shards, strict=True):
+            type(self).num_cast += target.dtype != shard.dtype
+            target[: shard.shape[0]].copy_(shard)
+        super().all_gather(outputs, own)
 
 
 class FailsOnLastRank(ByBroadcast):
@@ -201,6 +227,20 @@ class TestGatherBackends(GlooTest):
             self.assertEqual(ByBroadcast.num_gathers - before, sum(num_gathers(model).values()))
         torch.manual_seed(0)
         assert_idle(check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1))
+
+    def test_a_backend_says_itself_that_it_casts(self) -> None:
+        """It is given float32 shards for bf16 weights, and told of each pass."""
+        mesh = self.gtp_mesh()
+        records = []
+        Casts.num_passes = Casts.num_cast = 0
+        for backend in ("process_group", Casts):
+            torch.manual_seed(0)
+            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=backend)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            records.append(train_record(shard_copy(Net(num_pairs=1), mesh, schedule=schedule, mp_policy=policy), mesh))
+        assert_bit_equal(records[1], records[0], "casts")
+        self.assertGreater(Casts.num_cast, 10)
+        self.assertGreater(Casts.num_passes, 3)
 
     def test_copy_engine_changes_no_bit(self) -> None:
         mesh = self.gtp_mesh()
