@@ -227,8 +227,9 @@ class Gradients:
             share = self.replicas.share(factor)
             buffer = self.replicas.weigh_full(buffer, factor)
         job = _Job(weight, self._scale(weight), weight.groups.replicate, flags.requires_all_reduce, share)
-        self._launch_others(weight)
         ring = self._ring_of(weight)
+        if ring is None or not ring.has_offered(buffer):  # where it has, ``target`` has launched others before
+            self._launch_others(weight)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
         self._waiting.append(_Submitted(job, buffer, place))
         if not self._may_wait(weight):

@@ -98,6 +98,10 @@ class SendRing(PeerCopies):
         self._offered = None if is_used or end > self._nbytes else self.room(Place(begin, end), shape, dtype)
         return self._offered
 
+    def has_offered(self, buffer: torch.Tensor) -> bool:
+        """Whether it is the memory that was offered last, and nothing has been submitted since."""
+        return buffer is self._offered
+
     def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> Place | None:
         """The place of a gradient that is submitted now, to be sent in ``dtype``; None if it has no room beside those
         that wait.

@@ -20,6 +20,7 @@ from dtensor_gtp._runtime.collectives import ReduceScale
 from dtensor_gtp._runtime.comm_context import CommContext, Groups
 from dtensor_gtp._runtime.copy_engine import Content, CopyEngine, offsets
 from dtensor_gtp._runtime.debug import DebugFlags
+from dtensor_gtp._runtime.gradients import Gradients
 from dtensor_gtp._runtime.scattering import Sending, make_scattering
 from dtensor_gtp._runtime.send_ring import Place, SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
@@ -351,6 +352,28 @@ def test_memory_is_held_for_graphs() -> None:
         assert engine.held_nbytes == 100
         engine._reserve(200)
         assert engine.held_nbytes == 300, "a graph reads the one before"
+
+    Ranks().run(job)
+
+
+def test_others_are_launched_once_before_a_gradient_in_the_ring() -> None:
+    def job(group: Group) -> None:
+        ring = Ring(group, CPU, 1 << 10)
+        other = torch.zeros(NUM_RANKS, 8, dtype=torch.bfloat16)
+        exchange(ring, [other], [ring.take(other, torch.bfloat16)], torch.distributed.ReduceOp.SUM)
+        ring.end_backward()
+        comm, weight = mock.MagicMock(), mock.MagicMock(reduce_dtype=torch.bfloat16, unsharded_grad=None, sent_nbytes=0)
+        comm.send_ring.return_value = ring
+        comm.debug.poison = False
+        weight.layout.world, weight.layout.buffer_shape = NUM_RANKS, other.shape
+        grads = Gradients(comm, "copy_engine", 1 << 20)
+        with mock.patch.object(grads, "_launch_others") as launch, mock.patch.object(grads, "_scale"):
+            buffer, _ = grads.target(weight)
+            assert launch.call_count == 1
+            grads.submit(weight, buffer)
+            assert launch.call_count == 1
+            grads.submit(weight, other)
+            assert launch.call_count == 2, "nobody was offered a place before"
 
     Ranks().run(job)
 
