@@ -348,7 +348,7 @@ def _reset(captured: CapturedStep[Any, Any] | None) -> None:
 # An object and the name of its attribute that is a gradient or None.
 _Place = tuple[Any, str]
 
-# Sums over microbatches beside ``.grad``, see ``param.py``.
+# Sums over microbatches beside ``.grad``, see ``param.py`` and ``whole.py``.
 _SUMS = ("_wide_grad", "unsharded_grad", "unreplicated_grad", "unsynced_grad")
 
 

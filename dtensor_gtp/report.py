@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 
 from ._runtime.modules import Binding, GTPEmbedding, GTPGroupedLinear, GTPLinear, binding_of
-from ._runtime.param import ManagedParam, ShardedWeight, WholeParam
+from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.schedule import format_nbytes, format_plan
+from ._runtime.whole import WholeParam
 from ._runtime.wire import QuantizedWire
 from .quant.native import native_of
 

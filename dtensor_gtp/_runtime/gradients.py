@@ -22,9 +22,10 @@ from . import collectives
 from .collectives import ReduceScale
 from .comm_context import CommContext, Groups
 from .debug import poison, profiler_range
-from .param import ManagedParam, ShardedWeight, WholeParam
+from .param import ManagedParam, ShardedWeight
 from .scattering import Scattering, Sending, can_travel_together, make_scattering, sum_dtype
 from .send_ring import Place, SendRing
+from .whole import WholeParam
 
 if TYPE_CHECKING:
     from .recording import Recording, Written

@@ -30,8 +30,9 @@ from ..ops.grouped import sharded_grouped_linear
 from ..ops.grouped_several import several_grouped_linear
 from ..ops.linear import linear, parallel_linear
 from .gathered import gather_together
-from .param import ManagedParam, ShardedWeight, Site, WholeParam
+from .param import ManagedParam, ShardedWeight, Site
 from .split_backward import follow_pipelining
+from .whole import WholeParam
 from .wire import HookWire
 
 if TYPE_CHECKING:

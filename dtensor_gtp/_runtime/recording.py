@@ -25,7 +25,8 @@ import torch
 from .. import _torch_compat as compat
 from .comm_context import Done
 from .gathered import Gatherable, Gathered
-from .param import ManagedParam, ShardedWeight, WholeParam
+from .param import ManagedParam, ShardedWeight
+from .whole import WholeParam
 
 if TYPE_CHECKING:
     from .state import Runtime

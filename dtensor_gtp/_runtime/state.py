@@ -30,8 +30,9 @@ from .gathered import Gathered
 from .gathering import ChainKey, Gathering
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
-from .param import ManagedParam, ShardedWeight, WholeParam
+from .param import ManagedParam, ShardedWeight
 from .saved import SavedWeights, check_differentiable
+from .whole import WholeParam
 from .wire import QuantizedWire, agree_on_amax
 
 logger = logging.getLogger(__name__)

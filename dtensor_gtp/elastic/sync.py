@@ -29,7 +29,8 @@ from .._runtime.collectives import ReduceScale
 from .._runtime.comm_context import CommContext
 from .._runtime.debug import profiler_range
 from .._runtime.gradients import WholeBucket
-from .._runtime.param import ManagedParam, ShardedWeight, WholeParam
+from .._runtime.param import ManagedParam, ShardedWeight
+from .._runtime.whole import WholeParam
 from .._validate import device_of
 from .mesh import ElasticMesh
 from .plan import Box, SyncPlan, box_of_rank

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from .._runtime.modules import Binding, binding_of
-from .._runtime.param import ShardedWeight, Site, WholeParam
+from .._runtime.param import ShardedWeight, Site
 from .._runtime.state import Runtime
+from .._runtime.whole import WholeParam
 from ..ops.cross_entropy import IGNORED, loss_exchange, vocabulary_parallel_loss
 from ..ops.linear import linear as sharded_linear
 
