@@ -92,10 +92,10 @@ class TokenExchange:
         if comm.is_capturing and not self.capacity:
             raise RuntimeError(f"{self._complaint('an unknown number of tokens')} Run one step before the capture.")
         received = values.new_empty((weight.layout.world, values.numel()))
-        with comm.gathering(weight.groups):
+        with comm.scattering():  # which is idle in forward; where weights are gathered, it would wait for those ahead
             comm.before_collective("all_gather", f"{what} for {self.purpose} of {weight.fqn}", weight.groups)
-            work = collectives.all_gather(received.view(-1), values, weight.groups.gather, comm.has_streams)
-            done = comm.gather_done(work, weight.groups)
+            work = collectives.all_gather(received.view(-1), values, weight.groups.scatter, comm.has_streams)
+            done = comm.scatter_done(work)
         comm.wait(done)
         return received
 

@@ -88,12 +88,12 @@ def exchanged_lookup(
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
         rows = _own_rows(ids, weight)
         output = rows.new_empty((ids.shape[1], layout.shape[1]))
-        with comm.gathering(weight.groups):
+        with comm.scattering():  # not behind the weights that are gathered ahead
             comm.before_collective("reduce_scatter", f"{ids.shape[1]} tokens of {weight.fqn}", weight.groups)
             work = collectives.reduce_scatter(
-                _as_integers(output), _as_integers(rows), SUM, weight.groups.gather, comm.has_streams
+                _as_integers(output), _as_integers(rows), SUM, weight.groups.scatter, comm.has_streams
             )
-            done = comm.gather_done(work, weight.groups)
+            done = comm.scatter_done(work)
         comm.wait(done)
     return output[: indices.numel()].view(*indices.shape, layout.shape[1]), ids
 
