@@ -90,8 +90,7 @@ class SchedulePolicy:
             gathered weights of one call. 0 treats them as all others.
         keep_nbytes: Bytes of gathered weights that may be kept from forward to backward, so that they are gathered once
             less. Chosen are those that backward uses first, where the least compute hides a gather; the report names
-            them. Beside them are kept the last weight of the forward, if it is the first of backward, and what
-            ``reshard_after_forward=False`` says.
+            them. Beside them is kept what ``keep_last`` and ``reshard_after_forward=False`` say.
         gather_backend: Who gathers. ``"process_group"``: the process group of the mesh. ``"copy_engine"``: the copy
             engines of GPUs of one host, through symmetric memory, which leaves all SMs to the GEMMs but costs the host
             a launch for each peer. ``"zero_cta"``: copy engines started by NCCL (2.28 and later), between GPUs of one
@@ -108,6 +107,9 @@ class SchedulePolicy:
         keep_casts: What copy engines send of a shard stays where peers fetch it until the shard changes, so that
             backward and later microbatches need not cast it again. It costs the bytes of all shards of this rank as
             they are sent (in ``param_dtype``, or quantized) in symmetric memory. For ``gather_backend="copy_engine"``.
+        keep_last: Whether the last weight of the forward, if it is the first of backward (a head), stays gathered in
+            between. False: it is gathered once more, when the gradient of the loss is there. Nothing hides this gather,
+            but the loss, where logits are largest, has the weight's memory.
 
     Raises:
         TypeError: A number is not an ``int``, a pair of numbers not a pair, or a flag not a ``bool``.
@@ -131,6 +133,7 @@ class SchedulePolicy:
     scatter_ctas: tuple[int, int] | None = None
     wgrad_first: bool = True
     keep_casts: bool = False
+    keep_last: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -139,7 +142,7 @@ class SchedulePolicy:
                 raise TypeError(f"SchedulePolicy expects an int for {name}, but got {value!r}.")
             if value < least:
                 raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
-        for name in ("wgrad_first", "keep_casts"):
+        for name in ("wgrad_first", "keep_casts", "keep_last"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"SchedulePolicy expects a bool for {name}, but got {value!r}.")
         if self.keep_casts and self.gather_backend in ("process_group", "zero_cta"):

@@ -293,9 +293,10 @@ class Gathering:
 
     def _turning_point(self, module: nn.Module | None) -> tuple[Plan, Plan, tuple[int, ...]]:
         """The plans of a forward of ``module`` and of its backward, and the weight that is last in one and first in the
-        other, if there is one."""
+        other, if there is one that is kept."""
         forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
-        return forward, backward, backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
+        is_kept = self.schedule.keep_last and backward.uses[:1] == forward.uses[-1:]
+        return forward, backward, backward.uses[:1] if is_kept else ()
 
     def kept_until_backward(self, module: nn.Module | None) -> tuple[int, ...]:
         """What the policy keeps from a forward of ``module`` to its backward, beside what the user has said of single
@@ -337,9 +338,9 @@ class Gathering:
     def _is_kept_after_use(self, target: Gatherable) -> bool:
         if self._stays(target):
             return True
-        if self._is_in_backward or target.weight.fixed is not None:
+        if self._is_in_backward or target.weight.fixed is not None or not self.schedule.keep_last:
             return False
-        # The last weight of the forward is the first of backward: to free it between the two would put a gather that
+        # The last weight of the forward is the first of backward: to free it between the two puts a gather that
         # nothing hides at the turning point.
         chain = self._forward_chain
         is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end

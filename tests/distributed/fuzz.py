@@ -141,6 +141,7 @@ class Draw:
     optimizer: str = "local"
     clips: bool = False
     wgrad_first: bool = True
+    keep_last: bool = True
 
     @property
     def world(self) -> int:
@@ -373,6 +374,7 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         embedding=rng.choice(("gather", "exchange", "auto")) if vocabulary else "gather",
         reduce_scatter=rng.choice(("ring", "ring", "all_to_all")),
         wgrad_first=rng.random() < 0.8,
+        keep_last=rng.random() < 0.8,
     )
 
 

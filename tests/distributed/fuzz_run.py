@@ -130,6 +130,7 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
             embedding=draw.embedding,
             reduce_scatter=draw.reduce_scatter,
             wgrad_first=draw.wgrad_first,
+            keep_last=draw.keep_last,
         ),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):

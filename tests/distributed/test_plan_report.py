@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import fake_world
+from runtime_common import assert_idle, num_gathers, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import run_tests
@@ -21,7 +22,6 @@ from torch.testing._internal.common_utils import run_tests
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime.copy_engine import CopyEngine
-from dtensor_gtp._runtime.modules import binding_of
 from dtensor_gtp.report import PassReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4
@@ -62,9 +62,7 @@ class TestPlanReport(unittest.TestCase):
         report = sharding_report(self.model)
         self.assertEqual(report.symmetric_nbytes, 0)
         self.assertNotIn("peers copy from", str(report))
-        binding = binding_of(self.model)
-        assert binding is not None
-        comm = binding.group.runtime.comm
+        comm = runtime_of(self.model).comm
         stage = mock.Mock(spec=CopyEngine, held_nbytes=3 << 20)
         comm._gather_backends = {"dense": stage, "experts": stage, "other": mock.Mock()}
         comm._send_rings = {"dense": mock.Mock(held_nbytes=2 << 20)}
@@ -81,6 +79,30 @@ class TestPlanReport(unittest.TestCase):
         one, two = NBYTES, 2 * NBYTES  # the weight in the middle is kept, beside the last one
         self.assertEqual((forward.gathered_nbytes, forward.between_nbytes), ((two, two, two), (one, one, two, two)))
         self.assertEqual((backward.gathered_nbytes, backward.between_nbytes), ((two, two, one), (two, one, one, 0)))
+
+    def test_the_last_weight_is_freed_at_the_turning_point(self) -> None:
+        """With ``keep_last=False``: one gather more, and nothing in between; the bits are the same."""
+        x = torch.randn(2, WIDTH)
+        grads, gathers = [], []
+        for keep_last in (True, False):
+            torch.manual_seed(0)
+            model = gtp_shard(three_layers(), self.mesh, schedule=dataclasses.replace(ONE_AHEAD, keep_last=keep_last))
+            for step in range(3):
+                inputs = x.clone().requires_grad_()
+                loss = model(inputs).sum()
+                held = [weight.fqn for weight in runtime_of(model).weights if weight.kept is not None or weight.pending]
+                self.assertEqual(held, ["2.weight"] if keep_last and step else [])  # once there is a plan
+                loss.backward()
+                assert_idle(model)
+            forward, backward = sharding_report(model).passes
+            self.assertEqual(forward.between_nbytes[-1], NBYTES if keep_last else 0)
+            self.assertEqual(backward.between_nbytes[0], NBYTES)  # gathered ahead, when backward begins
+            grads.append(inputs.grad)
+            gathers.append(num_gathers(model))
+        self.assertTrue(torch.equal(*grads))
+        kept, freed = gathers
+        self.assertEqual(kept, {"0.weight": 6, "1.weight": 6, "2.weight": 4})
+        self.assertEqual(freed, dict.fromkeys(kept, 6))
 
     def test_ranges(self) -> None:
         self.step()
