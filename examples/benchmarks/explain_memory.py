@@ -1,6 +1,8 @@
 """What ``memory_model.predict_peak`` needs to know of a model under ``gtp_shard``: its plan and its activations."""
 
 import functools
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 
 from activations import count_activations
 from dtensor_gtp import SchedulePolicy, sharding_report
-from dtensor_gtp.report import PassReport, ReportRow
+from dtensor_gtp.report import PassReport, ReportRow, ShardingReport
 from harness import World, state_bytes
 from llama import Llama, LlamaConfig
 from memory_model import Amounts, Peak, Use, predict_peak
@@ -56,63 +58,97 @@ def gathered_weights(forward: PassReport, backward: PassReport) -> list[Amounts]
     return amounts
 
 
-def make_use(
-    row: ReportRow,
-    gathered: Amounts,
-    activations: Amounts,
-    *,
-    is_table: bool,
-    reduce_dtype: torch.dtype,
-    kind: str,
-    num_ranks: int,
-) -> Use:
+class Reducing(NamedTuple):
+    """How gradients are reduced.
+
+    Args:
+        dtype: What they are sent in.
+        kind: ``SchedulePolicy.reduce_scatter``.
+        num_ranks: Size of the axis.
+    """
+
+    dtype: torch.dtype
+    kind: str
+    num_ranks: int
+
+
+def make_use(row: ReportRow, gathered: Amounts, activations: Amounts, reducing: Reducing, *, is_table: bool) -> Use:
     """One use of a weight that is computed with in bf16.
 
     Args:
         is_table: Whether it is looked up: its gradient is computed in bf16, and cast if it is reduced in another dtype.
-        kind: ``SchedulePolicy.reduce_scatter``.
     """
     numel = torch.Size(row.shape).numel()
-    wgrad = numel * reduce_dtype.itemsize
-    is_summed_in_place = reduce_dtype.itemsize >= row.dtype.itemsize  # what is received is the shard's gradient
+    wgrad = numel * reducing.dtype.itemsize
+    is_summed_in_place = reducing.dtype.itemsize >= row.dtype.itemsize  # what is received is the shard's gradient
     sent = 0
-    if kind != "ring" and num_ranks > 1:
-        sent = wgrad  # received from all ranks
-    elif is_summed_in_place and num_ranks == 1:
+    if reducing.num_ranks > 1 and reducing.kind != "ring":
+        sent = wgrad  # received from all ranks, by copy engines from all others
+        if reducing.kind == "copy_engine":
+            sent -= wgrad // reducing.num_ranks
+    elif is_summed_in_place and reducing.num_ranks == 1:
         wgrad = 0
-    elif not is_summed_in_place and num_ranks > 1:
-        sent = wgrad // num_ranks
-    unreduced = numel * torch.bfloat16.itemsize if is_table and reduce_dtype != torch.bfloat16 else 0
-    return Use(row.name, gathered, activations, wgrad, sent, row.local_nbytes, unreduced)
+    elif not is_summed_in_place and reducing.num_ranks > 1:
+        sent = wgrad // reducing.num_ranks
+    unreduced = numel * torch.bfloat16.itemsize if is_table and reducing.dtype != torch.bfloat16 else 0
+    # GEMMs write where copy engines of peers read; the gradient of a table is copied there.
+    is_in_ring = reducing.kind == "copy_engine" and reducing.num_ranks > 1 and not is_table
+    return Use(row.name, gathered, activations, wgrad, sent, row.local_nbytes, unreduced, is_in_ring)
 
 
-def explain_uses(model: nn.Module, mode: str, workload: Workload, seq_len: int, num_ranks: int) -> list[Use] | None:
-    """The uses of weights in a step of a mode, from the plan that the model has after a step."""
-    parsed = Mode.parse(mode)
-    is_plain = not (parsed.recipe or parsed.is_compiled or parsed.has_block_graphs or parsed.is_exchanging)
-    if parsed.family != "gtp" or not is_plain:
-        return None
-    report = sharding_report(model)
+def make_lookup(
+    row: ReportRow, forward: PassReport, backward: PassReport, activations: Amounts, tokens: int, num_ranks: int
+) -> Use:
+    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``."""
+    dim, ranks_tokens = row.shape[1], num_ranks * tokens
+    ahead, last = forward.between_nbytes[0], backward.between_nbytes[-1]
+    # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
+    looked_up = ranks_tokens * dim * (row.dtype.itemsize + torch.bfloat16.itemsize)
+    received = ranks_tokens * dim * (torch.bfloat16.itemsize + torch.float32.itemsize)
+    grad = row.local_nbytes + dim * torch.float32.itemsize  # one row takes what is for other ranks
+    sent = tokens * dim * torch.bfloat16.itemsize
+    activations = activations._replace(forward=activations.forward + looked_up)
+    gathered = Amounts(ahead, ahead, last, last, last)
+    return Use(row.name, gathered, activations, 0, 0, grad, received + sent, is_exchanged=True)
+
+
+def plan_uses(
+    report: ShardingReport, activations: Mapping[str, Amounts], tables: Collection[str], reducing: Reducing, tokens: int
+) -> list[Use] | None:
+    """The uses of weights in a step; None where there is no plan yet.
+
+    Args:
+        report: After a step.
+        activations: By the name of the module, in the order of the forward.
+        tables: Names of the embeddings. One that the plan does not gather is used first.
+        tokens: Of one rank in a step.
+    """
     forward = next((plan for plan in report.passes if not plan.is_backward), None)
     backward = next((plan for plan in report.passes if plan.is_backward), None)
     if forward is None or backward is None:
         return None
     rows = {row.name: row for row in report.rows}
-    activations = activations_of(workload, seq_len)
     uses = []
+    for name in (f"{table}.weight" for table in tables):
+        if name not in forward.uses:
+            counted = activations[name.removesuffix(".weight")]
+            uses.append(make_lookup(rows[name], forward, backward, counted, tokens, reducing.num_ranks))
     for name, gathered in zip(forward.uses, gathered_weights(forward, backward), strict=True):
         module = name.removesuffix(".weight")
-        use = make_use(
-            rows[name],
-            gathered,
-            activations[module],
-            is_table=isinstance(model.get_submodule(module), nn.Embedding),
-            reduce_dtype=parsed.reduce_dtype,
-            kind=SchedulePolicy(**workload.schedule).reduce_scatter,
-            num_ranks=num_ranks,
-        )
-        uses.append(use)
+        uses.append(make_use(rows[name], gathered, activations[module], reducing, is_table=module in tables))
     return uses
+
+
+def explain_uses(model: nn.Module, mode: str, workload: Workload, seq_len: int, num_ranks: int) -> list[Use] | None:
+    """The uses of weights in a step of a mode, from the plan that the model has after a step."""
+    parsed = Mode.parse(mode)
+    is_plain = not (parsed.recipe or parsed.is_compiled or parsed.has_block_graphs or parsed.is_vocabulary_parallel)
+    if parsed.family != "gtp" or not is_plain:
+        return None
+    tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    reducing = Reducing(parsed.reduce_dtype, SchedulePolicy(**workload.schedule).reduce_scatter, num_ranks)
+    activations = activations_of(workload, seq_len)
+    return plan_uses(sharding_report(model), activations, tables, reducing, workload.batch * seq_len)
 
 
 def explain_peak(
@@ -123,14 +159,13 @@ def explain_peak(
     seq_len: int,
     world: World,
 ) -> Peak | None:
-    """The predicted peak of a mode on GPUs; None for modes that are not of this package, whose plan is not known yet,
-    or whose activations are not those of the plain model: recipes, compiled or recorded blocks, exchanges of
-    activations; which send gradients from memory that is not the allocator's; or compute dgrad before wgrad."""
+    """The predicted peak of the allocator on GPUs, without symmetric memory, of which it does not know; None for modes
+    that are not of this package, whose plan is not known yet, or whose activations are not those of the plain model:
+    recipes, compiled or recorded blocks, losses without logits."""
     uses = explain_uses(model, mode, workload, seq_len, world.size)
     if uses is None:
         return None
     schedule = SchedulePolicy(**workload.schedule)
-    if schedule.reduce_scatter == "copy_engine" or not schedule.wgrad_first:
-        return None
     together = schedule.coalesce_grad_nbytes if schedule.reduce_scatter != "all_to_all" else 0
-    return predict_peak(uses, state_bytes(model, optimizer), schedule.max_inflight_reduce_scatters, together)
+    inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
+    return predict_peak(uses, state_bytes(model, optimizer), inflight, together, wgrad_first=order)

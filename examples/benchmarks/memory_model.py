@@ -36,6 +36,8 @@ class Use(NamedTuple):
         sent: What the reduction needs beside the full gradient, until it is complete.
         grad: The shard's gradient, which stays until the optimizer has seen it.
         unreduced: What computing the full gradient needs beside it.
+        is_in_ring: Whether the full gradient is written to symmetric memory, which is not counted here.
+        is_exchanged: Whether activations are exchanged in the place of the weight: there is no full gradient.
     """
 
     name: str
@@ -45,6 +47,13 @@ class Use(NamedTuple):
     sent: int
     grad: int
     unreduced: int = 0
+    is_in_ring: bool = False
+    is_exchanged: bool = False
+
+    @property
+    def buffer(self) -> int:
+        """The full gradient, as far as it is counted."""
+        return 0 if self.is_in_ring else self.wgrad
 
 
 class Peak(NamedTuple):
@@ -94,11 +103,13 @@ class Reductions:
 
     @property
     def nbytes(self) -> int:
-        on_the_way = sum(use.wgrad + use.sent for launch in self._inflight for use in launch)
-        return on_the_way + sum(use.wgrad for use in self._waiting)
+        on_the_way = sum(use.buffer + use.sent for launch in self._inflight for use in launch)
+        return on_the_way + sum(use.buffer for use in self._waiting)
 
     def submit(self, use: Use) -> list[list[Use]]:
         """Takes a gradient; returns what is launched by it."""
+        if use.is_exchanged:
+            return []
         launches = []
         is_alone = use.wgrad >= self._together
         if self._waiting and (is_alone or sum(other.wgrad for other in self._waiting) + use.wgrad > self._together):
@@ -110,38 +121,72 @@ class Reductions:
             self._waiting = [*self._waiting, use]
         return launches
 
+    def flush(self) -> list[list[Use]]:
+        """What waits is launched: backward ends."""
+        waiting, self._waiting = self._waiting, []
+        return [waiting] if waiting else []
+
     def launch(self, launches: list[list[Use]]) -> None:
         """They are on their way, and the oldest have been waited for."""
         self._inflight = [*self._inflight, *launches][-self._max_inflight :]
 
 
-def moments(uses: Sequence[Use], state: int, max_inflight: int, together: int = 0) -> list[Peak]:
+def moments(
+    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
+) -> list[Peak]:
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found = []
-
-    def add(moment: str, kind: str, use: Use, grads: int = 0, wgrad: int = 0) -> None:
-        gathered, activations = getattr(use.gathered, kind), getattr(use.activations, kind)
-        found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
-
     for use in uses:
-        add("in forward", "forward", use)
-        add("after forward", "after_forward", use)
+        for moment in ("forward", "after_forward"):
+            amounts = getattr(use.gathered, moment), 0, getattr(use.activations, moment)
+            found.append(Peak(f"{_WORDS[moment]} of {use.name}", state, 0, *amounts))
     grads = 0
     reductions = Reductions(max_inflight, together)
-    for use in reversed(uses):
+
+    def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int) -> None:
+        found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
+
+    backward = list(reversed(uses))
+    for use, following in zip(backward, [*backward[1:], None], strict=True):
+        gathered, activations = use.gathered, use.activations
         before = reductions.nbytes
-        add("before backward", "before_backward", use, grads, before)
+        add("before backward", use, gathered.before_backward, activations.before_backward, before)
+        if not wgrad_first:
+            add("in backward", use, gathered.dgrad, activations.dgrad, before)
+            # The gathered weight is freed, and the gradient of the input is there.
+            released = gathered.wgrad if following is None else following.gathered.before_backward
+            gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
         launches = reductions.submit(use)
-        launched = sum(other.sent + other.grad for launch in launches for other in launch)
-        add("in backward", "wgrad", use, grads, before + use.unreduced + use.wgrad + launched)
+        wgrad = before + use.unreduced + use.buffer + _new_buffers(use, launches)
+        add("in backward", use, gathered.wgrad, activations.wgrad, wgrad)
         reductions.launch(launches)
-        grads += sum(other.grad for launch in launches for other in launch)
-        add("in backward", "dgrad", use, grads, reductions.nbytes)
+        grads += _new_gradients(use, launches)
+        if wgrad_first:
+            add("in backward", use, gathered.dgrad, activations.dgrad, reductions.nbytes)
+    before = reductions.nbytes
+    if launches := reductions.flush():
+        added = sum(other.sent + other.grad for other in launches[0])
+        add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
 
 
-def predict_peak(uses: Sequence[Use], state: int, max_inflight: int, together: int = 0) -> Peak:
+_WORDS = {"forward": "in forward", "after_forward": "after forward"}
+
+
+def _new_gradients(use: Use, launches: list[list[Use]]) -> int:
+    """Gradients of shards that are made when backward comes by ``use``."""
+    return sum(other.grad for launch in launches for other in launch) + (use.grad if use.is_exchanged else 0)
+
+
+def _new_buffers(use: Use, launches: list[list[Use]]) -> int:
+    """The same, and what their reductions need."""
+    return _new_gradients(use, launches) + sum(other.sent for launch in launches for other in launch)
+
+
+def predict_peak(
+    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
+) -> Peak:
     """Where a forward and backward have their peak.
 
     Args:
@@ -149,10 +194,12 @@ def predict_peak(uses: Sequence[Use], state: int, max_inflight: int, together: i
         state: See ``Peak``.
         max_inflight: ``SchedulePolicy.max_inflight_reduce_scatters``.
         together: ``SchedulePolicy.coalesce_grad_nbytes``.
+        wgrad_first: As in ``SchedulePolicy``.
 
     Raises:
         ValueError: There are no uses.
     """
     if not uses:
         raise ValueError("predict_peak expects at least one use of a weight, but got none.")
-    return max(moments(uses, state, max_inflight, together), key=lambda moment: moment.total)
+    found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)
+    return max(found, key=lambda moment: moment.total)

@@ -64,7 +64,9 @@ def test_every_mode_length_and_phase_is_measured(everything: tuple[str, dict[str
         assert 0 < record["ms_min"] <= record["ms"] <= record["ms_max"] < math.inf
         assert record["tokens_per_s_per_gpu"] == pytest.approx(record["seq_len"] / record["ms"] * 1e3)
         assert record["peak_bytes"] is None, "CPU has no such counter"
-        assert (record["predicted_peak"] is not None) == (record["mode"] in ("gtp-fp32", "gtp-bf16"))
+        explained = ("gtp-fp32", "gtp-bf16", "gtp-bf16-lookup")
+        assert (record["predicted_peak"] is not None) == (record["mode"] in explained)
+        assert record["activations_bytes"] > 0
     table = [line.split("|") for line in output.splitlines() if line.startswith("| f")]
     assert len(table) == len(measured)
     assert all(cell.strip() for line in table for cell in line[1:-1])

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp.report import PassReport
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 
@@ -80,6 +81,39 @@ def test_gradients_and_sends_pile_up_towards_the_end(model: Any) -> None:
         assert peak == ("in backward of a", 0, 10, 20, wgrad + 5, 1)
     table = [use(model, "table", gathered=0, activations=1, wgrad=10, grad=5, unreduced=100), *uses]
     assert model.predict_peak(table, 0, 1) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
+
+
+def test_gradients_that_still_wait_are_reduced_at_the_end(model: Any) -> None:
+    uses = [use(model, name, gathered=(20, 20, 20, 20, 3), activations=1, wgrad=10, sent=2, grad=5) for name in "ab"]
+    *_, last = model.moments(uses, 7, 1, 100)
+    # Both are computed, and as their rows arrive the shards' gradients are made.
+    assert last == ("after backward of a", 7, 0, 3, 2 * 10 + 2 * (2 + 5), 1)
+    assert [moment[0] for moment in model.moments(uses, 7, 1)].count(last[0]) == 0
+
+
+def test_gradients_in_the_ring_and_of_exchanged_tables(model: Any) -> None:
+    """Of what is in symmetric memory only what the allocator has beside it; a table has no full gradient."""
+    table = use(model, "table", gathered=0, activations=1, wgrad=0, grad=50, unreduced=300, is_exchanged=True)
+    layer = use(model, "a", gathered=0, activations=1, wgrad=10, sent=10, grad=5, is_in_ring=True)
+    wgrads = [moment.wgrad for moment in model.moments([table, layer], 0, 2)]
+    # Forward; before, in and after the layer; before, in and after the table.
+    assert wgrads == [0, 0, 0, 0, 0, 10 + 5, 10, 10, 10 + 300 + 50, 10]
+    assert model.moments([table, layer], 0, 2)[-1].gradients == 5 + 50
+    waiting = [moment.wgrad for moment in model.moments([table, layer], 0, 2, 100)]
+    assert waiting == [0, 0, 0, 0, 0, 0, 0, 0, 300 + 50, 0, 10 + 5]
+
+
+def test_dgrad_before_wgrad(model: Any) -> None:
+    first = use(model, "a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
+    second = use(model, "b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
+    assert [moment[2:] for moment in model.moments([first, second], 5, 1, wgrad_first=False)[4:]] == [
+        (0, 8, 0, 80),
+        (0, 10, 0, 99),
+        (0, 3, 200 + 8 + 2000, 99),  # of gathered weights what is there before a, of activations b's gradient too
+        (2000, 3, 200 + 8, 30),
+        (2000, 5, 200 + 8, 50),
+        (2000, 4, (200 + 8) + 100 + 7 + 1000, 50),
+    ]
 
 
 def test_peaks_outside_of_backward(model: Any) -> None:
@@ -183,6 +217,27 @@ def test_prediction_is_what_gpus_have_measured(scripts: Scripts, planned: Planne
         for measured in above_state:
             # Asked for are 5%. But nothing is fitted: what is not understood shows up as a whole buffer.
             assert peak.total == pytest.approx(measured, rel=2e-3), (mode, seq_len)
+
+
+def test_table_that_is_not_gathered(scripts: Scripts, planned: Planned) -> None:
+    """The plan of a gathered one, less its use: what comes in its place is made of tokens."""
+    model, _, num_ranks = planned
+    report = sharding_report(model)
+    forward, backward = report.passes
+    later = [column[1:] for column in (forward.uses, forward.gathered_nbytes, forward.between_nbytes)]
+    report = dataclasses.replace(report, passes=(PassReport(False, *later), backward))
+    reducing = scripts.explain.Reducing(torch.bfloat16, "copy_engine", num_ranks)
+    names = [name.removesuffix(".weight") for name in forward.uses]
+    activations = dict.fromkeys(names, scripts.model.Amounts(1, 1, 1, 1, 1))
+    table, layer, *_ = scripts.explain.plan_uses(report, activations, ["embedding"], reducing, 2048)
+    received = num_ranks * 2048 * 4096
+    assert (table.name, table.is_exchanged, table.wgrad, table.sent) == ("embedding.weight", True, 0, 0)
+    assert table.activations == (1 + 6 * received, 1, 1, 1, 1)
+    assert table.gathered == (later[2][0], later[2][0], 0, 0, 0)
+    assert table.unreduced == 6 * received + 2048 * 4096 * 2
+    assert table.grad == (-(-128256 // num_ranks) + 1) * 4096 * 4
+    assert (layer.name, layer.is_in_ring, layer.buffer) == ("layers.0.attention.wq.weight", True, 0)
+    assert layer.sent == 4096 * 4096 * 2 * (num_ranks - 1) // num_ranks
 
 
 def test_modes_that_are_not_explained(scripts: Scripts, planned: Planned) -> None:
