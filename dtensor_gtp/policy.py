@@ -94,9 +94,9 @@ class SchedulePolicy:
         gather_backend: Who gathers. ``"process_group"``: the process group of the mesh. ``"copy_engine"``: the copy
             engines of GPUs of one host, through symmetric memory, which leaves all SMs to the GEMMs but costs the host
             a launch for each peer. ``"zero_cta"``: copy engines started by NCCL (2.28 and later), between GPUs of one
-            host: one launch, but each gathered weight is copied once more. ``"auto"``: the faster of the first two in a
-            short measurement at the first forward, which is logged. A class: one of these is made for each
-            communicator, see :class:`GatherBackend`.
+            host: one launch, but each gathered weight is copied once more. ``"auto"``: the fastest of them where there
+            are several, in a short measurement of gathers beside GEMMs at the first forward, which is logged and in
+            the report. A class: one of these is made for each communicator, see :class:`GatherBackend`.
         gather_ctas: Least and most blocks (CTAs) of a GPU that NCCL may take for a gather, by a communicator of its
             own. None: the process group of the mesh as it is.
         scatter_ctas: The same for reduce-scatters.

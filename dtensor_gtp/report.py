@@ -58,6 +58,8 @@ class ShardingReport:
         passes: The same as data.
         symmetric_nbytes: Memory of this rank that peers copy from by copy engines. The caching allocator knows nothing
             of it: it is in none of ``torch.cuda.memory_stats``.
+        gather_backends: Who gathers on each mesh and why, as text; empty before the first forward, and where
+            ``SchedulePolicy.gather_backend`` is the default.
     """
 
     mesh: str
@@ -65,6 +67,7 @@ class ShardingReport:
     schedule: str
     passes: tuple[PassReport, ...] = ()
     symmetric_nbytes: int = 0
+    gather_backends: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
@@ -84,7 +87,8 @@ class ShardingReport:
         table = "\n".join(line.rstrip() for line in lines)
         if self.symmetric_nbytes:
             total += f"\n{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from"
-        return f"gtp_shard on {self.mesh}\n{table}\n{total}\n{self.schedule or 'schedule: not observed yet'}"
+        lines = [f"gtp_shard on {self.mesh}", table, total, *self.gather_backends]
+        return "\n".join((*lines, self.schedule or "schedule: not observed yet"))
 
 
 def sharding_report(module: nn.Module) -> ShardingReport:
@@ -117,9 +121,15 @@ def sharding_report(module: nn.Module) -> ShardingReport:
                 nbytes = param.numel() * param.element_size()
                 ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
     rows = [_row(" = ".join(aliases[key]), managed, use, key in in_gemm) for key, (managed, use) in seen.items()]
-    symmetric_nbytes = binding.group.runtime.comm.symmetric_nbytes
+    comm = binding.group.runtime.comm
+    is_default = binding.group.runtime.schedule.gather_backend == "process_group"
     return ShardingReport(
-        _describe_mesh(binding), (*rows, *ignored), _schedule(binding), _passes(binding), symmetric_nbytes
+        _describe_mesh(binding),
+        (*rows, *ignored),
+        _schedule(binding),
+        _passes(binding),
+        comm.symmetric_nbytes,
+        () if is_default else tuple(comm.choices),
     )
 
 

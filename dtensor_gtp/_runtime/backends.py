@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -21,17 +19,16 @@ from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy
 from . import collectives
 from .collectives import Works
-from .copy_engine import CopyEngine
+from .copy_engine import CastingBackend, CopyEngine
+from .probe import SIZE, Probe
 from .send_ring import SendRing
 from .zero_cta import ZeroCTA
 
 T = TypeVar("T")
+# Makes a stream for communication; None where there are no streams.
+NewStream = Callable[[], torch.Stream | None]
 
 logger = logging.getLogger(__name__)
-
-# What the automatic choice times: about a weight of 4096 x 8192 in bf16, often enough to get past the first launches.
-_PROBE_NBYTES = 64 * 2**20
-_PROBE_ROUNDS = 8
 
 
 class ProcessGroupBackend:
@@ -52,8 +49,9 @@ class ProcessGroupBackend:
 
 
 class Choice(NamedTuple):
-    """A backend, and why it was taken."""
+    """A backend, its name, and why it was taken."""
 
+    name: str
     backend: GatherBackend
     reason: str
 
@@ -83,7 +81,9 @@ def refuse_unavailable(schedule: SchedulePolicy, device_type: str, backend: str)
         )
 
 
-def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device) -> Choice:
+def choose_gather_backend(
+    schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device, new_stream: NewStream
+) -> Choice:
     """The backend that ``schedule`` asks for. Collective over all ``groups``.
 
     Args:
@@ -95,17 +95,13 @@ def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGro
     asked = schedule.gather_backend
     process_group = ProcessGroupBackend(groups[0], device)
     if asked == "process_group":
-        return Choice(process_group, "asked for")
-    if asked != "auto":
-        factory: type[GatherBackend]
-        factory = asked if isinstance(asked, type) else CopyEngine if asked == "copy_engine" else ZeroCTA
-        return Choice(_make_on_all_ranks(factory, groups, device, factory.__name__), "asked for")
-    try:
-        copies = _make_on_all_ranks(CopyEngine, groups, device, CopyEngine.__name__)
-    except RuntimeError as error:
-        logger.warning("gather backend: process_group, because %s", error)
-        return Choice(process_group, f"copy_engine: {error}")
-    return _faster({"process_group": process_group, "copy_engine": copies}, groups, device)
+        return Choice(asked, process_group, "asked for")
+    if asked == "auto":
+        return _automatic(process_group, groups, device, new_stream)
+    factory: type[GatherBackend]
+    factory = asked if isinstance(asked, type) else CopyEngine if asked == "copy_engine" else ZeroCTA
+    backend = _make_on_all_ranks(factory, groups, device, factory.__name__)
+    return Choice(asked if isinstance(asked, str) else factory.__name__, backend, "asked for")
 
 
 def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough_nbytes: int) -> SendRing:
@@ -124,7 +120,11 @@ def _make_on_all_ranks(
     device: torch.device,
     name: str,
 ) -> T:
-    """What ``factory`` makes of the first group, called ``name`` in the error of all ranks if it fails on one."""
+    """What ``factory`` makes of the first of ``groups``. Collective over all of them.
+
+    Raises:
+        RuntimeError: It raises on some rank of ``groups``. Raised on all of them, with the reasons.
+    """
     made: T | None = None
     reason = None
     try:
@@ -143,30 +143,61 @@ def _make_on_all_ranks(
     return made
 
 
-def _faster(backends: dict[str, GatherBackend], groups: list[dist.ProcessGroup], device: torch.device) -> Choice:
-    """Time a gather with each; all ranks of the mesh take the one whose slowest rank is first."""
-    times = torch.tensor([_gather_ms(backend, groups[0].size(), device) for backend in backends.values()])
-    slowest = times.to(device)
+def _automatic(
+    process_group: GatherBackend, groups: list[dist.ProcessGroup], device: torch.device, new_stream: NewStream
+) -> Choice:
+    """The fastest of those that can be had, which all ranks of ``groups`` make, time and leave alike."""
+    timed: dict[str, _Timed] = {}
+    missing = []
+    factories: dict[str, type[GatherBackend]] = {"copy_engine": CopyEngine, "zero_cta": ZeroCTA}
+    for name, factory in factories.items():
+        try:
+            # Agreed upon before they gather: where one rank has none, the others would wait for it.
+            backend = _make_on_all_ranks(factory, groups, device, name)
+            measure = functools.partial(_timed, backend, new_stream)
+            timed[name] = _make_on_all_ranks(measure, groups, device, name)
+        except RuntimeError as error:
+            missing.append(str(error))
+    without = "; ".join(missing)
+    if not timed:
+        logger.warning("gather backend: process_group, because %s", without)
+        return Choice("process_group", process_group, without)
+    timed["process_group"] = _timed(process_group, new_stream, groups[0], device)
+    best, reason = _fastest(timed, groups, device)
+    reason = "; ".join((reason, *missing))
+    logger.warning("gather backend: %s (%s)", best, reason)
+    for name, (backend, *_) in timed.items():
+        if name != best and isinstance(backend, ZeroCTA):
+            backend.close()
+    return Choice(best, timed[best].backend, reason)
+
+
+class _Timed(NamedTuple):
+    """A backend, the time of a gather and a GEMM beside each other, and that of the GEMM alone."""
+
+    backend: GatherBackend
+    ms: float
+    gemm_ms: float
+
+
+def _timed(backend: GatherBackend, new_stream: NewStream, group: dist.ProcessGroup, device: torch.device) -> _Timed:
+    if isinstance(backend, CastingBackend):
+        backend.cast_stream = new_stream()
+    probe = Probe(group.size(), device, new_stream())
+    return _Timed(backend, probe.gather_ms(backend), probe.gemm_ms())
+
+
+def _fastest(timed: dict[str, _Timed], groups: list[dist.ProcessGroup], device: torch.device) -> tuple[str, str]:
+    """The name of the one whose slowest rank is first, and what was measured.
+
+    The largest of all ranks' times is taken over each of ``groups`` in turn, so that all ranks of the mesh compare the
+    same numbers.
+    """
+    slowest = torch.tensor([(one.ms, one.gemm_ms) for one in timed.values()]).to(device)
     for group in groups:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    measured = dict(zip(backends, slowest.tolist(), strict=True))
-    best = min(measured, key=lambda name: measured[name])
-    told = ", ".join(f"{name} {ms:.2f} ms" for name, ms in measured.items())
-    logger.warning("gather backend: %s (a gather of %d MiB: %s)", best, _PROBE_NBYTES // 2**20, told)
-    return Choice(backends[best], told)
-
-
-def _gather_ms(backend: GatherBackend, num_ranks: int, device: torch.device) -> float:
-    """Median time of a gather in milliseconds."""
-    shard = torch.zeros(_PROBE_NBYTES // num_ranks, dtype=torch.uint8, device=device)
-    output = torch.empty(num_ranks * shard.numel(), dtype=torch.uint8, device=device)
-    samples = []
-    for _ in range(_PROBE_ROUNDS):
-        begin = time.perf_counter()
-        work = backend.all_gather([output], [shard])
-        if device.type != "cpu":
-            torch.accelerator.current_stream(device.index).synchronize()
-        elif work is not None:
-            work.wait()
-        samples.append((time.perf_counter() - begin) * 1e3)
-    return median(samples[_PROBE_ROUNDS // 2 :])
+    measured = dict(zip(timed, slowest.tolist(), strict=True))
+    best = min(measured, key=lambda name: measured[name][0])
+    alone = min(gemm_ms for _, gemm_ms in measured.values())
+    each = ", ".join(f"{name} {ms:.2f} ms" for name, (ms, _) in measured.items())
+    return best, f"a gather of {SIZE.nbytes >> 20} MiB beside a GEMM of {alone:.2f} ms: {each}"

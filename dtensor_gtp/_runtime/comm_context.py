@@ -109,6 +109,8 @@ class CommContext:
         self._gather_backends: dict[str, GatherBackend] = {}
         self._casting_backends: dict[str, CastingBackend] = {}  # those of them that are
         self._send_rings: dict[str, SendRing] = {}
+        # Who gathers on each mesh and why, for people.
+        self.choices: list[str] = []
         self.has_streams = device.type != "cpu"
         self._fork_event = torch.Event(device) if self.has_streams else None
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
@@ -144,11 +146,14 @@ class CommContext:
             scatter = compat.twin_group(gather, device, "gtp_scatter", _options(schedule.scatter_ctas))
             if schedule.gather_ctas is not None:
                 gather = compat.twin_group(gather, device, "gtp_gather", _options(schedule.gather_ctas))
-            choice = choose_gather_backend(schedule, [gather, *replicate], device)
+            choice = choose_gather_backend(schedule, [gather, *replicate], device, self._new_stream)
             self._gather_backends[gather.group_name] = choice.backend
             if isinstance(choice.backend, CastingBackend):
                 choice.backend.cast_stream = self._new_stream()
                 self._casting_backends[gather.group_name] = choice.backend
+            names_of_axes = mesh.mesh_dim_names or ("the mesh",) * mesh.ndim
+            where = f"{names_of_axes[-1]}={gather.size()}"
+            self.choices.append(f"gather backend on {where}: {choice.name} ({choice.reason})")
             if schedule.reduce_scatter == "copy_engine":
                 together = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
                 enough = (schedule.max_inflight_reduce_scatters + 1) * together

@@ -6,6 +6,7 @@ Needs 2 to 8 GPUs of one host. See [Note: rules of the copy engine] in ``copy_en
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 import unittest
@@ -21,7 +22,7 @@ from test_cuda import Stack, square_loss
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime.copy_engine import CopyEngine
 
@@ -63,8 +64,31 @@ class TestCudaComm(CudaTest):
                 with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
                     self.assert_same(self.train(**options), expected, f"{options}, seed {seed}")
 
+    def test_automatic_choice(self) -> None:
+        """All ranks take the fastest, and say so; what is not taken leaves no communicator behind."""
+        schedule = SchedulePolicy(gather_backend="auto")
+        model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule, mp_policy=BF16)
+        num_groups = len(dist.distributed_c10d._world.pg_map)
+        square_loss(model, self.rows(0)).backward()
+        (told,) = sharding_report(model).gather_backends
+        everyone: list[str] = [""] * self.world_size
+        dist.all_gather_object(everyone, told)
+        self.assertEqual(everyone, [told] * self.world_size)
+        found = re.match(r"gather backend on gtp=\d+: (\w+) \(a gather of 64 MiB beside a GEMM of [\d.]+ ms: ", told)
+        assert found is not None, told
+        times = {name: float(ms) for name, ms in re.findall(r"(\w+) ([\d.]+) ms", told[found.end() :])}
+        names = {"process_group", "copy_engine"}
+        if compat.missing_for_zero_cta(torch.device("cuda")) is None:
+            names.add("zero_cta")
+        self.assertEqual(set(times), names, told)
+        self.assertEqual(times[found[1]], min(times.values()), told)
+        of_gradients = 1
+        created = len(dist.distributed_c10d._world.pg_map) - num_groups
+        self.assertEqual(created, of_gradients + (found[1] == "zero_cta"))
+
     def test_both_carriers_of_an_all_to_all_have_the_same_bits(self) -> None:
         expected = self.train(reduce_scatter="all_to_all")
+        self.assert_same(self.train(reduce_scatter="all_to_all", wgrad_first=False), expected, "dgrad first")
         self.assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine")
         with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
             self.assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine with delays")

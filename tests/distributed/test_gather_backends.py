@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,11 +33,12 @@ from runtime_common import (
     token_step,
     train_record,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._runtime import backends, comm_context, copy_engine
+from dtensor_gtp._runtime import backends, comm_context, copy_engine, probe
 from dtensor_gtp._runtime.copy_engine import CastingBackend, Content, CopyEngine
 from dtensor_gtp._runtime.send_ring import SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
@@ -64,8 +65,7 @@ class ByBroadcast:
 
 class Slow(ByBroadcast):
     def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        time.sleep(0.02)
-        super().all_gather(outputs, shards)
+        time.sleep(0.1)
 
 
 class Casts(ByBroadcast, CastingBackend):
@@ -152,6 +152,11 @@ class OnFile(CopyEngine):
         if self._rank == 1:
             time.sleep(0.003)  # reads late: a stage that is filled too early shows
         return super()._peers()
+
+
+class FailsToGather(OnFile):
+    def all_gather(self, *args: Any) -> None:
+        raise OSError("no such link")
 
 
 class RingOnFile(SendRing):
@@ -404,17 +409,67 @@ class TestGatherBackends(GlooTest):
             output = model(x)
         self.assertRegex(logs.output[0], "gather backend: process_group, because .*a cpu device has no copy engines")
         torch.testing.assert_close(output, reference(x))
+        (told,) = sharding_report(model).gather_backends
+        self.assertRegex(told, r"gather backend on gtp=4: process_group \(.*no copy engines.*; .*has no NCCL")
+        self.assertIn(told, str(sharding_report(model)).splitlines())
 
-    def test_automatic_choice_takes_the_faster_on_all_ranks(self) -> None:
-        """One that is slow on one rank alone is slow."""
-        groups = [self.gtp_mesh().get_group()]
-        cpu = torch.device("cpu")
-        slow = (Slow if self.rank == 2 else ByBroadcast)(groups[0], cpu)
-        candidates = {"slow": slow, "fast": backends.ProcessGroupBackend(groups[0], cpu)}
-        with mock.patch.object(backends, "_PROBE_NBYTES", 1024), self.assertLogs("dtensor_gtp", "WARNING") as logs:
-            choice = backends._faster(candidates, groups, cpu)
-        self.assertIs(choice.backend, candidates["fast"])
-        self.assertRegex(logs.output[0], r"gather backend: fast .*slow \d+\.\d+ ms, fast \d+\.\d+ ms")
+    def choose(self, mesh: DeviceMesh) -> tuple[backends.Choice, str]:
+        """The automatic choice by a measurement of small matrices, and what is logged."""
+        groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+        with (
+            mock.patch.multiple(probe, SIZE=probe.ProbeSize(8, 6, 4), _ROUNDS=2, _PAIRS=1),
+            self.assertLogs("dtensor_gtp", "WARNING") as logs,
+        ):
+            schedule = SchedulePolicy(gather_backend="auto")
+            choice = backends.choose_gather_backend(schedule, groups, torch.device("cpu"), lambda: None)
+        # What cannot be had is told with the ranks that it concerns; all that is measured is alike.
+        measured = choice.reason if "cannot" not in choice.reason else ""
+        told: list[str] = [""] * self.world_size
+        dist.all_gather_object(told, choice.name + measured)
+        self.assertEqual(told, [choice.name + measured] * self.world_size)
+        return choice, logs.output[0]
+
+    def test_automatic_choice_takes_the_fastest_on_all_ranks(self) -> None:
+        """One that is slow on one rank alone is slow. What is not taken is left, with its communicator."""
+        groups = dist.distributed_c10d._world.pg_map
+        for mesh, (slow, best, fast) in itertools.product(
+            (self.gtp_mesh(), self.hsdp_mesh()),
+            ((OnFile, "zero_cta", OnGloo), (OnGloo, "copy_engine", OnFile)),
+        ):
+            num_groups, gather = len(groups), slow.all_gather
+
+            def late(engine: Any, *args: Any, gather: Callable[..., None] = gather) -> None:
+                time.sleep(0.1 if self.rank == 2 else 0)
+                gather(engine, *args)
+
+            with (
+                mock.patch.object(slow, "all_gather", late),
+                mock.patch.object(backends, "CopyEngine", OnFile),
+                mock.patch.object(backends, "ZeroCTA", OnGloo),
+                mock.patch.object(backends, "ProcessGroupBackend", Slow),
+            ):
+                choice, logged = self.choose(mesh)
+            self.assertEqual((choice.name, type(choice.backend)), (best, fast))
+            ms = r"\d+\.\d+ ms"
+            times = f"copy_engine {ms}, zero_cta {ms}, process_group {ms}"
+            self.assertRegex(logged, rf"gather backend: {best} \(a gather of \d+ MiB beside a GEMM of {ms}: {times}\)")
+            self.assertEqual(len(groups) - num_groups, int(fast is OnGloo))
+            if isinstance(choice.backend, OnGloo):
+                choice.backend.close()
+
+    def test_automatic_choice_goes_on_without_what_fails(self) -> None:
+        """When it is made, on one rank, or when it gathers."""
+        for zero_cta, best in ((FailsOnLastRank, "process_group"), (OnGloo, "zero_cta")):
+            with (
+                mock.patch.object(backends, "CopyEngine", FailsToGather),
+                mock.patch.object(backends, "ZeroCTA", zero_cta),
+                mock.patch.object(backends, "ProcessGroupBackend", Slow),
+            ):
+                choice, _ = self.choose(self.hsdp_mesh())
+            self.assertEqual(choice.name, best)
+            self.assertIn("rank 3: OSError: no such link", choice.reason)
+            if isinstance(choice.backend, OnGloo):
+                choice.backend.close()
 
     def test_ranks_on_several_hosts_are_refused(self) -> None:
         group = self.gtp_mesh().get_group()
