@@ -316,15 +316,19 @@ def trace_steps(step: Callable[[], object], world: World, path: Path, steps: int
     profiler.export_chrome_trace(str(path))
 
 
-def add_schedule_option(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--schedule``, whose value is a list of (field, value)."""
+def add_schedule_option(
+    parser: argparse.ArgumentParser,
+    name: str = "--schedule",
+    help: str = "fields of SchedulePolicy for the gtp modes, e.g. prefetch_nbytes=0 gather_backend=copy_engine",
+) -> None:
+    """Adds an option whose value is a list of (field, value)."""
     parser.add_argument(
-        "--schedule",
+        name,
         nargs="+",
         type=_schedule_field,
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of SchedulePolicy for the gtp modes, e.g. prefetch_nbytes=0 gather_backend=copy_engine",
+        help=help,
     )
 
 

@@ -55,7 +55,7 @@ from modes import (
     recipe_modes,
 )
 from peers import has_megatron
-from report import Measurement, describe, environment, memory_lines, rows, step_table, write_json
+from report import Measurement, describe, environment, markdown_table, memory_lines, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
 
@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prefetch-depth", type=int, help="of the gtp modes; default: the library's")
     add_schedule_option(parser)
+    add_schedule_option(
+        parser,
+        "--sweep",
+        "then the gtp modes with each of these in turn, e.g. prefetch_nbytes=0 wgrad_first=False",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -278,6 +283,32 @@ def run_modes(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
     }
 
 
+def run_sweep(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
+    """``run_modes``; then the gtp modes with each field of ``--sweep``, and one table of them beside those before."""
+    content = run_modes(arguments, world)
+    if not arguments.sweep:
+        return content
+    schedule, content["sweep"] = arguments.schedule, []
+    arguments.modes = [mode for mode in arguments.modes if mode.startswith("gtp")]
+    base = {(r["mode"], r["seq_len"], r["phase"]): r["ms"] for r in content["results"]}
+    lines = []
+    for name, value in arguments.sweep:
+        field = f"{name}={value}"
+        arguments.schedule = [*schedule, (name, value)]
+        world.say(f"\n{field}")
+        swept = run_modes(arguments, world)
+        content["sweep"].append({"field": field, "results": swept["results"]})
+        content["errors"] |= {f"{mode} with {field}": error for mode, error in swept["errors"].items()}
+        for r in swept["results"]:
+            without = base.get((r["mode"], r["seq_len"], r["phase"]))
+            peak = "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.2f}"
+            ratio = "" if without is None else f"{r['ms'] / without:.3f}"
+            lines.append([field, str(r["seq_len"]), r["mode"], r["phase"], f"{r['ms']:.1f}", ratio, peak])
+    header = ["schedule", "T", "mode", "phase", "ms", "x without", "peak GiB"]
+    world.say("\n" + markdown_table(header, sorted(lines, key=lambda line: (int(line[1]), line[2:4]))))
+    return content
+
+
 def main() -> None:
     arguments = parse_arguments()
     world = init_world(arguments.device, fake_size=FAKE_WORLD_SIZE if arguments.host_time else arguments.fake_ranks)
@@ -285,7 +316,7 @@ def main() -> None:
         content = measure_host_time(world, arguments.steps, arguments.trace)
         print_host_time(world, content)
     else:
-        content = run_modes(arguments, world)
+        content = run_sweep(arguments, world)
     if arguments.json is not None and world.rank == 0:
         write_json(arguments.json, content)
     # torchrun ends the others when a process fails; rank 0 must have written its file by then
