@@ -1,17 +1,18 @@
 """Gather backends and kinds of reduce-scatter on GPUs: bits, races, and what the copy engine promises.
 
-Needs 2 to 8 GPUs of one host. See [Note: rules of the copy engine] in ``copy_engine.py``.
+Needs 2 to 8 GPUs of one host. See [Note: rules of the copy engine] in ``copy_engine.py``; what a process that ends
+leaves behind is the matter of ``test_cuda_exit``.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
-import tempfile
-import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,33 @@ from common import environment, full
 from cuda_common import BF16, NUM_GPUS, CudaTest
 from test_cuda import Stack, square_loss
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime.copy_engine import CopyEngine
 
 # Cycles of the SM clock: about 50 ms.
 LATE = 80_000_000
+COPY_ENGINES = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
+# All weights in one gather; at most two, and so several gathers in a pass: casts for all but the first come ahead.
+TOGETHER: tuple[dict[str, Any], ...] = ({}, {"coalesce_nbytes": 5 << 20})
+
+
+@contextmanager
+def casts_ahead() -> Iterator[list[bool]]:
+    """Of each gather by copy engines: whether its shards were cast ahead, on a stream of their own."""
+    seen: list[bool] = []
+    inner = CopyEngine._cast_ahead
+
+    def cast_ahead(self: CopyEngine, *args: Any) -> Any:
+        done = inner(self, *args)
+        seen.append(done is not None)
+        return done
+
+    with mock.patch.object(CopyEngine, "_cast_ahead", cast_ahead):
+        yield seen
 
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
@@ -36,10 +56,21 @@ class TestCudaComm(CudaTest):
         generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
         return torch.randn(256, 1024, device="cuda", generator=generator)
 
-    def train(self, between: Callable[[nn.Module, int], None] | None = None, **options: Any) -> list[torch.Tensor]:
+    def late(self, model: nn.Module, step: int) -> None:
+        """Another rank each step, between backward and the optimizer."""
+        if step % self.world_size == self.rank:
+            torch.cuda._sleep(LATE)
+
+    def train(
+        self,
+        between: Callable[[nn.Module, int], None] | None = None,
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> list[torch.Tensor]:
         """Parameters after four steps."""
         torch.manual_seed(0)
-        model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=SchedulePolicy(**options), mp_policy=BF16)
+        mesh = self.gtp_mesh() if mesh is None else mesh
+        model = gtp_shard(Stack().cuda(), mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         for step in range(4):
             square_loss(model, self.rows(step)).backward()
@@ -58,7 +89,9 @@ class TestCudaComm(CudaTest):
         names = ["copy_engine", "auto"]
         if compat.missing_for_zero_cta(torch.device("cuda")) is None:
             names.append("zero_cta")
-        for options in (*({"gather_backend": name} for name in names), {"gather_ctas": (1, 4)}):
+        backends: list[dict[str, Any]] = [{"gather_backend": name} for name in names]
+        several = [options | TOGETHER[1] for options in backends if options["gather_backend"] != "auto"]
+        for options in (*backends, *several, {"gather_ctas": (1, 4)}):
             self.assert_same(self.train(**options), expected, f"{options}")
             for seed in range(2):
                 with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
@@ -97,11 +130,6 @@ class TestCudaComm(CudaTest):
     def test_gradients_in_the_send_ring(self) -> None:
         """The bits of an all-to-all, for rings that are turned round often and gradients alone and in groups, with
         delays on all streams and a rank that is late, another one each step."""
-
-        def late(model: nn.Module, step: int) -> None:
-            if step % self.world_size == self.rank:
-                torch.cuda._sleep(LATE)
-
         for options in (
             {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1},
             {"coalesce_grad_nbytes": 5 << 20, "max_inflight_reduce_scatters": 1},
@@ -110,18 +138,27 @@ class TestCudaComm(CudaTest):
             expected = self.train(reduce_scatter="all_to_all", **options)
             for debug in ("", "poison,delay=0", "poison,delay=1"):
                 with environment(DTENSOR_GTP_DEBUG=debug):
-                    self.assert_same(self.train(late, reduce_scatter="copy_engine", **options), expected, debug)
+                    self.assert_same(self.train(self.late, reduce_scatter="copy_engine", **options), expected, debug)
 
     def test_slow_peer(self) -> None:
         """A rank whose streams are late, another one each step: nobody reads or fills a stage too early."""
         expected = self.train()
+        for together in TOGETHER:
+            with casts_ahead() as ahead:
+                actual = self.train(self.late, gather_backend="copy_engine", **together)
+            self.assert_same(actual, expected, f"slow peer, {together}")
+            self.assertTrue(ahead[-1] or not together)
 
-        def late(model: nn.Module, step: int) -> None:
-            if step % self.world_size == self.rank:
-                torch.cuda._sleep(LATE)
-
-        options = {"gather_backend": "copy_engine", "reduce_scatter": "ring"}
-        self.assert_same(self.train(between=late, **options), expected, "slow peer")
+    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    def test_copy_engines_with_replicas(self) -> None:
+        """On a (replicate, gtp) mesh: the bits of gathers and all-to-alls over NCCL, with delays and late ranks."""
+        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
+        expected = self.train(mesh=mesh, reduce_scatter="all_to_all")
+        for options in ({}, {"coalesce_nbytes": 5 << 20, "coalesce_grad_nbytes": 5 << 20}):
+            for debug in ("", "poison,delay=0", "poison,delay=1"):
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    actual = self.train(self.late, mesh, **COPY_ENGINES, **options)
+                self.assert_same(actual, expected, f"{options}, {debug}")
 
     def test_slow_peer_in_bare_gathers(self) -> None:
         """Gathers of changing values in a row; each rank in turn is late before, between and after."""
@@ -141,9 +178,8 @@ class TestCudaComm(CudaTest):
 
     def test_evaluation_before_training(self) -> None:
         """Tensors over symmetric memory that were made in inference mode can be written to in training."""
-        options = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
         torch.manual_seed(0)
-        models = [gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=SchedulePolicy(**options)) for _ in range(2)]
+        models = [gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=SchedulePolicy(**COPY_ENGINES)) for _ in range(2)]
         models[1].load_state_dict(models[0].state_dict())
         with torch.inference_mode():
             models[0](self.rows(0))
@@ -156,25 +192,34 @@ class TestCudaComm(CudaTest):
             self.assertTrue(torch.equal(full(a.grad), full(b.grad)))
 
     def test_optimizer_step_in_flight(self) -> None:
-        """One rank's optimizer is late: its peers gather its new weights, nobody a mixture."""
-        torch.manual_seed(0)
-        schedule = SchedulePolicy(gather_backend="copy_engine")
-        model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule)
+        """Each rank's optimizer in turn is late: its peers gather its new weights, nobody a mixture. In bf16 too, with
+        several gathers in a pass: then shards are cast ahead."""
         x = torch.randn(64, 1024, device="cuda")
-        for _ in range(2):
-            square_loss(model, x).backward()
-            if self.rank == 0:
-                torch.cuda._sleep(LATE)
+        for policy, together in itertools.product((MixedPrecisionPolicy(), BF16), TOGETHER):
+            torch.manual_seed(0)
+            schedule = SchedulePolicy(gather_backend="copy_engine", **together)
+            model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule, mp_policy=policy)
+            weights = [param.detach().clone() for param in model.parameters()]
             with torch.no_grad():
-                for param in model.parameters():
-                    param.zero_()
-            torch.testing.assert_close(model(x), x, rtol=0, atol=0)
-            model.zero_grad()
+                settings = [(model(x), weights)]
+            # Without weights nothing is added to the input.
+            settings.append((x.to(policy.param_dtype or x.dtype), [torch.zeros_like(weight) for weight in weights]))
+            with casts_ahead() as ahead:
+                for turn in range(2 * self.world_size + 1):
+                    out = model(x)
+                    self.assertTrue(torch.equal(out, settings[turn % 2][0]), f"{policy}, {together}, turn {turn}")
+                    out.float().pow(2).mean().backward()
+                    model.zero_grad()
+                    self.late(model, turn // 2)
+                    with torch.no_grad():
+                        for param, weight in zip(model.parameters(), settings[(turn + 1) % 2][1], strict=True):
+                            param.copy_(weight)
+            self.assertTrue(ahead[-1] or not together)
 
     def test_shard_freed_and_loaded_while_peers_read(self) -> None:
-        """The owner replaces its shards right after a forward that a peer is still busy with."""
+        """The owner replaces its shards right after a forward that a peer is still busy with; they are cast ahead."""
         torch.manual_seed(0)
-        schedule = SchedulePolicy(gather_backend="copy_engine")
+        schedule = SchedulePolicy(gather_backend="copy_engine", coalesce_nbytes=9 << 20)
         model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule)
         expected = gtp_shard(Stack().cuda(), self.gtp_mesh())
         expected.load_state_dict(model.state_dict())
@@ -245,53 +290,6 @@ class TestCudaComm(CudaTest):
             (model(x).sum() * (1.0 if self.rank == 0 else 2.0**-9)).backward()
             exact = torch.tensor((1 + (self.world_size - 1) * 2.0**-9) / self.world_size).bfloat16()
             self.assertTrue(full(model.weight.grad).eq(exact.cuda()).all(), kind)
-
-
-class ReadsLate(CopyEngine):
-    def _peers(self) -> list[int]:
-        if self._rank == 0:
-            torch.cuda._sleep(10 * LATE)
-        return super()._peers()
-
-
-def _leave_in_the_middle(rank: int, store: str, results: Any) -> None:
-    """Rank 1 ends as soon as its own streams are done, while rank 0 still reads; then rank 0 gathers again, alone."""
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=2)
-    engine = ReadsLate(dist.group.WORLD, torch.device("cuda", rank))
-    shard = torch.full((1 << 22,), float(rank + 1), device="cuda")
-    output = torch.empty(2 << 22, device="cuda")
-    engine.all_gather([output], [shard])
-    if rank == 1:
-        torch.cuda.synchronize()
-        os._exit(0)
-    results.put(("read", output.unique().tolist()))
-    engine.all_gather([output], [shard])
-    done = torch.cuda.current_stream().record_event()
-    time.sleep(3)
-    results.put(("completed alone", done.query()))
-    results.close()
-    results.join_thread()
-    os._exit(0)
-
-
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
-class TestExit(unittest.TestCase):
-    """Processes of their own: the harness of the other tests does not survive a rank that leaves."""
-
-    def test_process_that_exits_in_the_middle_of_a_gather(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
-        results = context.Queue()
-        with tempfile.TemporaryDirectory() as directory:
-            arguments = [(rank, f"{directory}/store", results) for rank in range(2)]
-            processes = [context.Process(target=_leave_in_the_middle, args=args, daemon=True) for args in arguments]
-            for process in processes:
-                process.start()
-            self.assertEqual(results.get(timeout=120), ("read", [1.0, 2.0]))
-            self.assertEqual(results.get(timeout=60), ("completed alone", False))
-            for process in processes:
-                process.join(timeout=60)
-                process.kill()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from cuda_common import BF16, NUM_GPUS, CudaTest
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp.nn.functional import linear_cross_entropy
 
 VOCABULARY = 8191
@@ -44,8 +44,10 @@ def make_tokens(seed: int, rows: int) -> torch.Tensor:
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
 class TestCudaExchange(CudaTest):
-    def sharded(self, reference: nn.Module, mesh: DeviceMesh, policy: Any = BF16, depth: int = 2) -> nn.Module:
-        schedule = SchedulePolicy(prefetch_depth=depth, embedding="exchange")
+    def sharded(
+        self, reference: nn.Module, mesh: DeviceMesh, policy: Any = BF16, depth: int = 2, **options: Any
+    ) -> nn.Module:
+        schedule = SchedulePolicy(prefetch_depth=depth, **({"embedding": "exchange"} | options))
         return gtp_shard(copy.deepcopy(reference), mesh, mp_policy=policy, schedule=schedule)
 
     def test_equals_one_process(self) -> None:
@@ -59,24 +61,41 @@ class TestCudaExchange(CudaTest):
             model(rows_of_rank(tokens, mesh)).backward()
         assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-6)
 
-    def _steps(self, mesh: DeviceMesh, depth: int) -> list[torch.Tensor]:
+    def _trained(self, mesh: DeviceMesh, depth: int, num_rows: int = 4, **options: Any) -> nn.Module:
         torch.manual_seed(0)
-        model = self.sharded(LM().cuda(), mesh, depth=depth)
+        model = self.sharded(LM().cuda(), mesh, depth=depth, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for step in range(3):
-            model(make_tokens(step * 100 + self.rank, 4)).backward()
+            model(make_tokens(step * 100 + self.rank, num_rows)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+        return model
+
+    def assert_same(self, actual: nn.Module, expected: nn.Module, what: str) -> None:
+        for got, want in zip(actual.parameters(), expected.parameters(), strict=True):
+            self.assertTrue(torch.equal(got.to_local(), want.to_local()), what)  # type: ignore[attr-defined]
 
     def test_delays_and_poison_change_no_bit(self) -> None:
         mesh = self.gtp_mesh()
-        expected = self._steps(mesh, 0)
+        expected = self._trained(mesh, 0)
         for seed in range(4):
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                actual = self._steps(mesh, seed)
-            for got, want in zip(actual, expected, strict=True):
-                self.assertTrue(torch.equal(got, want), f"seed {seed}")
+                self.assert_same(self._trained(mesh, seed), expected, f"seed {seed}")
+
+    def test_auto_takes_what_moves_fewer_bytes(self) -> None:
+        """One row of tokens is less than the table and the head, 32 rows on each of two ranks are more. What is taken
+        has the bits of what is asked for by name, also with delays and poison."""
+        mesh = self.gtp_mesh()
+        auto = {"embedding": "auto", "head": "auto"}
+        for num_rows, kind, said in ((1, "exchange", "exchange of up to 256 tokens"), (32, "gather", "gathered")):
+            expected = self._trained(mesh, 0, num_rows, embedding=kind, head=kind)
+            for debug in ("", "poison,delay=0"):
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    actual = self._trained(mesh, 2, num_rows, **auto)
+                report = str(sharding_report(actual))
+                for use in ("lookup", "loss"):
+                    self.assertIn(f"{use}: {said}", report)
+                self.assert_same(actual, expected, f"{num_rows} rows, {debug}")
 
     def test_no_wait_of_the_host_and_cuda_graphs(self) -> None:
         """Also with fewer tokens than were agreed on; a captured step replays to the bits of an eager one."""

@@ -1,0 +1,65 @@
+"""A training job whose last rank ends in the middle of a step; ``test_cuda_exit`` starts its two processes.
+
+Usage: ``cuda_exit_job.py FILE MODEL`` with RANK and WORLD_SIZE in the environment. FILE, which does not exist yet, is
+where ranks meet. MODEL is "sharded", whose gathers and reductions are all those of copy engines, or "whole", some of
+whose parameters are whole and reduced by NCCL. A rank prints "waits" when it has given its GPU the step that a peer does
+not take part in to the end, and "done" if that is ever complete.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from cuda_common import BF16
+from test_cuda import Stack, square_loss
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_gtp import SchedulePolicy, gtp_shard
+
+TIME_LIMIT = timedelta(seconds=15)
+NUM_STEPS = 3  # that are complete
+SCHEDULE = SchedulePolicy(
+    gather_backend="copy_engine", reduce_scatter="copy_engine", coalesce_nbytes=5 << 20, coalesce_grad_nbytes=5 << 20
+)
+
+
+def leave(*_: object) -> None:
+    time.sleep(2)  # the others come to where they wait
+    os._exit(3)
+
+
+def main(path: str, kind: str) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIME_LIMIT,
+    )
+    mesh = init_device_mesh("cuda", (world_size,), mesh_dim_names=("gtp",))
+    stack = Stack().cuda()
+    model = nn.Sequential(nn.LayerNorm(1024, device="cuda"), stack) if kind == "whole" else stack
+    gtp_shard(model, mesh, schedule=SCHEDULE, mp_policy=BF16)
+    x = torch.ones(256, 1024, device="cuda")
+    for step in range(NUM_STEPS + 1):
+        if step == NUM_STEPS and rank == world_size - 1:
+            stack.layers[4].register_forward_pre_hook(leave)
+        square_loss(model, x).backward()
+        model.zero_grad()
+        if step < NUM_STEPS:
+            torch.cuda.synchronize()
+    print("waits", flush=True)
+    torch.cuda.synchronize()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

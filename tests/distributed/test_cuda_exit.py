@@ -1,0 +1,175 @@
+"""Processes that end while peers use their memory or wait for them. Needs two GPUs of one host.
+
+See [Note: rules of the copy engine] in ``copy_engine.py``. All tests start processes of their own: the harness of the
+others does not survive a rank that leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cuda_common import NUM_GPUS
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp._runtime.send_ring import Place, SendRing
+
+# Cycles of the SM clock: about one second.
+VERY_LATE = 1_600_000_000
+NUMEL = 1 << 22
+JOB = Path(__file__).with_name("cuda_exit_job.py")
+# A rank that starts has to import torch and to make its communicators; its time limit comes on top.
+TIMEOUT = 150
+
+
+class ReadsLate(CopyEngine):
+    def _peers(self) -> list[int]:
+        if self._rank == 0:
+            torch.cuda._sleep(VERY_LATE)
+        return super()._peers()
+
+
+class FetchesLate(SendRing):
+    def _peers(self) -> list[int]:
+        if self._rank == 0:
+            torch.cuda._sleep(VERY_LATE)
+        return super()._peers()
+
+    def _copy(self, rank: int, outputs: list[torch.Tensor], places: Sequence[Place]) -> None:
+        super()._copy(rank, outputs, places)
+        self.fetched = torch.cuda.current_stream().record_event()
+
+
+def _leave_a_gather(rank: int, results: Any) -> None:
+    """Rank 1 ends as soon as its own streams are done, while rank 0 still reads; then rank 0 gathers again, alone."""
+    engine = ReadsLate(dist.group.WORLD, torch.device("cuda", rank))
+    shard = torch.full((NUMEL,), float(rank + 1), device="cuda")
+    output = torch.empty(2 * NUMEL, device="cuda")
+    engine.all_gather([output], [shard])
+    if rank == 1:
+        torch.cuda.synchronize()
+        os._exit(0)
+    results.put(("read", output.unique().tolist()))
+    engine.all_gather([output], [shard])
+
+
+def _leave_an_exchange(rank: int, results: Any) -> None:
+    """Rank 1 ends when it has fetched and said so, while rank 0 still fetches; then rank 0 exchanges again, alone."""
+    ring = FetchesLate(dist.group.WORLD, torch.device("cuda", rank), 4 * NUMEL * 4)
+    ring.grow(4 * NUMEL * 4)
+    output = torch.empty(2, NUMEL, device="cuda")
+
+    def exchange() -> Place:
+        gradient = ring.offer((2, NUMEL), torch.float32)
+        assert gradient is not None
+        for peer in range(2):
+            gradient[peer] = 10 * (rank + 1) + peer
+        place = ring.take(gradient, torch.float32)
+        assert place is not None
+        ring.exchange([output], [place])
+        return place
+
+    place = exchange()
+    if rank == 1:
+        ring.fetched.synchronize()
+        time.sleep(0.1)  # its signal, which comes next, is on its way
+        os._exit(0)
+    ring.copy_own([output], [place])
+    results.put(("read", output.unique().tolist()))
+    exchange()
+
+
+def _run(rank: int, store: str, leave: Callable[[int, Any], None], results: Any) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    leave(rank, results)
+    done = torch.cuda.current_stream().record_event()
+    time.sleep(3)
+    results.put(("completed alone", done.query()))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _started(commands: Sequence[Sequence[str]], **environment: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes, one for each command, with RANK as their index. Those that are left at the end are killed."""
+    processes = []
+    path = os.pathsep.join(folder for folder in sys.path if folder)  # a checkout may not be installed
+    try:
+        for rank, command in enumerate(commands):
+            variables = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": path} | environment
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            processes.append(subprocess.Popen(command, env=variables, **pipes))
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()  # a launcher ends its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=40)
+            process.kill()
+
+
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestCudaExit(unittest.TestCase):
+    def check(self, leave: Callable[[int, Any], None], values: list[float]) -> None:
+        """What rank 0 reads of a peer that is gone is right, and what it begins without one never ends."""
+        context = torch.multiprocessing.get_context("spawn")
+        results = context.Queue()
+        with tempfile.TemporaryDirectory() as directory:
+            arguments = [(rank, f"{directory}/store", leave, results) for rank in range(2)]
+            processes = [context.Process(target=_run, args=args, daemon=True) for args in arguments]
+            for process in processes:
+                process.start()
+            try:
+                self.assertEqual(results.get(timeout=TIMEOUT), ("read", values))
+                self.assertEqual(results.get(timeout=60), ("completed alone", False))
+            finally:
+                for process in processes:
+                    process.join(timeout=60)
+                    process.kill()
+
+    def test_process_that_exits_in_the_middle_of_a_gather(self) -> None:
+        self.check(_leave_a_gather, [1.0, 2.0])
+
+    def test_process_that_exits_in_the_middle_of_an_exchange(self) -> None:
+        self.check(_leave_an_exchange, [10.0, 20.0])
+
+    def test_the_watchdog_ends_a_job_whose_peer_has_left(self) -> None:
+        """Whole parameters are reduced by NCCL, whose time limit passes while the step waits for the copy engines."""
+        with tempfile.TemporaryDirectory() as directory:
+            command = [sys.executable, str(JOB), f"{directory}/store", "whole"]
+            with _started([command] * 2, TORCH_NCCL_DUMP_ON_TIMEOUT="0") as (waits, leaves):
+                output, _ = waits.communicate(timeout=TIMEOUT)
+                left, _ = leaves.communicate(timeout=20)
+        self.assertEqual(leaves.returncode, 3, left)
+        self.assertIn("waits", output)
+        self.assertNotIn("done", output)
+        self.assertIn("Watchdog", output)
+        self.assertNotEqual(waits.returncode, 0, output)
+
+    def test_the_launcher_ends_a_job_whose_peer_has_left(self) -> None:
+        """Nothing but copy engines communicates, and no time limit of a collective passes."""
+        with tempfile.TemporaryDirectory() as directory:
+            run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            with _started([[*run, str(JOB), f"{directory}/store", "sharded"]]) as (launcher,):
+                output, _ = launcher.communicate(timeout=TIMEOUT)
+        self.assertIn("waits", output)
+        self.assertNotIn("done", output)
+        self.assertIn("exitcode  : 3", output)
+        self.assertNotEqual(launcher.returncode, 0, output)
+
+
+if __name__ == "__main__":
+    run_tests()
