@@ -2,8 +2,8 @@
 
 Usage: ``cuda_exit_job.py FILE MODEL`` with RANK and WORLD_SIZE in the environment. FILE, which does not exist yet, is
 where ranks meet. MODEL is "sharded", whose gathers and reductions are all those of copy engines, or "whole", some of
-whose parameters are whole and reduced by NCCL. A rank prints "waits" when it has given its GPU the step that a peer does
-not take part in to the end, and "done" if that is ever complete.
+whose parameters are whole and reduced by NCCL. A rank prints "waits" when it has given its GPU the step that a peer
+leaves, and "done" if that is ever complete.
 """
 
 from __future__ import annotations

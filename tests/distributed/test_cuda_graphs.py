@@ -1,6 +1,6 @@
 """``capture_step`` on GPUs: replays are bit for bit the eager steps, and leave the runtime as eager steps do.
 
-Needs 2 to 8 GPUs of one host.
+Needs 2 to 8 GPUs of one host; what is said of replicas needs 4 or 8.
 """
 
 from __future__ import annotations
@@ -8,22 +8,46 @@ from __future__ import annotations
 import dataclasses
 import gc
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config
+import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
+from common import environment
 from cuda_common import BF16, NUM_GPUS, CudaTest
 from runtime_common import assert_idle
 from test_cuda import Stack, square_loss
+from test_cuda_exchange import LM, make_tokens
 from test_gtp_shard_training import Zoo, next_token_loss
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, sharding_report
+from dtensor_gtp import _torch_compat as compat
 
 WIDTH = 1024
-COPY_ENGINE = SchedulePolicy(gather_backend="copy_engine", reduce_scatter="copy_engine")
+COPY_ENGINES: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
+COPY_ENGINE = SchedulePolicy(**COPY_ENGINES)
+# Weights of 2 MiB and gradients of 4 MiB: several collectives in a pass.
+SEVERAL = {"coalesce_nbytes": 5 << 20, "coalesce_grad_nbytes": 5 << 20}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one by one": {"prefetch_depth": 1, "prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0},
+    "kept": {"keep_nbytes": 5 << 20},
+    "all to all": {"reduce_scatter": "all_to_all"},
+    "few CTAs": {"gather_ctas": (1, 4), "scatter_ctas": (1, 4), **SEVERAL},
+    "copy engines": COPY_ENGINES,
+    "copy engines, several": {**COPY_ENGINES, **SEVERAL, "max_inflight_reduce_scatters": 1},
+    "auto": {"gather_backend": "auto"},
+    "zero_cta": {"gather_backend": "zero_cta", **SEVERAL},
+}
+# What may not change a bit of a captured step: ``DTENSOR_GTP_DEBUG``, and whether ranks are late.
+DISTURBANCES = (("poison,delay=0", False), ("poison,delay=1", True))
+# Cycles of the SM clock: about 10 ms, several steps.
+LATE = 16_000_000
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -40,6 +64,26 @@ def free_workspaces() -> int:
     freed = before - torch.cuda.memory_allocated()
     torch.cuda.empty_cache()
     return freed
+
+
+class Block(nn.Module):
+    """To be compiled: a norm, whose parameters are whole, and two sharded weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def compiled_blocks() -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), *(Block() for _ in range(3)))
+    for block in model[1:]:
+        block.compile(fullgraph=True)
+    return model
 
 
 class Job:
@@ -67,6 +111,23 @@ class Job:
         state = [value for s in self.optimizer.state.values() for value in s.values()]
         return [t.to_local() if hasattr(t, "to_local") else t for t in [*self.model.parameters(), *state]]
 
+    def be_late(self) -> None:
+        """A rank each is late before the forward, the backward and the optimizer; what sleeps is recorded too."""
+        loss_fn = self.loss_fn
+
+        def sleep(place: int) -> None:
+            if place % dist.get_world_size() == dist.get_rank():
+                torch.cuda._sleep(LATE)
+
+        def late_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            sleep(0)
+            loss = loss_fn(model, x)
+            sleep(1)
+            return loss
+
+        self.loss_fn = late_loss
+        self.optimizer.register_step_pre_hook(lambda *_: sleep(2))
+
 
 @unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
 class TestCudaGraphs(CudaTest):
@@ -74,19 +135,75 @@ class TestCudaGraphs(CudaTest):
         generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
         return torch.randn(num, WIDTH, device="cuda", generator=generator)
 
-    def jobs(self, make: Callable[[], nn.Module] = Stack, loss_fn: Loss = square_loss, **options: Any) -> list[Job]:
-        jobs = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            jobs.append(Job(self.gtp_mesh(), make().cuda(), loss_fn, **{"mp_policy": BF16} | options))
-        return jobs
+    def job(
+        self,
+        make: Callable[[], nn.Module] = Stack,
+        loss_fn: Loss = square_loss,
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> Job:
+        torch.manual_seed(0)
+        mesh = self.gtp_mesh() if mesh is None else mesh
+        return Job(mesh, make().cuda(), loss_fn, **{"mp_policy": BF16} | options)
+
+    def jobs(self, *args: Any, **options: Any) -> list[Job]:
+        return [self.job(*args, **options) for _ in range(2)]
 
     def assert_same(self, captured: Job, eager: Job, what: str) -> None:
         for a, b in zip(captured.local(), eager.local(), strict=True):
             self.assertTrue(torch.equal(a, b), what)
 
+    def check_disturbed(self, what: str, batches: Sequence[torch.Tensor], *args: Any, **options: Any) -> None:
+        """Captured steps with poison, delays and late ranks against eager ones without: ranks are late within
+        the step, and another one each time before it."""
+        eager = self.job(*args, **options)
+        expected = [eager.step(batch) for batch in batches]
+        for debug, is_late in DISTURBANCES:
+            with environment(DTENSOR_GTP_DEBUG=debug):
+                captured = self.job(*args, **options)
+            if is_late:
+                captured.be_late()
+            step = capture_step(captured.step, captured.model, captured.optimizer)
+            for index, (batch, want) in enumerate(zip(batches, expected, strict=True)):
+                if is_late and index % self.world_size == self.rank:
+                    torch.cuda._sleep(LATE)
+                self.assertTrue(torch.equal(step(batch), want), f"{what}, {debug}: loss or norm of step {index}")
+            self.assert_same(captured, eager, f"{what}, {debug}")
+            self.assertEqual(step.num_graphs, 1)
+            assert_idle(captured.model)
+
+    def test_poison_delays_and_late_ranks_change_no_bit(self) -> None:
+        """Every backend and kind of reduction; weights of one shape share the memory of freed buffers."""
+        batches = [self.rows(index) for index in range(10)]
+        for name, schedule in SCHEDULES.items():
+            if name != "zero_cta" or compat.missing_for_zero_cta(torch.device("cuda")) is None:
+                self.check_disturbed(name, batches, schedule=SchedulePolicy(**schedule))
+
+    def test_poison_delays_and_late_ranks_in_exchanges_of_activations(self) -> None:
+        """Of the embedding and of the head; the other weight is gathered."""
+        batches = [make_tokens(100 * index + self.rank, 4) for index in range(8)]
+        for options in ({}, {**COPY_ENGINES, **SEVERAL}):
+            schedule = SchedulePolicy(embedding="exchange", **options)
+            self.check_disturbed(f"{options}", batches, LM, lambda model, x: model(x), schedule=schedule)
+
+    def test_poison_delays_and_late_ranks_in_compiled_blocks(self) -> None:
+        """The bits of eager steps of the same compiled blocks."""
+        batches = [self.rows(index) for index in range(8)]
+        # Compiled in this process: all ranks would start a pool of workers each.
+        with torch._inductor.config.patch(compile_threads=1):
+            for options in ({}, {**COPY_ENGINES, **SEVERAL}):
+                torch._dynamo.reset()  # each model is compiled anew, and so many versions of one function are allowed
+                self.check_disturbed(f"{options}", batches, compiled_blocks, schedule=SchedulePolicy(**options))
+
+    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    def test_poison_delays_and_late_ranks_with_replicas(self) -> None:
+        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
+        batches = [self.rows(index) for index in range(8)]
+        for options in ({}, COPY_ENGINES, {**COPY_ENGINES, **SEVERAL}):
+            self.check_disturbed(f"{options}", batches, mesh=mesh, schedule=SchedulePolicy(**options))
+
     def test_fifty_replays_equal_eager_steps(self) -> None:
-        """Changing data, learning rate and weights; every backend and kind of reduction."""
+        """Changing data, learning rate and weights; the main schedules (all others: in fewer steps above)."""
         for options in (
             {},
             {"num_microbatches": 4},
@@ -107,14 +224,19 @@ class TestCudaGraphs(CudaTest):
             assert_idle(captured.model)
 
     def test_every_kind_of_weight(self) -> None:
+        """Two microbatches, without and with disturbances."""
+        batches = []
+        for index in range(12):
+            generator = torch.Generator().manual_seed(100 * index + self.rank)
+            batches.append(torch.randint(0, 33, (4, 6), generator=generator).cuda())
         for schedule in (SchedulePolicy(min_shard_numel=0), dataclasses.replace(COPY_ENGINE, min_shard_numel=0)):
             captured, eager = self.jobs(Zoo, next_token_loss, schedule=schedule, num_microbatches=2)
             step = capture_step(captured.step, captured.model, captured.optimizer)
-            for index in range(12):
-                generator = torch.Generator().manual_seed(100 * index + self.rank)
-                tokens = torch.randint(0, 33, (4, 6), generator=generator).cuda()
+            for index, tokens in enumerate(batches):
                 self.assertTrue(torch.equal(step(tokens), eager.step(tokens)), f"step {index}")
             self.assert_same(captured, eager, "after twelve steps")
+            options: dict[str, Any] = {"schedule": schedule, "num_microbatches": 2}
+            self.check_disturbed("zoo", batches, Zoo, next_token_loss, **options)
 
     def test_eager_steps_and_other_shapes_in_between(self) -> None:
         for schedule, warmup_steps in ((SchedulePolicy(), 3), (COPY_ENGINE, 2)):

@@ -378,16 +378,19 @@ class TestStreams(unittest.TestCase):
                 self._captured(mesh, reduce_scatter="all_to_all")
 
     def test_captured_training_steps(self) -> None:
-        """Whole steps by ``capture_step``, with clipping and AdamW: losses and shards are those of eager steps."""
+        """Whole steps by ``capture_step``, with clipping and AdamW: losses and shards are those of eager steps, also
+        where delays and poison are recorded."""
         with one_of(WORLD_SIZE) as mesh:
             for name, schedule in SCHEDULES.items():
-                with self.subTest(name):
-                    model, step = make_job(mesh, is_captured=True, **schedule)
-                    eager, eager_step = make_job(mesh, is_captured=False, **schedule)
-                    for index in range(50):
-                        tokens = tokens_of(index)
-                        self.assertTrue(torch.equal(step(tokens), eager_step(tokens)), f"step {index}")
-                    self.assert_same(local_values(model), local_values(eager), name)
+                eager, eager_step = make_job(mesh, is_captured=False, **schedule)
+                expected = [eager_step(tokens_of(index)) for index in range(50)]
+                for debug in ("", "poison,delay=0", "poison,delay=1"):
+                    with self.subTest(f"{name}, {debug}"):
+                        with environment(DTENSOR_GTP_DEBUG=debug):
+                            model, step = make_job(mesh, is_captured=True, **schedule)
+                        for index, want in enumerate(expected):
+                            self.assertTrue(torch.equal(step(tokens_of(index)), want), f"step {index}")
+                        self.assert_same(local_values(model), local_values(eager), name)
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")

@@ -1,0 +1,98 @@
+"""Memory over a thousand steps of changing lengths: after the first two hundred nothing grows, and nothing falls apart.
+
+With evaluations between the steps, eagerly and as CUDA graphs; over NCCL on 2 to 8 GPUs, or with collectives that copy
+on one. A run takes less than a minute.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import unittest
+from typing import Any
+
+import pytest
+import torch
+from cuda_common import NUM_GPUS, CudaTest
+from test_cuda_streams import VOCABULARY, WORLD_SIZE, make_job, one_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import run_tests
+
+# Tokens of a step, of two microbatches: activations of a block have 1 to 8 MiB, and each length a size of its own.
+LENGTHS = (2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
+NUM_STEPS, NUM_SETTLED = 1000, 200
+COPY_ENGINES = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
+NOT_TO_GROW = ("allocated_bytes.all.current", "reserved_bytes.all.current", "inactive_split_bytes.all.current")
+
+
+def random_tokens(length: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (length,), device="cuda")
+
+
+def length_of(step: int, draw: random.Random) -> int:
+    """Each one twice at first, so that all graphs are recorded; the longest one before memory is looked at."""
+    if step in (NUM_SETTLED - 1, NUM_STEPS - 1):
+        return LENGTHS[-1]
+    return LENGTHS[step % len(LENGTHS)] if step < 3 * len(LENGTHS) else draw.choice(LENGTHS)
+
+
+def check_memory(test: unittest.TestCase, mesh: DeviceMesh, is_captured: bool, **options: Any) -> None:
+    """Compare what the allocator says after a thousand steps with what it says after two hundred."""
+    gc.collect()  # of what was before, nothing may be left that this could grow into
+    torch.cuda.empty_cache()
+    num_retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    model, step = make_job(mesh, is_captured, **options)
+    draw = random.Random(0)
+    seen: list[dict[str, int]] = []
+    for index in range(NUM_STEPS):
+        step(random_tokens(length_of(index, draw)))
+        if index % 25 == 10:
+            model.eval()
+            with torch.no_grad():
+                model(random_tokens(draw.choice(LENGTHS) // 2))
+            model.train()
+        if index + 1 in (NUM_SETTLED, NUM_STEPS):
+            torch.cuda.synchronize()
+            gc.collect()
+            seen.append(torch.cuda.memory_stats())
+    settled, last = seen
+    for name in NOT_TO_GROW:
+        test.assertLessEqual(last[name], settled[name], f"{name} of {options}")
+    test.assertGreater(settled["reserved_bytes.all.current"], settled["allocated_bytes.all.current"])
+    test.assertEqual(last["num_alloc_retries"], num_retries)
+    if is_captured:
+        test.assertEqual(step.num_graphs, len(LENGTHS))  # type: ignore[attr-defined]
+
+
+@pytest.mark.soak
+@unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+class TestSoak(unittest.TestCase):
+    """On one GPU, as one of four ranks whose collectives copy."""
+
+    def test_eager_steps(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            check_memory(self, mesh, is_captured=False)
+
+    def test_captured_steps(self) -> None:
+        with one_of(WORLD_SIZE) as mesh:
+            check_memory(self, mesh, is_captured=True)
+
+
+@pytest.mark.soak
+@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+class TestSoakNCCL(CudaTest):
+    def test_eager_steps(self) -> None:
+        check_memory(self, self.gtp_mesh(), is_captured=False)
+
+    def test_captured_steps(self) -> None:
+        check_memory(self, self.gtp_mesh(), is_captured=True)
+
+    def test_eager_steps_with_copy_engines(self) -> None:
+        check_memory(self, self.gtp_mesh(), is_captured=False, **COPY_ENGINES)
+
+    def test_captured_steps_with_copy_engines(self) -> None:
+        check_memory(self, self.gtp_mesh(), is_captured=True, **COPY_ENGINES)
+
+
+if __name__ == "__main__":
+    run_tests()
