@@ -32,7 +32,9 @@ from dtensor_gtp._runtime.copy_engine import CopyEngine
 LATE = 80_000_000
 COPY_ENGINES = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
 # All weights in one gather; at most two, and so several gathers in a pass: casts for all but the first come ahead.
-TOGETHER: tuple[dict[str, Any], ...] = ({}, {"coalesce_nbytes": 5 << 20})
+SEVERAL: dict[str, Any] = {"coalesce_nbytes": 5 << 20}
+# Of copy engines.
+TOGETHER: tuple[dict[str, Any], ...] = ({}, SEVERAL, {**SEVERAL, "keep_casts": True})
 
 
 @contextmanager
@@ -90,8 +92,9 @@ class TestCudaComm(CudaTest):
         if compat.missing_for_zero_cta(torch.device("cuda")) is None:
             names.append("zero_cta")
         backends: list[dict[str, Any]] = [{"gather_backend": name} for name in names]
-        several = [options | TOGETHER[1] for options in backends if options["gather_backend"] != "auto"]
-        for options in (*backends, *several, {"gather_ctas": (1, 4)}):
+        backends += [{"gather_backend": "copy_engine"} | together for together in TOGETHER[1:]]
+        backends += [{"gather_backend": "zero_cta"} | SEVERAL] if "zero_cta" in names else []
+        for options in (*backends, {"gather_ctas": (1, 4)}):
             self.assert_same(self.train(**options), expected, f"{options}")
             for seed in range(2):
                 with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
@@ -154,7 +157,7 @@ class TestCudaComm(CudaTest):
         """On a (replicate, gtp) mesh: the bits of gathers and all-to-alls over NCCL, with delays and late ranks."""
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
         expected = self.train(mesh=mesh, reduce_scatter="all_to_all")
-        for options in ({}, {"coalesce_nbytes": 5 << 20, "coalesce_grad_nbytes": 5 << 20}):
+        for options in ({}, {**SEVERAL, "coalesce_grad_nbytes": 5 << 20}, TOGETHER[-1]):
             for debug in ("", "poison,delay=0", "poison,delay=1"):
                 with environment(DTENSOR_GTP_DEBUG=debug):
                     actual = self.train(self.late, mesh, **COPY_ENGINES, **options)
@@ -218,25 +221,25 @@ class TestCudaComm(CudaTest):
 
     def test_shard_freed_and_loaded_while_peers_read(self) -> None:
         """The owner replaces its shards right after a forward that a peer is still busy with; they are cast ahead."""
-        torch.manual_seed(0)
-        schedule = SchedulePolicy(gather_backend="copy_engine", coalesce_nbytes=9 << 20)
-        model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule)
         expected = gtp_shard(Stack().cuda(), self.gtp_mesh())
-        expected.load_state_dict(model.state_dict())
         x = self.rows(0)
         with torch.no_grad():
             want = expected(x)
+        for keep_casts in (False, True):
+            schedule = SchedulePolicy(gather_backend="copy_engine", coalesce_nbytes=9 << 20, keep_casts=keep_casts)
+            model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule)
+            model.load_state_dict(expected.state_dict())
             for turn in range(4):
-                if turn % self.world_size == self.rank:
-                    torch.cuda._sleep(LATE)
-                got = model(x)
+                self.late(model, turn)
+                with torch.no_grad():
+                    got = model(x)
                 state = {name: value.clone() for name, value in model.state_dict().items()}
                 for param in model.parameters():
-                    param.to_local().fill_(float("nan"))
+                    param.detach().to_local().fill_(float("nan"))
                 model.load_state_dict(state, assign=turn % 2 == 0)
                 del state
                 torch.empty(1 << 24, device="cuda").fill_(float("nan"))  # over what was freed
-                self.assertTrue(torch.equal(got, want), f"turn {turn}")
+                self.assertTrue(torch.equal(got, want), f"turn {turn}, {keep_casts}")
 
     def test_stage_grows_and_is_gone_with_the_model(self) -> None:
         group = self.gtp_mesh().get_group()

@@ -5,7 +5,6 @@ Needs 2 to 8 GPUs of one host; what is said of replicas needs 4 or 8.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import unittest
 from collections.abc import Callable, Sequence
@@ -37,10 +36,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "default": {},
     "one by one": {"prefetch_depth": 1, "prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0},
     "kept": {"keep_nbytes": 5 << 20},
+    "least memory": {"wgrad_first": False, "keep_last": False, **SEVERAL},
     "all to all": {"reduce_scatter": "all_to_all"},
     "few CTAs": {"gather_ctas": (1, 4), "scatter_ctas": (1, 4), **SEVERAL},
     "copy engines": COPY_ENGINES,
     "copy engines, several": {**COPY_ENGINES, **SEVERAL, "max_inflight_reduce_scatters": 1},
+    "copy engines, kept casts": {**COPY_ENGINES, **SEVERAL, "keep_casts": True},
     "auto": {"gather_backend": "auto"},
     "zero_cta": {"gather_backend": "zero_cta", **SEVERAL},
 }
@@ -199,7 +200,7 @@ class TestCudaGraphs(CudaTest):
     def test_poison_delays_and_late_ranks_with_replicas(self) -> None:
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
         batches = [self.rows(index) for index in range(8)]
-        for options in ({}, COPY_ENGINES, {**COPY_ENGINES, **SEVERAL}):
+        for options in ({}, {**COPY_ENGINES, **SEVERAL}, {**COPY_ENGINES, **SEVERAL, "keep_casts": True}):
             self.check_disturbed(f"{options}", batches, mesh=mesh, schedule=SchedulePolicy(**options))
 
     def test_fifty_replays_equal_eager_steps(self) -> None:
@@ -229,7 +230,8 @@ class TestCudaGraphs(CudaTest):
         for index in range(12):
             generator = torch.Generator().manual_seed(100 * index + self.rank)
             batches.append(torch.randint(0, 33, (4, 6), generator=generator).cuda())
-        for schedule in (SchedulePolicy(min_shard_numel=0), dataclasses.replace(COPY_ENGINE, min_shard_numel=0)):
+        for changes in ({}, COPY_ENGINES, {**COPY_ENGINES, "keep_casts": True}):
+            schedule = SchedulePolicy(min_shard_numel=0, **changes)
             captured, eager = self.jobs(Zoo, next_token_loss, schedule=schedule, num_microbatches=2)
             step = capture_step(captured.step, captured.model, captured.optimizer)
             for index, tokens in enumerate(batches):
