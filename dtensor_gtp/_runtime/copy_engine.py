@@ -245,9 +245,9 @@ class CopyEngine(PeerCopies, CastingBackend):
         self._num_gathers = 0
         self._kept: _KeptPlaces | None = None
         self._expected_nbytes = 0
-        # When the first barrier of the last gather was passed, and whether that was in a graph.
+        # When the first barrier of the last gather was passed, and in which recording of a graph, if in one.
         self._last_passed: torch.Event | None = None
-        self._last_captured = False
+        self._last_recording: int | None = None
 
     def keep_casts(self, expected_nbytes: int) -> None:
         self._kept, self._expected_nbytes = _KeptPlaces(), expected_nbytes
@@ -277,7 +277,7 @@ class CopyEngine(PeerCopies, CastingBackend):
         stage.barrier(0)
         if self.cast_stream is not None:
             stream = torch.accelerator.current_stream(self._device.index)
-            self._last_passed, self._last_captured = stream.record_event(), self._is_capturing()
+            self._last_passed, self._last_recording = stream.record_event(), self._recording()
             if is_cast is not None:
                 stream.wait_event(is_cast)
         if is_cast is None:
@@ -310,9 +310,12 @@ class CopyEngine(PeerCopies, CastingBackend):
 
     def _scope(self) -> Hashable | None:
         """What is cast now is good where this is the same; None: nowhere."""
-        if self._is_capturing():
-            return compat.capture_id(torch.cuda.current_stream(self._device))
-        return None if self._captured else "eager"
+        recording = self._recording()
+        return recording if recording is not None else None if self._captured else "eager"
+
+    def _recording(self) -> int | None:
+        """A number of the graph that is recorded now, None if none is."""
+        return compat.capture_id(torch.cuda.current_stream(self._device)) if self._is_capturing() else None
 
     def _grow(self, nbytes: int) -> None:
         super()._grow(nbytes)
@@ -329,8 +332,10 @@ class CopyEngine(PeerCopies, CastingBackend):
         is_fresh: list[bool],
     ) -> torch.Event | None:
         """Cast on a stream of its own, if it is known when nobody reads the places any more; when that is done."""
-        is_known = self._last_captured == self._is_capturing() and (self._last_captured or not self._captured)
-        if ready is None or self.cast_stream is None or self._last_passed is None or not is_known:
+        if ready is None or self.cast_stream is None or self._last_passed is None:
+            return None
+        recording = self._recording()
+        if recording != self._last_recording or (recording is None and self._captured):
             return None
         self.cast_stream.wait_event(ready)
         self.cast_stream.wait_event(self._last_passed)

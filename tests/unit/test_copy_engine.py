@@ -384,8 +384,9 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
     def job(group: Group) -> None:
         engine = Engine(group, CPU)
         engine.cast_stream = mock.MagicMock()
-        is_capturing = False
-        engine._is_capturing = lambda: is_capturing  # type: ignore[method-assign]
+        recording: int | None = None
+        engine._is_capturing = lambda: recording is not None  # type: ignore[method-assign]
+        engine._recording = lambda: recording  # type: ignore[method-assign]
         targets: list[torch.Tensor] = []
         cast = engine._cast
         engine._cast = lambda staged, *rest: (targets.extend(staged), cast(staged, *rest))  # type: ignore[assignment]
@@ -403,11 +404,13 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
             assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "the first one is in its place"
             engine.begin_pass()
             assert [gather() for _ in range(2)] == [(False, 0), (True, 1)]
-            is_capturing = True
+            recording = 1
             assert [gather() for _ in range(2)] == [(False, 0), (True, 1)], (
                 "what is outside of a graph cannot be waited for"
             )
-            is_capturing = False
+            recording = 2
+            assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "nor is what is in another one"
+            recording = None
             engine.begin_pass()
             assert [gather() for _ in range(3)] == [(False, 0), (False, 1), (False, 0)], "a replay may come in between"
             engine.all_gather([torch.empty(NUM_RANKS * 8)], [torch.ones(8)])
