@@ -286,5 +286,6 @@ class GTPModule:
             weight.lookups = weight.losses = None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one before ``.grad`` is read. False leaves gradients in flight."""
+        """Whether the next backward is the last one before ``.grad`` is read. False leaves gradients in flight, which
+        ``capture_step`` refuses to record or replay beside."""
         self._runtime().is_last_backward = is_last_backward

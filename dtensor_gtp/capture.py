@@ -18,21 +18,23 @@ would compute with an old weight for ever), and nothing that it has gathered may
 its events cannot be waited for). After each replay the runtime is told that all parameters have been written to, as
 after an optimizer's step, so that later eager code gathers anew and quantizes anew. Gradients that a graph has made,
 and the sums of microbatches beside them, live at fixed addresses: where an eager step would have left such tensors,
-they are put back after each replay.
+they are put back after each replay. What a recording that fails has left is dropped: within it, while its events can be
+waited for, and again after it, without waiting.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
 
 from . import _torch_compat as compat
+from ._recorder import CudaRecorder, Recorder
 from ._runtime.modules import binding_of
 from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.state import Runtime
@@ -41,16 +43,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
-
-
-class Recorder(Protocol):
-    """What records and replays; the CUDA one is :class:`_CudaRecorder`."""
-
-    def eager(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Context of an eager step before a recording; ``is_last`` if the next call of its kind is recorded."""
-
-    def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Run ``step`` once without computing. Returns what replays it, and what it returns, to be read after that."""
 
 
 def capture_step(
@@ -110,7 +102,7 @@ def capture_step(
         )
     for one in optimizers:
         _check_capturable(one)
-    return CapturedStep(fn, module, optimizers, runtimes, _CudaRecorder(device), warmup_steps, max_graphs)
+    return CapturedStep(fn, module, optimizers, runtimes, CudaRecorder(device), warmup_steps, max_graphs)
 
 
 class _Graph(NamedTuple):
@@ -199,6 +191,9 @@ class CapturedStep(Generic[P, R]):
         if self._num_eager > self._warmup_steps and len(self._graphs) == self._max_graphs and key not in self._seen:
             logger.warning("capture_step runs eagerly: there are %d graphs already, the most allowed", self._max_graphs)
         self._seen.add(key)
+        if len(self._graphs) < self._max_graphs:
+            # So its gathers are those of the recording, for which a gather stage cannot grow.
+            self._drop_kept()
         with self._recorder.eager(is_last=is_last):
             result: R = compat.tree_map_only(torch.Tensor, torch.Tensor.detach, self._fn(*args, **kwargs))
         for optimizer in self._optimizers:
@@ -207,6 +202,7 @@ class CapturedStep(Generic[P, R]):
 
     def _record(self, leaves: list[Any], spec: Any, places: list[_Place]) -> _Graph:
         self._check_pinned()
+        self._check_none_in_flight("before it is recorded")
         inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = compat.tree_unflatten(_replaced(leaves, inputs), spec)
         found = _read(places)
@@ -217,13 +213,21 @@ class CapturedStep(Generic[P, R]):
         def step() -> Any:
             try:
                 outputs, output_spec = compat.tree_flatten(self._fn(*args, **kwargs))
-                return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs], output_spec
-            finally:
+                self._check_none_in_flight("when it ends")
                 self._drop_kept()  # within the recording: its events can be waited for nowhere else
+            except Exception:
+                with suppress(RuntimeError):  # the recording may be void
+                    for runtime in self._runtimes:
+                        runtime.abandon()
+                    self._drop_kept()
+                raise
+            return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs], output_spec
 
         try:
             replay, (outputs, output_spec) = self._recorder.record(step)
         except Exception as error:
+            for runtime in self._runtimes:
+                runtime.forget_recording()
             _write(places, found)
             raise RuntimeError(
                 f"capture_step could not record the step: {type(error).__name__}: {error}. A step that is recorded "
@@ -238,6 +242,7 @@ class CapturedStep(Generic[P, R]):
 
     def _replay(self, graph: _Graph, leaves: list[Any], places: list[_Place]) -> R:
         self._check_pinned()
+        self._check_none_in_flight("before it is replayed")
         self._check_constant(graph.hyperparameters, "since the step was recorded")
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for target, source in zip(graph.inputs, given, strict=True):
@@ -272,7 +277,18 @@ class CapturedStep(Generic[P, R]):
 
     def _drop_kept(self) -> None:
         for runtime, weight in self._weights():
-            runtime.drop_kept(weight)
+            if not weight.is_pinned:
+                runtime.drop_kept(weight)
+
+    def _check_none_in_flight(self, when: str) -> None:
+        for runtime in self._runtimes:
+            runtime.drop_broken_backward()
+        if any(runtime.has_gradients_in_flight for runtime in self._runtimes):
+            raise RuntimeError(
+                f"capture_step expects a step without gradients in flight {when}, but set_is_last_backward(False) has "
+                "left some, which a graph would neither add to its own nor complete. Run the last backward of these "
+                "microbatches eagerly, or all of them within the step."
+            )
 
     def _check_pinned(self) -> None:
         pinned = [weight.fqn for _, weight in self._weights() if weight.is_pinned]
@@ -292,50 +308,6 @@ class CapturedStep(Generic[P, R]):
                         f"{when}, but the graph has the first of these baked in. Make it a tensor on the GPU, change "
                         "it outside of the step, or call reset() on the captured step."
                     )
-
-
-class _CudaRecorder:
-    """Records with ``torch.cuda.graph``, all graphs in one pool; they are never replayed at the same time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        # Warm-up and recording on one stream, so that what autograd has remembered of it fits.
-        self._stream = torch.cuda.Stream(device)
-
-    @contextmanager
-    def eager(self, *, is_last: bool) -> Iterator[None]:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream), _refusing_synchronization() if is_last else nullcontext():
-                yield
-        finally:
-            current.wait_stream(self._stream)
-
-    def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a thread that pins the memory of the next batch does not disturb.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = step()
-        return graph.replay, result
-
-
-@contextmanager
-def _refusing_synchronization() -> Iterator[None]:
-    """One step in which waiting for the GPU raises, with the traceback of who waits; a recording could only fail."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        raise RuntimeError(
-            "capture_step expects a step that does not wait for the GPU, but it does where this error comes from: "
-            f"{error}. Return tensors and read them outside of the step."
-        ) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def _reset(captured: CapturedStep[Any, Any] | None) -> None:

@@ -24,13 +24,14 @@ import torch
 import torch.nn as nn
 
 from . import _torch_compat as compat
+from ._recorder import CudaRecorder, Recorder
 from ._runtime.gathered import Version
 from ._runtime.modules import binding_of, unmanaged_params
 from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.recording import Recording, Rings
 from ._runtime.saved import check_unmodified
 from ._runtime.state import Runtime
-from .capture import Recorder, _CudaRecorder, _runtimes_of, _signature
+from .capture import _runtimes_of, _signature
 
 logger = logging.getLogger("dtensor_gtp")
 
@@ -80,7 +81,7 @@ def capture_blocks(
             f"capture_blocks records CUDA graphs, but the weights of the {type(module).__name__} are on "
             f"'{device.type}'. Call the module as it is there."
         )
-    return CapturedBlocks(module, blocks, _CudaRecorder(device), warmup_calls, max_graphs)
+    return CapturedBlocks(module, blocks, CudaRecorder(device), warmup_calls, max_graphs)
 
 
 class CapturedBlocks:

@@ -348,10 +348,20 @@ class CommContext:
         while self._reductions:
             self._retire_oldest()
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether there are reductions that compute has not waited for."""
+        return bool(self._reductions)
+
     def abandon(self) -> None:
         """After an exception: wait for what was launched, forget its results."""
         while self._reductions:
             self.wait(self._reductions.popleft().done)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was launched without waiting for it: a recording into a CUDA graph has failed."""
+        self._reductions.clear()
         for ring in self._send_rings.values():
             ring.rewind()
 

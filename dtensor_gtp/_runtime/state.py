@@ -189,9 +189,7 @@ class Runtime(Gathering):
         frame.held.clear()
 
     def _begin_forward(self, module: nn.Module) -> None:
-        if self._is_in_backward:
-            # The last backward raised before its end: its prefetches and gradients are void.
-            self._abandon_backward()
+        self.drop_broken_backward()
         self.ensure_initialized()
         self.comm.begin_pass()
         self._end_keeps()
@@ -354,6 +352,42 @@ class Runtime(Gathering):
             self.grads.flush([param for param in params if isinstance(param, ShardedWeight)])
             self.grads.reduce_whole([param for param in params if isinstance(param, WholeParam)])
             self.grads.publish(params)
+
+    @property
+    def has_gradients_in_flight(self) -> bool:
+        """Whether backwards that were not the last one have left gradients that are to be added to those of the
+        next."""
+        of_whole = (param.leaf.grad for param in self.whole)
+        reduced = (param.reduced for param in self.params)
+        return self.comm.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
+
+    def drop_broken_backward(self) -> None:
+        """Forget a backward that raised before its end, if that was the last one: its prefetches and gradients are
+        void."""
+        if self._is_in_backward:
+            self._abandon_backward()
+
+    def abandon(self) -> None:
+        """After an exception: forget a backward that broke off, and gradients in flight."""
+        self.drop_broken_backward()
+        self.grads.abandon()
+        for param in self.params:
+            param.reset_grads()
+
+    def forget_recording(self) -> None:
+        """After a recording into a CUDA graph that failed: what it has gathered and reduced was never computed, and
+        cannot be waited for."""
+        self.comm.forget()
+        for target in self.gatherables:
+            target.pending.clear()
+            target.live = target.kept = None
+        for weight in self.weights:
+            weight.num_updates += 1  # what others still hold of the recording is not fresh
+            self.drop_kept(weight)
+        self._is_in_backward = False
+        self._release_read_in_backward()
+        self._backward_chain.cancel()
+        self.abandon()
 
     def _abandon_backward(self) -> None:
         logger.warning("the last backward did not complete; its gradients are dropped")

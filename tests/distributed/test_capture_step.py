@@ -24,6 +24,7 @@ from runtime_common import Raw, assert_idle, local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
+from dtensor_gtp._runtime import gather
 from dtensor_gtp._runtime.state import Runtime
 from dtensor_gtp.capture import _SUMS, CapturedStep, _check_capturable, _check_inputs, _check_state, _read, _write
 
@@ -356,6 +357,82 @@ class TestCaptureStep:
         ):
             step(rows(0))
         assert all(param.grad is None for param in setting.model.parameters())
+
+    def test_gradients_in_flight_are_refused(self) -> None:
+        """A graph would leave them for a later step; eager code adds them."""
+        setting = Setting()
+        step = setting.captured(warmup_steps=2)
+
+        def first_microbatch() -> None:
+            setting.model.set_is_last_backward(False)
+            setting.model(rows(5)).square().mean().backward()
+            setting.model.set_is_last_backward(True)
+            setting.plain(rows(5)).square().mean().backward()
+
+        for seed in range(2):
+            setting.check(step, rows(seed))
+        for when in ("recorded", "replayed"):
+            first_microbatch()
+            with pytest.raises(RuntimeError, match=f"without gradients in flight before it is {when}, but set_is_last"):
+                step(rows(6))
+            for model, optimizer in zip((setting.plain, setting.model), setting.optimizers, strict=True):
+                setting.run(model, optimizer, rows(6), 1.0)
+            setting.compare()
+            setting.check(step, rows(7))
+        assert step.num_graphs == 1
+
+    def test_a_step_that_leaves_gradients_in_flight_is_not_recorded(self) -> None:
+        setting = Setting(is_stepping=False)
+        is_last = True
+
+        def step(x: torch.Tensor) -> None:
+            setting.model.set_is_last_backward(is_last)
+            setting.model(x).square().mean().backward()
+            setting.model.set_is_last_backward(True)
+
+        arguments = (step, setting.model, [], [runtime_of(setting.model)], setting.recorder)
+        captured = CapturedStep(*arguments, warmup_steps=2, max_graphs=8)
+        for _ in range(2):
+            captured(rows(0))
+            setting.model.zero_grad()
+        is_last = False
+        with pytest.raises(RuntimeError, match=r"could not record .*: capture_step expects .* in flight when it ends"):
+            captured(rows(0))
+        assert_idle(setting.model)
+
+    def test_a_recording_gathers_what_the_step_before_has_gathered(self) -> None:
+        """A frozen weight that is kept from step to step, too: copy engines need room for all that a launch gathers,
+        which they cannot make in a recording."""
+        setting = Setting()
+        for model, optimizer in zip((setting.plain, setting.model), setting.optimizers, strict=True):
+            model[1].requires_grad_(False)
+            optimizer.param_groups[0]["params"] = [param for param in model.parameters() if param.requires_grad]
+        setting.model.set_reshard_after_backward(False)
+        step = setting.captured()
+        launches: list[list[tuple[str, ...]]] = []
+        launch = gather.launch
+
+        def watched(targets: Any, comm: Any) -> Any:
+            launches[-1].append(tuple(target.weight.fqn for target in targets))
+            return launch(targets, comm)
+
+        with mock.patch.object(gather, "launch", watched):
+            for seed in range(3):
+                launches.append([])
+                setting.check(step, rows(seed))
+            record = setting.recorder.record
+            recorded: list[Any] = []
+
+            def recording(run: Callable[[], Any]) -> Any:
+                launches.append(recorded)
+                result = record(run)
+                launches.append([])
+                return result
+
+            setting.recorder.record = recording  # type: ignore[method-assign]
+            setting.check(step, rows(3))
+        assert any("1.first" in names for names in recorded)
+        assert launches[2] == recorded
 
     def test_what_cannot_be_captured_is_refused_at_once(self) -> None:
         setting = Setting()

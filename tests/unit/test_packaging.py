@@ -264,7 +264,7 @@ def test_only_the_compat_package_uses_private_torch_symbols() -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 # The runtime's streams and events, and the stream on which a graph is recorded.
-OWN_STREAMS = {"dtensor_gtp/_runtime/comm_context.py", "dtensor_gtp/capture.py"}
+OWN_STREAMS = {"dtensor_gtp/_runtime/comm_context.py", "dtensor_gtp/_recorder.py"}
 
 
 def stream_makers(tree: ast.Module) -> set[str]:

@@ -1,0 +1,108 @@
+"""``capture_step`` without a GPU where a recording fails: nothing of it is left, and training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from common import ALL
+from runtime_common import Raw, assert_idle, local, runtime_of
+from test_capture_blocks import Wire, Work, one_of
+from test_capture_step import rows
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp.capture import CapturedStep
+
+
+class Breaking(nn.Module):
+    """Raises where it is told to, in a recording; and what the recording has launched can be waited for in it alone, as
+    events can, and not after the error if that has made it void."""
+
+    def __init__(self, where: str, is_void: bool) -> None:
+        super().__init__()
+        self.where, self.makes_void = where, is_void
+        self.is_recording = self.is_void = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            self.fail()
+        if x.requires_grad and self.where == "backward":
+            x.register_hook(lambda grad: self.fail())
+        return x
+
+    def fail(self) -> None:
+        if self.is_recording:
+            self.is_void = self.makes_void
+            raise RuntimeError("broken")
+
+    @contextmanager
+    def eager(self, *, is_last: bool) -> Iterator[None]:
+        yield
+
+    def record(self, step: Callable[[], Any]) -> Any:
+        self.is_recording = True
+        try:
+            step()
+        finally:
+            self.is_recording, self.is_void = False, True
+
+    def launch(self, wire: Wire) -> Callable[..., Work]:
+        launch, breaking = wire.launch, self
+
+        class Captured(Work):
+            def wait(self) -> None:
+                if breaking.is_void:
+                    raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+                super().wait()
+
+        def launched(*args: Any) -> Work:
+            work = launch(*args)
+            return Captured(work.complete) if self.is_recording and work.complete else work
+
+        return launched
+
+
+@pytest.mark.parametrize("is_void", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_is_left_of_a_recording_that_failed(where: str, is_void: bool) -> None:
+    with one_of(4) as (mesh, wire):
+        models, breaking = [], Breaking(where, is_void)
+        schedule = dataclasses.replace(
+            ALL, prefetch_depth=2, coalesce_nbytes=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=4
+        )
+        for middle in (breaking, nn.Identity()):
+            torch.manual_seed(0)
+            layers = (nn.Linear(12, 12), Raw(), nn.LayerNorm(12), middle, nn.Linear(12, 12), Raw(), nn.Linear(12, 12))
+            models.append(gtp_shard(nn.Sequential(*layers), mesh, schedule=schedule))
+
+        def step(x: torch.Tensor, model: nn.Module = models[0]) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+            model.zero_grad()
+            return loss.detach()
+
+        arguments = (step, models[0], [], [runtime_of(models[0])], breaking)
+        captured = CapturedStep(*arguments, warmup_steps=2, max_graphs=8)
+        for seed in range(2):
+            assert torch.equal(captured(rows(seed)), step(rows(seed), models[1]))
+        with (
+            mock.patch.object(wire, "launch", breaking.launch(wire)),
+            pytest.raises(
+                RuntimeError, match=r"could not record the step: RuntimeError: (broken|operation not permitted)"
+            ),
+        ):
+            captured(rows(2))
+        assert_idle(models[0])
+        for seed in range(3):
+            assert torch.equal(step(rows(seed)), step(rows(seed), models[1]))
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(local(a), local(b))
