@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_params, environment
+from common import assert_same_params, environment, full
 from cuda_common import BF16, CudaTest
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import run_tests
@@ -168,26 +168,25 @@ class TestCudaMoE(CudaTest):
         """A gather of tokens pads what a rank lacks: results are those of one process, and in bf16, for which torch has
         grouped kernels, nothing waits on the host."""
         batches = [self.tokens(1, rank)[: TOKENS - 8 * rank] for rank in range(self.world_size)]
-        torch.manual_seed(0)
-        reference = Block().cuda()
-        for batch in batches:
-            reference(batch).square().mean().backward()
-        for policy, rtol in ((MixedPrecisionPolicy(), 1e-3), (BF16, None)):
+        for policy in (MixedPrecisionPolicy(), BF16):
+            torch.manual_seed(0)
+            reference = Block().cuda()
+            sum_gradients(reference, batches, policy.param_dtype or torch.float32)
             model = self.block(self.mesh(), "all_gather", policy)
             model.set_gradient_divide_factor(1)  # type: ignore[operator]
             model.experts.mlp.set_gradient_divide_factor(1)  # type: ignore[operator]
             step(model, self.tokens(0))
             model.zero_grad()
-            if rtol is not None:
-                model(batches[self.rank]).square().mean().backward()
-                assert_same_params(model, reference, "grad", rtol=rtol, atol=1e-5)
-                continue
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("error" if policy is BF16 else "default")
             try:
-                model(batches[self.rank]).float().square().mean().backward()
+                step(model, batches[self.rank])
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+            if policy is BF16:
+                assert_near(model, reference)
+            else:
+                assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-5)
 
     def test_gradients_are_packed_behind_compute(self) -> None:
         """Whatever is cut and however streams are delayed: the bits of a run without delays, of microbatches, too."""
@@ -260,6 +259,28 @@ class TestCudaMoE(CudaTest):
             for a, b in zip(layer.parameters(), eager.parameters(), strict=True):
                 self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"{counts}")  # type: ignore[union-attr]
             eager.zero_grad()
+
+
+def sum_gradients(model: nn.Module, batches: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Gradients of one process that computes in ``dtype``, one batch after the other, summed in the model's dtype."""
+    computing = copy.deepcopy(model).to(dtype)
+    for batch in batches:
+        computing.zero_grad()
+        step(computing, batch.to(dtype))
+        for param, computed in zip(model.parameters(), computing.parameters(), strict=True):
+            assert computed.grad is not None
+            grad = computed.grad.to(param.dtype)
+            param.grad = grad if param.grad is None else param.grad + grad
+
+
+def assert_near(model: nn.Module, reference: nn.Module) -> None:
+    """Gradients differ by roundings to bf16: one of 128 rows of a rank that is lost or too many shows."""
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        want = other.grad
+        assert param.grad is not None
+        assert want is not None
+        error = ((full(param.grad) - want).norm() / want.norm()).item()
+        assert error < 0.02, f"gradient of {name}: {error}"
 
 
 def captured(model: nn.Module, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
