@@ -175,10 +175,11 @@ def spans_of(model: nn.Module, x: torch.Tensor) -> list[Any]:
     return spans
 
 
-def make_job(
-    mesh: DeviceMesh, is_captured: bool, **options: Any
-) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
-    """A model and its training step, which returns losses and gradient norm."""
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_parts(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
+    """A model, its optimizer and its training step, which returns losses and gradient norm."""
     model = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)
 
@@ -192,6 +193,12 @@ def make_job(
         optimizer.zero_grad()
         return torch.stack([*(loss.detach() for loss in losses), norm.to_local()])
 
+    return model, optimizer, step
+
+
+def make_job(mesh: DeviceMesh, is_captured: bool, **options: Any) -> tuple[nn.Module, Step]:
+    """A model and its training step."""
+    model, optimizer, step = make_parts(mesh, **options)
     return model, capture_step(step, model, optimizer) if is_captured else step
 
 
