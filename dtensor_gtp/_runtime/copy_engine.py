@@ -16,8 +16,8 @@ code once a graph has used the stage, whose replays are not seen here, the cast 
 Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
 
 [Note: kept casts]
-With ``SchedulePolicy.keep_casts`` the stage has a place for each shard in the place of two halves, and what was cast
-there serves until the shard changes: backward, and later microbatches, copy what forward has cast. Each rank decides by
+With ``SchedulePolicy.keep_casts`` the stage has a place for each shard instead of two halves, and what was cast there
+serves as long as [Note: what is made of a shard] says: backward copies what forward has cast. Each rank decides by
 itself whether it casts: barriers and copies are the same. A place is written to ahead of the first barrier if the
 gather before was not of the same shard, the only one whose readers may still be there. What a graph has cast is good
 within the same recording alone, and what eager code has, as long as no graph has used the stage.
@@ -169,6 +169,7 @@ class _KeptPlaces:
         self.nbytes = 0
         self._begins: dict[Hashable, int] = {}
         self._states: dict[Hashable, Hashable] = {}
+        self._coming: dict[Hashable, Hashable] = {}
         self._last_gather: dict[Hashable, int] = {}
 
     def lay_out(self, owners: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
@@ -183,9 +184,15 @@ class _KeptPlaces:
         """Take note that gather ``number`` sends these. Returns which of them lie there already."""
         pairs = zip(owners, states, strict=True)
         is_there = [state is not None and self._states.get(owner) == state for owner, state in pairs]
-        self._states.update(zip(owners, states, strict=True))
+        self._coming = dict(zip(owners, states, strict=True))
+        for owner in owners:
+            self._states.pop(owner, None)
         self._last_gather.update(dict.fromkeys(owners, number))
         return is_there
+
+    def note_casts(self) -> None:
+        """The casts of the last gather have been launched: now its shards lie there."""
+        self._states.update(self._coming)
 
     def is_free(self, owners: Sequence[Hashable], number: int) -> bool:
         """Whether none of them was sent by gather ``number - 1``, which peers may still read."""
@@ -282,6 +289,8 @@ class CopyEngine(PeerCopies, CastingBackend):
                 stream.wait_event(is_cast)
         if is_cast is None:
             self._cast(*own)
+        if self._kept is not None:
+            self._kept.note_casts()
         stage.barrier(1)
         for rank in self._peers():
             for part, source in zip(parts, staged(rank), strict=True):

@@ -349,12 +349,12 @@ class ShardedWeight(ManagedParam, Gatherable):
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
         # [Note: what is made of a shard]
-        # A cast of it, or quantized data, is made once for each optimizer step and serves backward and the microbatches
-        # that follow, as long as the shard's version stays. A version does not tell everything, though: ``.data`` can
-        # be written without a trace. So it serves only while gradients of earlier microbatches wait for a step; without
-        # any, each forward makes it anew. So does one that a CUDA graph records: when that is replayed, the shard is
-        # another. ``edition`` goes up when it is to be made anew whatever the version says.
-        if is_captured or self.is_cut_again or not self.has_waiting_grad:
+        # What is made of it for a gather serves the backward that follows, as long as the shard's version stays. A
+        # version does not tell everything, though: ``.data`` can be written without a trace. So each forward makes it
+        # anew; but quantized data, which take longer to make, are made once for each optimizer step: they serve as long
+        # as gradients of earlier microbatches wait for one, unless a CUDA graph records the forward, on whose replay
+        # the shard is another. ``edition`` goes up when it is to be made anew whatever the version says.
+        if self.wire is None or is_captured or self.is_cut_again or not self.has_waiting_grad:
             self.edition += 1
 
     def _follow_frozen(self) -> None:
