@@ -146,29 +146,45 @@ def _make_on_all_ranks(
 def _automatic(
     process_group: GatherBackend, groups: list[dist.ProcessGroup], device: torch.device, new_stream: NewStream
 ) -> Choice:
-    """The fastest of those that can be had, which all ranks of ``groups`` make, time and leave alike."""
+    """The fastest of those that can be had, which all ranks of ``groups`` make and time alike."""
+    made: dict[str, GatherBackend] = {}
     timed: dict[str, _Timed] = {}
     missing = []
     factories: dict[str, type[GatherBackend]] = {"copy_engine": CopyEngine, "zero_cta": ZeroCTA}
     for name, factory in factories.items():
         try:
-            # Agreed upon before they gather: where one rank has none, the others would wait for it.
-            backend = _make_on_all_ranks(factory, groups, device, name)
-            measure = functools.partial(_timed, backend, new_stream)
-            timed[name] = _make_on_all_ranks(measure, groups, device, name)
+            made[name] = _make_on_all_ranks(factory, groups, device, name)
         except RuntimeError as error:
             missing.append(str(error))
-    without = "; ".join(missing)
+
+    def make_probe(group: dist.ProcessGroup, device: torch.device) -> Probe:
+        return Probe(group.size(), device, new_stream())
+
+    try:
+        # Like the backends, agreed upon before anything is gathered: where one rank has none, the others would wait.
+        probe = _make_on_all_ranks(make_probe, groups, device, "their measurement") if made else None
+    except RuntimeError as error:
+        missing.append(str(error))
+        made.clear()
+    for name, backend in made.items():
+        assert probe is not None
+        if isinstance(backend, CastingBackend):
+            backend.cast_stream = new_stream()
+        try:
+            timed[name] = _make_on_all_ranks(functools.partial(_timed, backend, probe), groups, device, name)
+        except RuntimeError as error:
+            missing.append(str(error))
     if not timed:
+        without = "; ".join(missing)
         logger.warning("gather backend: process_group, because %s", without)
         return Choice("process_group", process_group, without)
-    timed["process_group"] = _timed(process_group, new_stream, groups[0], device)
+    assert probe is not None
+    timed["process_group"] = _timed(process_group, probe, groups[0], device)
     best, reason = _fastest(timed, groups, device)
     reason = "; ".join((reason, *missing))
     logger.warning("gather backend: %s (%s)", best, reason)
-    for name, (backend, *_) in timed.items():
-        if name != best and isinstance(backend, ZeroCTA):
-            backend.close()
+    # A communicator of zero_cta that is not taken stays: to end one with which memory is registered makes the allocator
+    # fail when it frees that memory (torch 2.11, DistBackendError in empty_cache).
     return Choice(best, timed[best].backend, reason)
 
 
@@ -180,10 +196,7 @@ class _Timed(NamedTuple):
     gemm_ms: float
 
 
-def _timed(backend: GatherBackend, new_stream: NewStream, group: dist.ProcessGroup, device: torch.device) -> _Timed:
-    if isinstance(backend, CastingBackend):
-        backend.cast_stream = new_stream()
-    probe = Probe(group.size(), device, new_stream())
+def _timed(backend: GatherBackend, probe: Probe, group: dist.ProcessGroup, device: torch.device) -> _Timed:
     return _Timed(backend, probe.gather_ms(backend), probe.gemm_ms())
 
 

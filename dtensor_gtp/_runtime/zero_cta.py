@@ -34,13 +34,6 @@ class ZeroCTA(Staged[compat.RegisteredBuffer]):
         dist.barrier(group=twin)  # memory is registered with a communicator that exists
         super().__init__(twin, device)
 
-    def close(self) -> None:
-        """End the communicator, whose gathers are complete. Collective."""
-        # Before the memory goes that is registered with it.
-        dist.destroy_process_group(compat.resolve_group(self._group_name))
-        self._registered.clear()
-        self._stage = None
-
     def _allocate(self, nbytes: int) -> compat.RegisteredBuffer:
         self._registered.append(compat.RegisteredBuffer(nbytes * self._num_ranks, self._device, self._group_name))
         return self._registered[-1]
