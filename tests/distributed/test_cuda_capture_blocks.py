@@ -86,7 +86,8 @@ def check_reductions_cross_graphs(test: unittest.TestCase, trace: dict[str, Any]
         of_next = [span[:2] for span in spans if span.what.startswith(f"reduce_scatter blocks.{block + 1}.")]
         shared = picture.length(picture.intersect(backward, picture.union(of_next)))
         test.assertGreater(len(of_next), 0)
-        test.assertGreater(shared, picture.length(backward) / 2, f"block {block}")
+        told = f"block {block}: {backward} beside {sorted(of_next)}"
+        test.assertGreater(shared, picture.length(backward) / 2, told)
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")

@@ -30,7 +30,7 @@ VERY_LATE = 1_600_000_000
 NUMEL = 1 << 22
 JOB = Path(__file__).with_name("cuda_exit_job.py")
 # A rank that starts has to import torch and to make its communicators; its time limit comes on top.
-TIMEOUT = 150
+TIMEOUT = 75
 
 
 class ReadsLate(CopyEngine):
@@ -130,10 +130,10 @@ class TestCudaExit(unittest.TestCase):
                 process.start()
             try:
                 self.assertEqual(results.get(timeout=TIMEOUT), ("read", values))
-                self.assertEqual(results.get(timeout=60), ("completed alone", False))
+                self.assertEqual(results.get(timeout=30), ("completed alone", False))
             finally:
                 for process in processes:
-                    process.join(timeout=60)
+                    process.join(timeout=10)
                     process.kill()
 
     def test_process_that_exits_in_the_middle_of_a_gather(self) -> None:
