@@ -41,13 +41,19 @@ class CudaRecorder:
 
     def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph = torch.cuda.CUDAGraph()
-        # Where a recording fails, torch.cuda.graph leaves its stream current: the context around puts the other back.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            # thread_local: a thread that pins the memory of the next batch does not disturb.
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            result = step()
+        try:
+            # Where a recording fails, torch.cuda.graph leaves its stream current: the context around puts the other
+            # back.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                # thread_local: a thread that pins the memory of the next batch does not disturb.
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                result = step()
+        except Exception:
+            # The allocator may still hold the pool for the recording that is void, and refuses it to another one.
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
         return graph.replay, result
 
 
