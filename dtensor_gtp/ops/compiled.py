@@ -37,7 +37,7 @@ from ..quant.float8_gemms import gemms_of_name
 from . import float8
 from .embedding import embedding_grad
 from .exchange import exchanged_grad, exchanged_ids, exchanged_lookup
-from .linear import parallel_plan, wgrad
+from .linear import dgrad, parallel_plan, wgrad
 
 
 class Handles:
@@ -197,8 +197,7 @@ def _linear_backward(
     with runtime.grads.beside_dgrad(job):
         if needs_input:
             check_unmodified(weight, weight.compiled_version)
-            with runtime.using(weight.for_backward) as full:
-                grad_input = grad.matmul(full)
+            grad_input = dgrad(runtime, weight, grad)
     return grad_input, _gradient_of(leaf)
 
 

@@ -65,6 +65,13 @@ def _using(runtime: Runtime, targets: Sequence[Gatherable]) -> Iterator[torch.Te
         yield stacked([stack.enter_context(runtime.using(target)) for target in targets])
 
 
+def _multiply_grad(
+    grad_TN: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weights: tuple[ShardedWeight, ...]
+) -> torch.Tensor:
+    with _using(runtime, [weight.for_backward for weight in weights]) as full_GNK:
+        return grouped_mm(grad_TN, full_GNK, ends_G)
+
+
 def _multiply(
     x_TK: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weights: Sequence[ShardedWeight]
 ) -> torch.Tensor:
@@ -126,6 +133,5 @@ class _SeveralGroupedMM(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 for weight, version in zip(weights, ctx.versions, strict=True):
                     check_unmodified(weight, version)
-                with _using(runtime, [weight.for_backward for weight in weights]) as full_GNK:
-                    grad_x = grouped_mm(grad_TN, full_GNK, ends_G)
+                grad_x = _multiply_grad(grad_TN, ends_G, runtime, weights)
         return grad_x, None, None, None, *(None for _ in weights)

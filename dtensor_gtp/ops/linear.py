@@ -107,8 +107,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
     with runtime.grads.beside_dgrad(job):
         if needs_input:
             check_unmodified(weight, ctx.version)
-            with runtime.using(weight.for_backward) as full:
-                grad_input = grad_output.matmul(full)
+            grad_input = dgrad(runtime, weight, grad_output)
     if needs_bias:
         grad_bias = grad_2d.sum(0)
     return grad_input, grad_bias
@@ -241,6 +240,12 @@ class _ParallelLinear(torch.autograd.Function):
         )
         grad_input, grad_bias = wrapped
         return grad_input, None, grad_bias, None, None, None
+
+
+def dgrad(runtime: Runtime, weight: ShardedWeight, grad_output: torch.Tensor) -> torch.Tensor:
+    """The input's gradient. A function, so that nothing holds the gathered weight afterwards, see ``wgrad_first``."""
+    with runtime.using(weight.for_backward) as full:
+        return grad_output.matmul(full)
 
 
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: torch.Tensor, input_MK: torch.Tensor) -> None:

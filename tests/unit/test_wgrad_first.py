@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_
 from dtensor_gtp._runtime.gathering import Gathering
 from dtensor_gtp._runtime.gradients import Gradients
 from dtensor_gtp.nn import GroupedLinear
@@ -58,20 +59,25 @@ MODELS = {
 
 @contextmanager
 def observed() -> Iterator[list[str]]:
-    """What is done to weights, in order: "use" of a gathered one, "reduce" of a gradient."""
+    """What is done to weights, in order: "use" of a gathered one, "reduce" of a gradient; "reduce beside the weight" if
+    somebody still holds a gathered one by then."""
     events: list[str] = []
+    used: list[weakref.ref[torch.Tensor]] = []
+    acquire, submit = Gathering.acquire, Gradients.submit
 
-    def noting(event: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            events.append(event)
-            return method(*args, **kwargs)
+    def use(*args: Any) -> Any:
+        events.append("use")
+        gathered = acquire(*args)
+        if not gathered.is_alias:  # quantized data of one rank are used as they are
+            used.append(weakref.ref(gathered.value))
+        return gathered
 
-        return call
+    def reduce(*args: Any) -> None:
+        is_held = any(ref() is not None for ref in used)
+        events.append("reduce beside the weight" if is_held else "reduce")
+        submit(*args)
 
-    with (
-        mock.patch.object(Gathering, "acquire", noting("use", Gathering.acquire)),
-        mock.patch.object(Gradients, "submit", noting("reduce", Gradients.submit)),
-    ):
+    with mock.patch.object(Gathering, "acquire", use), mock.patch.object(Gradients, "submit", reduce):
         yield events
 
 
@@ -81,7 +87,8 @@ def train(make: Callable[[], nn.Module], is_compiled: bool, wgrad_first: bool) -
     torch._dynamo.reset()
     with fake_world(0, 1):
         schedule = SchedulePolicy(min_shard_numel=0, wgrad_first=wgrad_first)
-        model = gtp_shard(make(), init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",)), schedule=schedule)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+        model = gtp_shard(make(), mesh, schedule=schedule, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         if is_compiled:
             model.compile(backend="aot_eager", fullgraph=True)
         x = torch.randn(8, WIDTH, requires_grad=True)
