@@ -35,9 +35,9 @@ What follows from it:
   of a graph is not that of eager code if it has grown in between.
 - *The stage grows* when a larger gather comes, outside of CUDA graphs only: all ranks wait for their streams, then
   meet, before the old stage is freed. One that a graph uses is kept for as long as the backend is.
-- *A process that ends or hangs in between* leaves its peers' streams waiting, as long as these processes live. What
-  ends them is the launcher, or the watchdog of the next collective of NCCL, such as that of the whole parameters.
-  What they have mapped of a process that is gone stays valid memory until they unmap it.
+- *A process that ends or hangs in between* leaves its peers' streams waiting, and their hosts perhaps with them, as
+  long as these processes live. What ends them is the launcher; the watchdog of a later collective of NCCL was seen
+  not to, within a minute. What they have mapped of a process that is gone stays valid memory until they unmap it.
 
 Barriers are memory operations of the streams: no kernel has to find a place beside the GEMMs (see
 ``_torch_compat.driver``). A copy within one GPU is a kernel, which waits for SMs behind a GEMM and then keeps the next

@@ -1,9 +1,8 @@
-"""A training job whose last rank ends in the middle of a step; ``test_cuda_exit`` starts its two processes.
+"""A training job whose last rank ends in the middle of a step; ``test_cuda_exit`` has ``torchrun`` start its two ranks.
 
-Usage: ``cuda_exit_job.py FILE MODEL`` with RANK and WORLD_SIZE in the environment. FILE, which does not exist yet, is
-where ranks meet. MODEL is "sharded", whose gathers and reductions are all those of copy engines, or "whole", some of
-whose parameters are whole and reduced by NCCL. A rank prints "waits" when it has given its GPU the step that a peer
-leaves, and "done" if that is ever complete.
+Usage: ``cuda_exit_job.py FILE`` with RANK and WORLD_SIZE in the environment. FILE, which does not exist yet, is where
+ranks meet. All gathers and reductions of its model are those of copy engines. A rank prints "waits" when it has given
+its GPU the step that a peer leaves, and "done" if that is ever complete.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from cuda_common import BF16
 from test_cuda import Stack, square_loss
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,7 +32,7 @@ def leave(*_: object) -> None:
     os._exit(3)
 
 
-def main(path: str, kind: str) -> None:
+def main(path: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -46,14 +44,13 @@ def main(path: str, kind: str) -> None:
     )
     mesh = init_device_mesh("cuda", (world_size,), mesh_dim_names=("gtp",))
     stack = Stack().cuda()
-    model = nn.Sequential(nn.LayerNorm(1024, device="cuda"), stack) if kind == "whole" else stack
-    gtp_shard(model, mesh, schedule=SCHEDULE, mp_policy=BF16)
+    gtp_shard(stack, mesh, schedule=SCHEDULE, mp_policy=BF16)
     x = torch.ones(256, 1024, device="cuda")
     for step in range(NUM_STEPS + 1):
         if step == NUM_STEPS and rank == world_size - 1:
             stack.layers[4].register_forward_pre_hook(leave)
-        square_loss(model, x).backward()
-        model.zero_grad()
+        square_loss(stack, x).backward()
+        stack.zero_grad()
         if step < NUM_STEPS:
             torch.cuda.synchronize()
     print("waits", flush=True)

@@ -1,4 +1,5 @@
-"""Memory over a thousand steps of changing lengths: after the first two hundred nothing grows, and nothing falls apart.
+"""Memory over a thousand steps of changing lengths: after the first two hundred nothing grows, and nothing falls apart,
+but for one of the allocator's smallest segments, which tensors that the host collects late may ask for.
 
 With evaluations between the steps, eagerly and as CUDA graphs; over NCCL on 2 to 8 GPUs, or with collectives that copy
 on one. A run takes less than a minute.
@@ -22,7 +23,13 @@ from torch.testing._internal.common_utils import run_tests
 LENGTHS = (2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 NUM_STEPS, NUM_SETTLED = 1000, 200
 COPY_ENGINES = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
-NOT_TO_GROW = ("allocated_bytes.all.current", "reserved_bytes.all.current", "inactive_split_bytes.all.current")
+SMALLEST_SEGMENT = 2 << 20
+# How much what the allocator says may grow by.
+LIMITS = {
+    "allocated_bytes.all.current": 0,
+    "reserved_bytes.all.current": SMALLEST_SEGMENT,
+    "inactive_split_bytes.all.current": SMALLEST_SEGMENT,
+}
 
 
 def random_tokens(length: int) -> torch.Tensor:
@@ -56,8 +63,8 @@ def check_memory(test: unittest.TestCase, mesh: DeviceMesh, is_captured: bool, *
             gc.collect()
             seen.append(torch.cuda.memory_stats())
     settled, last = seen
-    for name in NOT_TO_GROW:
-        test.assertLessEqual(last[name], settled[name], f"{name} of {options}")
+    for name, limit in LIMITS.items():
+        test.assertLessEqual(last[name], settled[name] + limit, f"{name} of {options}")
     test.assertGreater(settled["reserved_bytes.all.current"], settled["allocated_bytes.all.current"])
     test.assertEqual(last.get("num_alloc_retries", 0), num_retries)
     if is_captured:
