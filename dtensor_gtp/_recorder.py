@@ -50,7 +50,7 @@ class CudaRecorder:
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 result = step()
-        except Exception:
+        except BaseException:
             # The allocator may still hold the pool for the recording that is void, and refuses it to another one.
             self._pool = torch.cuda.graph_pool_handle()
             raise

@@ -209,11 +209,17 @@ class CapturedStep(Generic[P, R]):
         num_steps = [runtime.num_steps for runtime in self._runtimes]
         hyperparameters = _hyperparameters(self._optimizers)
         self._drop_kept()
+        refusals: list[Exception] = []
 
         def step() -> Any:
             try:
                 outputs, output_spec = compat.tree_flatten(self._fn(*args, **kwargs))
                 self._check_none_in_flight("when it ends")
+                try:
+                    self._check_recorded(hyperparameters, num_steps)
+                except (RuntimeError, ValueError) as refusal:
+                    refusals.append(refusal)
+                    raise
                 self._drop_kept()  # within the recording: its events can be waited for nowhere else
             except Exception:
                 with suppress(RuntimeError):  # the recording may be void
@@ -225,20 +231,28 @@ class CapturedStep(Generic[P, R]):
 
         try:
             replay, (outputs, output_spec) = self._recorder.record(step)
-        except Exception as error:
+        except BaseException as error:
             for runtime in self._runtimes:
                 runtime.forget_recording()
             _write(places, found)
+            if error in refusals or not isinstance(error, Exception):
+                raise
             raise RuntimeError(
                 f"capture_step could not record the step: {type(error).__name__}: {error}. A step that is recorded "
                 "must not wait for the GPU (item(), print of a tensor, GradScaler, copies from the host), draw from "
                 "generators of its own, or leave gradients in flight (set_is_last_backward(False))."
             ) from error
+        logger.info("capture_step: graph %d recorded", len(self._graphs) + 1)
+        return _Graph(replay, inputs, outputs, output_spec, found, _read(places), hyperparameters)
+
+    def _check_recorded(self, hyperparameters: list[dict[str, Any]], num_steps: list[int]) -> None:
+        """Raises:
+        RuntimeError: The step has changed a number that the graph has baked in.
+        ValueError: It steps optimizers that were not passed.
+        """
         self._check_constant(hyperparameters, "within the step")
         if not self._optimizers and num_steps != [runtime.num_steps for runtime in self._runtimes]:
             raise ValueError("capture_step expects the optimizers that the step steps: pass them as optimizer.")
-        logger.info("capture_step: graph %d recorded", len(self._graphs) + 1)
-        return _Graph(replay, inputs, outputs, output_spec, found, _read(places), hyperparameters)
 
     def _replay(self, graph: _Graph, leaves: list[Any], places: list[_Place]) -> R:
         self._check_pinned()

@@ -105,9 +105,9 @@ class SchedulePolicy:
             reduce-scatter. False: after it, when the gathered weight is freed already, so that the peak is lower by the
             smaller of the two where one layer decides it (a head).
         keep_casts: What copy engines send of a shard in forward stays where peers fetch it, so that backward need not
-            cast it again (of quantized weights, nor later microbatches). It costs the bytes of all shards of this rank
-            as they are sent (in ``param_dtype``, or quantized) in symmetric memory. For
-            ``gather_backend="copy_engine"``.
+            cast it again (of quantized weights, nor later microbatches), unless another forward comes in between. It
+            costs the bytes of all shards of this rank as they are sent (in ``param_dtype``, or quantized) in symmetric
+            memory. For ``gather_backend="copy_engine"``; with any other that ``"auto"`` takes it has no effect.
         keep_last: Whether the last weight of the forward, if it is the first of backward (a head), stays gathered in
             between. False: it is gathered once more, when the gradient of the loss is there. Nothing hides this gather,
             but the loss, where logits are largest, has the weight's memory.

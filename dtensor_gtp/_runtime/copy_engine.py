@@ -12,7 +12,8 @@ gather, in the order of the stream, is
 The cast is a kernel, which waits behind a GEMM for SMs, and the wire with it. So it runs on a stream of its own, ahead:
 it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this half.
 That one must be known to precede it, so in the first gather of a pass, across the border of a CUDA graph, and in eager
-code once a graph has used the stage, whose replays are not seen here, the cast comes in its place between the barriers.
+code once a graph (or a recording that failed) has used the stage, whose replays are not seen here, the cast comes in
+its place between the barriers.
 Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
 
 [Note: kept casts]

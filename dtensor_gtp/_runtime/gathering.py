@@ -293,10 +293,9 @@ class Gathering:
 
     def _turning_point(self, module: nn.Module | None) -> tuple[Plan, Plan, tuple[int, ...]]:
         """The plans of a forward of ``module`` and of its backward, and the weight that is last in one and first in the
-        other, if there is one that is kept."""
+        other, if there is one: ``keep_last`` alone says whether that is kept."""
         forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
-        is_kept = self.schedule.keep_last and backward.uses[:1] == forward.uses[-1:]
-        return forward, backward, backward.uses[:1] if is_kept else ()
+        return forward, backward, backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
 
     def kept_until_backward(self, module: nn.Module | None) -> tuple[int, ...]:
         """What the policy keeps from a forward of ``module`` to its backward, beside what the user has said of single
@@ -320,7 +319,8 @@ class Gathering:
             if target.weight.is_pinned
             or (not target.weight.flags.reshard_after_forward and target.weight.for_backward is target)
         )
-        return frozenset((*self.kept_until_backward(module), *turning, *asked))
+        last = turning if self.schedule.keep_last else ()
+        return frozenset((*self.kept_until_backward(module), *last, *asked))
 
     def _stays(self, target: Gatherable) -> bool:
         """Whether a policy keeps the weight after each of its uses in this pass."""

@@ -354,7 +354,8 @@ class ShardedWeight(ManagedParam, Gatherable):
         # anew; but quantized data, which take longer to make, are made once for each optimizer step: they serve as long
         # as gradients of earlier microbatches wait for one, unless a CUDA graph records the forward, on whose replay
         # the shard is another. ``edition`` goes up when it is to be made anew whatever the version says.
-        if self.wire is None or is_captured or self.is_cut_again or not self.has_waiting_grad:
+        is_made_once = self.wire is not None and self.wire.is_made_once
+        if not is_made_once or is_captured or self.is_cut_again or not self.has_waiting_grad:
             self.edition += 1
 
     def _follow_frozen(self) -> None:

@@ -61,6 +61,8 @@ class Wire(ABC):
     has_columnwise = False
     # How often planes were made, if those that are packed are the same as long as this is; None if that is not known.
     num_casts: int | None = None
+    # Whether planes that are made serve several microbatches, see [Note: what is made of a shard].
+    is_made_once = False
 
     @abstractmethod
     def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
@@ -99,6 +101,7 @@ class QuantizedWire(Wire):
     def __init__(self, recipe: Recipe, groups: tuple[str, ...]) -> None:
         self.recipe = recipe
         self.groups = groups
+        self.is_made_once = True
         self.has_columnwise = recipe.has_columnwise
         # Times that the shard was quantized, in either direction.
         self.num_casts: int = 0
@@ -193,6 +196,7 @@ class NativeWire(QuantizedWire):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, ())
         self.has_columnwise = False
+        self.is_made_once = False  # nothing is made: planes are sent as they are
 
     def begin_forward(self, weight: ShardedWeight) -> bool:
         return False

@@ -320,6 +320,25 @@ class TestCaptureStep:
         with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.025 to 0.0125 within the step"):
             captured(rows(0))
 
+    def test_gradients_of_a_refused_recording_are_those_of_before(self) -> None:
+        """The recording itself has worked, but nothing has computed what it left."""
+        setting = Setting(is_stepping=False)
+
+        def step(x: torch.Tensor) -> None:
+            setting.run(setting.model, setting.optimizers[1], x, 1.0)
+            setting.optimizers[1].param_groups[0]["lr"] *= 0.5
+
+        runtimes = [runtime_of(setting.model)]
+        captured = CapturedStep(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, 2, 8)
+        for seed in range(2):
+            setting.model.zero_grad()
+            captured(rows(seed))
+        setting.model.zero_grad()
+        before = [param.grad for param in setting.model.parameters()]
+        with pytest.raises(RuntimeError, match="lr has changed"):
+            captured(rows(2))
+        assert all(param.grad is grad for param, grad in zip(setting.model.parameters(), before, strict=True))
+
     def test_optimizer_that_was_not_passed_is_found(self) -> None:
         setting = Setting()
         step = lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0)  # noqa: E731

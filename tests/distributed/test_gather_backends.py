@@ -36,7 +36,7 @@ from runtime_common import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, sharding_report
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime import backends, comm_context, copy_engine, probe
 from dtensor_gtp._runtime.copy_engine import CastingBackend, Content, CopyEngine
@@ -312,6 +312,21 @@ class TestGatherBackends(GlooTest):
         for recipe in (NVFP4(), Float8Tensorwise()):  # with data of its own for backward, and without
             torch.manual_seed(0)
             assert_idle(check(QuantNet(), recipe, gtp(recipe, mesh, schedule=schedule), mesh, steps=2))
+
+    def test_kept_planes_of_native_weights_follow_what_is_written(self) -> None:
+        """Without a trace, while gradients wait: they are sent as they are, with nothing made of them."""
+        mesh, x = self.gtp_mesh(), torch.randn(8, 32)
+        for keep_casts in (False, True):
+            torch.manual_seed(0)
+            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnFile, keep_casts=keep_casts)
+            model = quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), Float8Tensorwise(), storage="native")
+            gtp_shard(model, mesh, schedule=schedule)
+            for _ in range(2):
+                model(x).sum().backward()
+            self.assertTrue(model(x).any())
+            for plane in model[0].weight.to_local().quantized.planes:
+                plane.view(torch.uint8).data.zero_()
+            self.assertFalse(model(x).any(), f"keep_casts={keep_casts}")
 
     def test_stage_of_zero_cta_changes_no_bit(self) -> None:
         mesh = self.gtp_mesh()

@@ -104,6 +104,16 @@ class TestPlanReport(unittest.TestCase):
         self.assertEqual(kept, {"0.weight": 6, "1.weight": 6, "2.weight": 4})
         self.assertEqual(freed, dict.fromkeys(kept, 6))
 
+    def test_the_last_weight_is_freed_whatever_else_is_kept(self) -> None:
+        schedule = dataclasses.replace(ONE_AHEAD, keep_last=False, keep_nbytes=NBYTES)
+        model = gtp_shard(three_layers(), self.mesh, schedule=schedule)
+        for step in range(3):
+            loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+            held = [weight.fqn for weight in runtime_of(model).weights if weight.kept is not None or weight.pending]
+            self.assertEqual(held, ["1.weight"] if step else [])
+            loss.backward()
+        self.assertEqual(sharding_report(model).passes[0].between_nbytes[-1], NBYTES)
+
     def test_ranges(self) -> None:
         self.step()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -18,7 +18,7 @@ from dtensor_gtp._runtime import scattering as scattering_module
 from dtensor_gtp._runtime.addends import Sum
 from dtensor_gtp._runtime.collectives import ReduceScale
 from dtensor_gtp._runtime.comm_context import CommContext, Groups
-from dtensor_gtp._runtime.copy_engine import Content, CopyEngine, offsets
+from dtensor_gtp._runtime.copy_engine import CopyEngine, offsets
 from dtensor_gtp._runtime.debug import DebugFlags
 from dtensor_gtp._runtime.gradients import Gradients
 from dtensor_gtp._runtime.scattering import Sending, make_scattering
@@ -417,104 +417,6 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
             assert gather() == (False, 0)
 
     Ranks().run(job)
-
-
-@pytest.mark.parametrize(("seed", "expected_nbytes"), [(0, 0), (1, 1 << 16)])
-def test_kept_casts(seed: int, expected_nbytes: int) -> None:
-    """Random groups of shards, among them one of unknown state. Whose shard has changed since it was sent is drawn by
-    each rank for itself; the dtype in which shards are sent changes once."""
-    shapes = [(3, 5), (200,), (1, 7, 2), (0, 4), (64,), (2, 2)]
-    num_casts = [0] * NUM_RANKS
-    num_sent = [0] * NUM_RANKS
-
-    def job(group: Group) -> None:
-        engine = Engine(group, CPU)
-        engine.keep_casts(expected_nbytes)
-        cast = engine._cast
-
-        def counting(staged: Any, parts: Any, shards: Any, is_there: list[bool]) -> None:
-            num_casts[group.rank()] += is_there.count(False)
-            cast(staged, parts, shards, is_there)
-
-        engine._cast = counting  # type: ignore[method-assign]
-        alike = random.Random(seed)
-        own = [random.Random(1000 * seed + rank) for rank in range(NUM_RANKS)]
-        versions = [[0] * len(shapes) for _ in range(NUM_RANKS)]
-        for turn in range(30):
-            dtype = torch.float64 if turn < 20 else torch.float32
-            chosen = alike.sample(range(len(shapes)), alike.randint(1, 4))
-            for rank in range(NUM_RANKS):
-                for index in chosen:
-                    versions[rank][index] += own[rank].random() < 0.3
-            shards = [value(group.rank(), shapes[i], torch.bfloat16, versions[group.rank()][i]) for i in chosen]
-            states = [None if index == 5 else versions[group.rank()][index] for index in chosen]
-            contents = [Content(index, state) for index, state in zip(chosen, states, strict=True)]
-            outputs = [torch.full((NUM_RANKS * s.shape[0], *s.shape[1:]), 111, dtype=dtype) for s in shards]
-            engine.all_gather(outputs, shards, None, contents)
-            num_sent[group.rank()] += len(chosen)
-            for output, index in zip(outputs, chosen, strict=True):
-                parts = [value(rank, shapes[index], dtype, versions[rank][index]) for rank in range(NUM_RANKS)]
-                assert torch.equal(output, torch.cat(parts)), f"rank {group.rank()}, turn {turn}, {shapes[index]}"
-        assert engine._stage is not None
-        assert engine._stage.nbytes == expected_nbytes or not expected_nbytes
-
-    ranks = Ranks()
-    ranks.run(job)
-    for rank in range(NUM_RANKS):
-        assert 0.3 * num_sent[rank] < num_casts[rank] < 0.8 * num_sent[rank]
-    assert len(set(ranks.num_stages)) == 1
-    assert ranks.num_stages[0] == 2 if expected_nbytes else ranks.num_stages[0] > 4
-
-
-def test_when_kept_casts_are_good_and_when_they_are_made_ahead() -> None:
-    graph = threading.local()  # which one this rank records
-
-    def job(group: Group) -> None:
-        engine = Engine(group, CPU)
-        engine.keep_casts(1 << 10)
-        engine.cast_stream = mock.MagicMock()
-        graph.id = None
-        engine._is_capturing = lambda: graph.id is not None  # type: ignore[method-assign]
-        cast_anew: list[bool] = []
-        cast = engine._cast
-
-        def noting(staged: Any, parts: Any, shards: Any, is_there: list[bool]) -> None:
-            cast_anew.append(not is_there[0])
-            cast(staged, parts, shards, is_there)
-
-        engine._cast = noting  # type: ignore[method-assign]
-
-        def gather(owner: str, state: int = 0) -> tuple[bool, bool]:
-            """Whether it was cast, and whether ahead."""
-            ahead = engine.cast_stream.__enter__.call_count
-            output, shard = torch.empty(NUM_RANKS * 8), torch.full((8,), float(group.rank()) + state)
-            engine.all_gather([output], [shard], mock.Mock(), [Content(owner, state)])
-            assert torch.equal(output, torch.arange(4.0).repeat_interleave(8) + state)
-            return cast_anew[-1], engine.cast_stream.__enter__.call_count > ahead
-
-        assert [gather("a"), gather("b"), gather("c")] == [(True, False), (True, True), (True, True)]
-        engine.begin_pass()
-        assert [gather("c"), gather("b"), gather("a")] == [(False, False), (False, True), (False, True)]
-        assert gather("a", 1) == (True, False), "peers may still read what the gather before has sent"
-        assert [gather("b"), gather("a", 1), gather("b", 1)] == [(False, True), (False, True), (True, True)]
-        graph.id = 7
-        engine.begin_pass()
-        assert gather("a", 1) == (True, False), "eager code may have another shard when the graph is replayed"
-        engine.begin_pass()
-        assert [gather("b", 1), gather("a", 1)] == [(True, False), (False, True)], "backward, in the same graph"
-        graph.id = 8
-        engine.begin_pass()
-        assert gather("a", 1) == (True, False), "the other graph may not have been replayed before"
-        graph.id = None
-        engine.begin_pass()
-        assert [gather("a", 1) for _ in range(2)] == [(True, False)] * 2, "a replay may come in between"
-
-    with (
-        mock.patch.object(copy_engine.torch.accelerator, "current_stream"),
-        mock.patch.object(copy_engine.torch.cuda, "current_stream"),
-        mock.patch.object(compat, "capture_id", side_effect=lambda stream: graph.id),
-    ):
-        Ranks().run(job)
 
 
 def test_a_gather_outside_of_a_pass_concerns_its_own_ranks_alone() -> None:
