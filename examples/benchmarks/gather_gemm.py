@@ -13,7 +13,8 @@
 - torch: ``torch.ops.symm_mem.fused_all_gather_matmul`` with the weight as the gathered operand, which gives ``y.T``.
 
 Second table: the same in a chain of layers in which each is gathered while the one before computes. All but torch's op
-is recorded in a CUDA graph, so that no launch of the host is measured; that op is called as it is.
+is recorded in a CUDA graph, so that no launch of the host is measured; that op is called as it is. Each layer and chain
+is printed when it is measured, so that a run that is stopped has told what it knew; the tables come at the end.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_gtp import _torch_compat as compat
-from harness import World, init_world, median, time_steps
+from harness import World, init_world, median, release_memory, time_steps
 from launch import run
 from report import describe, environment, markdown_table, write_json
 
@@ -35,6 +36,8 @@ BF16 = torch.bfloat16
 # What one graph holds, so that its launch and a late rank weigh little.
 _STEPS_OF_GRAPH = 4
 _LARGEST_ERROR = 0.02
+# Ways of which all layers and chains are measured, and their columns.
+_WAYS = {"gemm": "GEMM", "gather_gemm": "gather, GEMM", "by_parts": "by parts", "parts_alone": "parts alone"}
 
 
 class Sizes(NamedTuple):
@@ -196,19 +199,35 @@ def check(actual: torch.Tensor, expected: torch.Tensor, name: str) -> float:
     return error
 
 
-def time_fused(x: torch.Tensor, shard: torch.Tensor, expected: torch.Tensor, world: World, steps: int) -> float:
-    """Milliseconds of torch's own op."""
+def fused_op(device: torch.device) -> Any:
+    """Torch's own op, None if torch lacks it. The module that is asked for the backend registers it."""
+    compat.symmetric_memory_backend(device)
+    return getattr(torch.ops.symm_mem, "fused_all_gather_matmul", None)
+
+
+def time_fused(
+    x: torch.Tensor, shard: torch.Tensor, expected: torch.Tensor, world: World, steps: int
+) -> tuple[float | None, str | None]:
+    """Milliseconds of torch's own op, or why there are none."""
+    fused = fused_op(world.device)
+    if fused is None:
+        return None, f"torch {torch.__version__} lacks fused_all_gather_matmul"
+    if not world.is_cuda:
+        return None, "needs GPUs"
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
 
     def step() -> torch.Tensor:
-        _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(shard, [x.t()], 0, name)
+        _, (output,) = fused(shard, [x.t()], 0, name)
         return output
 
-    check(step().t(), expected, "fused_all_gather_matmul")
-    for _ in range(2):
-        step()
-    return median(time_steps(step, world, steps, free_running=True))
+    def work() -> float:
+        check(step().t(), expected, "fused_all_gather_matmul")
+        for _ in range(2):
+            step()
+        return median(time_steps(step, world, steps, free_running=True))
+
+    return world.guarded("fused_all_gather_matmul", work)
 
 
 def measure(shapes: Sequence[tuple[int, int]], tokens: int, world: World, steps: int) -> dict[str, Any]:
@@ -238,32 +257,43 @@ def measure(shapes: Sequence[tuple[int, int]], tokens: int, world: World, steps:
         record[f"{name}_error"] = check(outputs[-1], expected, name)
         record[f"{name}_has_same_bits"] = torch.equal(outputs[-1], expected)
     if len(shapes) == 1:
-        own = shards.rows[0][world.rank].clone()
-        time_it = partial(time_fused, x, own, expected, world, steps)
-        fused, why = world.guarded("fused_all_gather_matmul", time_it) if world.is_cuda else (None, "needs GPUs")
+        fused, why = time_fused(x, shards.rows[0][world.rank].clone(), expected, world, steps)
         record |= {"fused_ms": fused, "fused_missing": why}
     return record
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    is_single = "fused_ms" in records[0]
-    header = ["layers", "T", "GEMM", "gather, GEMM", "by parts", "parts alone", *["torch"] * is_single, "same bits"]
-    lines = []
-    for record in records:
-        shapes = record["shapes"]
-        once = list(dict.fromkeys(shapes))
-        name = ", ".join(f"{rows}x{columns}" for rows, columns in once)
-        line = [name if len(shapes) == 1 else f"{len(shapes) // len(once)} x ({name})", str(record["tokens"])]
-        line += [f"{record[f'{way}_ms']:.3f}" for way in ("gemm", "gather_gemm", "by_parts", "parts_alone")]
-        if is_single:
-            line.append("n/a" if record["fused_ms"] is None else f"{record['fused_ms']:.3f}")
-        lines.append([*line, "yes" if record["by_parts_has_same_bits"] else "no"])
-    return markdown_table(header, lines)
+def cells(record: dict[str, Any]) -> dict[str, str]:
+    """What a table shows of one layer or chain, by column; times are ms."""
+    shapes = record["shapes"]
+    once = list(dict.fromkeys(shapes))
+    name = ", ".join(f"{rows}x{columns}" for rows, columns in once)
+    found = {
+        "layers": name if len(shapes) == 1 else f"{len(shapes) // len(once)} x ({name})",
+        "T": str(record["tokens"]),
+    }
+    found |= {column: f"{record[f'{way}_ms']:.3f}" for way, column in _WAYS.items()}
+    if "fused_ms" in record:
+        found["torch"] = "n/a" if record["fused_ms"] is None else f"{record['fused_ms']:.3f}"
+    return found | {"same bits": "yes" if record["by_parts_has_same_bits"] else "no"}
+
+
+def measure_all(
+    chains: Sequence[Sequence[tuple[int, int]]], tokens: Sequence[int], world: World, steps: int
+) -> list[dict[str, Any]]:
+    """Each layer or chain with each number of rows; a line is printed as soon as it is known."""
+    records = []
+    for shapes in chains:
+        for num in tokens:
+            records.append(measure(shapes, num, world, steps))
+            release_memory(world)  # its weights, buffers and graphs
+            world.say("; ".join(f"{column}: {cell}" for column, cell in cells(records[-1]).items()))
+    return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="llama8b")
+    parser.add_argument("--tokens", type=int, nargs="+", help="numbers of rows of x instead of those of the preset")
     parser.add_argument("--steps", type=int, default=5, help="timed calls; their median is reported")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -272,12 +302,17 @@ def main() -> None:
     dist.barrier()  # memory of peers is mapped through a group that has communicated
     about = environment(world)
     world.say(describe(about) + "\n")
-    content: dict[str, Any] = {"environment": about}
-    for name, chains in (("layers", [(shape,) for shape in sizes.layers]), ("chains", sizes.chains)):
-        content[name] = [measure(shapes, tokens, world, options.steps) for shapes in chains for tokens in sizes.tokens]
-        world.say(table(content[name]) + "\n")
-        for why in dict.fromkeys(record.get("fused_missing") for record in content[name]):
-            world.say(f"torch: n/a: {why}\n" if why else "")
+    tokens = options.tokens or sizes.tokens
+    content: dict[str, Any] = {
+        "environment": about,
+        "layers": measure_all([(shape,) for shape in sizes.layers], tokens, world, options.steps),
+        "chains": measure_all(sizes.chains, tokens, world, options.steps),
+    }
+    for records in (content["layers"], content["chains"]):
+        lines = [list(cells(record).values()) for record in records]
+        world.say("\n" + markdown_table(list(cells(records[0])), lines))
+    for why in dict.fromkeys(record["fused_missing"] for record in content["layers"] if record["fused_missing"]):
+        world.say(f"\ntorch: n/a: {why}")
     if options.json is not None and world.rank == 0:
         write_json(options.json, content)
     world.barrier()
