@@ -5,9 +5,9 @@ Each rank has one *stage*, memory that its peers on the same host can read, in t
 gather, in the order of the stream, is
 
 1. a barrier: all ranks have read what earlier gathers left in the stages;
-2. a cast of the rank's own rows into its half, and into its own part of the output, one kernel for each dtype;
+2. a cast of the rank's own rows into its half, one kernel for each dtype;
 3. a barrier: all stages are filled;
-4. a copy of every peer's half into the output.
+4. a copy of every peer's half into the output; beside it, on another stream, that of its own.
 
 The cast is a kernel, which waits behind a GEMM for SMs, and the wire with it. So it runs on a stream of its own, ahead:
 it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this half.
@@ -60,6 +60,9 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 
 _ALIGNMENT = 16
+
+# A target, and a source of the same shape.
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Stage(Protocol):
@@ -253,7 +256,8 @@ class CopyEngine(PeerCopies, CastingBackend):
         self._num_gathers = 0
         self._kept: _KeptPlaces | None = None
         self._expected_nbytes = 0
-        # When the first barrier of the last gather was passed, and in which recording of a graph, if in one.
+        # When the first barrier of the last gather was passed and its places were filled, and in which recording of a
+        # graph, if in one.
         self._last_passed: torch.Event | None = None
         self._last_recording: int | None = None
 
@@ -272,30 +276,39 @@ class CopyEngine(PeerCopies, CastingBackend):
         ready: torch.Event | None = None,
         contents: Sequence[Content] | None = None,
     ) -> None:
-        parts = [output.chunk(self._num_ranks) for output in outputs]
-        stage, begins, is_fresh, is_free = self._places([part[0].nbytes for part in parts], contents)
+        rows = [output.shape[0] // self._num_ranks for output in outputs]
+        parts = [output.narrow(0, self._rank * n, n) for output, n in zip(outputs, rows, strict=True)]
+        stage, begins, is_fresh, is_free = self._places([part.nbytes for part in parts], contents)
         self._num_gathers += 1
-
-        def staged(rank: int) -> list[torch.Tensor]:
-            pairs = zip(begins, parts, strict=True)
-            return [stage.view(rank, at, part[0].shape, part[0].dtype) for at, part in pairs]
-
-        own = (staged(self._rank), parts, shards, is_fresh)
-        is_cast = self._cast_ahead(ready, *own) if is_free else None
+        places = [
+            stage.view(self._rank, begin, part.shape, part.dtype).narrow(0, 0, shard.shape[0])
+            for begin, part, shard in zip(begins, parts, shards, strict=True)
+        ]
+        stale = [
+            (place, shard) for place, shard, is_there in zip(places, shards, is_fresh, strict=True) if not is_there
+        ]
+        filled = self._fill_ahead(ready, stale) if is_free and stale else None
         stage.barrier(0)
-        if self.cast_stream is not None:
-            stream = torch.accelerator.current_stream(self._device.index)
-            self._last_passed, self._last_recording = stream.record_event(), self._recording()
-            if is_cast is not None:
-                stream.wait_event(is_cast)
-        if is_cast is None:
-            self._cast(*own)
-        if self._kept is not None:
-            self._kept.note_casts()
+        self._fill(stale, filled)
         stage.barrier(1)
-        for rank in self._peers():
-            for part, source in zip(parts, staged(rank), strict=True):
-                part[rank].copy_(source)
+        own = [
+            (part.narrow(0, 0, shard.shape[0]), place)
+            for part, place, shard in zip(parts, places, shards, strict=True)
+            if part.data_ptr() != shard.data_ptr()
+        ]
+        taken = self._take_beside(own)
+        pairs = list(zip(begins, parts, outputs, strict=True))
+        stage.fetch(
+            [
+                compat.Fetch(rank, begin, output.data_ptr() + rank * part.nbytes, part.nbytes)
+                for rank in self._peers()
+                for begin, part, output in pairs
+            ]
+        )
+        if taken is None:
+            _copy(own)
+        else:
+            torch.accelerator.current_stream(self._device.index).wait_event(taken)
 
     def _places(
         self, sizes: list[int], contents: Sequence[Content] | None
@@ -333,14 +346,7 @@ class CopyEngine(PeerCopies, CastingBackend):
         if self._kept is not None:
             self._kept.forget()
 
-    def _cast_ahead(
-        self,
-        ready: torch.Event | None,
-        staged: list[torch.Tensor],
-        parts: list[tuple[torch.Tensor, ...]],
-        shards: list[torch.Tensor],
-        is_fresh: list[bool],
-    ) -> torch.Event | None:
+    def _fill_ahead(self, ready: torch.Event | None, stale: list[_Pair]) -> torch.Event | None:
         """Cast on a stream of its own, if it is known when nobody reads the places any more; when that is done."""
         if ready is None or self.cast_stream is None or self._last_passed is None:
             return None
@@ -350,31 +356,41 @@ class CopyEngine(PeerCopies, CastingBackend):
         self.cast_stream.wait_event(ready)
         self.cast_stream.wait_event(self._last_passed)
         with self.cast_stream:
-            self._cast(staged, parts, shards, is_fresh)
+            self._cast(stale)
         return self.cast_stream.record_event()
 
-    def _cast(
-        self,
-        staged: list[torch.Tensor],
-        parts: list[tuple[torch.Tensor, ...]],
-        shards: list[torch.Tensor],
-        is_fresh: list[bool],
-    ) -> None:
-        """Into the stage, and into this rank's own part of the output; what lies in the stage, into that alone."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for place, part, shard, is_there in zip(staged, parts, shards, is_fresh, strict=True):
-            if not is_there:
-                targets.append(place)
-                sources.append(shard)
-            if part[self._rank].data_ptr() != shard.data_ptr():
-                targets.append(part[self._rank])
-                sources.append(place.narrow(0, 0, shard.shape[0]) if is_there else shard)
-        filled = [
-            target if target.shape == source.shape else target.narrow(0, 0, source.shape[0])
-            for target, source in zip(targets, sources, strict=True)
-        ]
-        compat.copy_all(filled, sources)
+    def _fill(self, stale: list[_Pair], filled: torch.Event | None) -> None:
+        """Between the barriers: the places have their content, from now on or since ``filled``."""
+        if filled is None and stale:
+            self._cast(stale)
+        if self._kept is not None:
+            self._kept.note_casts()
+        if self.cast_stream is not None:
+            stream = torch.accelerator.current_stream(self._device.index)
+            if filled is not None:
+                stream.wait_event(filled)
+            self._last_passed, self._last_recording = stream.record_event(), self._recording()
+
+    def _take_beside(self, own: list[_Pair]) -> torch.Event | None:
+        """Copy what is this rank's own out of its stage beside what comes from peers, if there is a stream for it; when
+        that is done."""
+        if self.cast_stream is None or self._last_passed is None or not own:
+            return None
+        self.cast_stream.wait_event(self._last_passed)
+        with self.cast_stream:
+            _copy(own)
+        return self.cast_stream.record_event()
+
+    def _cast(self, pairs: list[_Pair]) -> None:
+        """Into the stage, from shards."""
+        _copy(pairs)
+
+
+def _copy(pairs: list[_Pair]) -> None:
+    """Each source to the target before it, which may be of another dtype."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        compat.copy_all(list(targets), list(sources))
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from .. import _torch_compat as compat
 from .copy_engine import PeerCopies, offsets
 
 _ALIGNMENT = 512  # as torch's allocator has it: GEMMs choose their kernels by it
@@ -180,11 +181,15 @@ class SendRing(PeerCopies):
         self._waiting = []
         stage = self._used_stage()
         stage.barrier(0)
+        fetches = []
         for rank in self._peers():
             for output, place in zip(outputs, places, strict=True):
+                row_nbytes = output.shape[1] * output.itemsize
                 has_own = output.shape[0] == self._num_ranks
-                row = output[rank if has_own or rank < self._rank else rank - 1]
-                row.copy_(stage.view(rank, place.begin + self._rank * row.nbytes, row.shape, row.dtype))
+                row = rank if has_own or rank < self._rank else rank - 1
+                target = output.data_ptr() + row * output.stride(0) * output.itemsize
+                fetches.append(compat.Fetch(rank, place.begin + self._rank * row_nbytes, target, row_nbytes))
+        stage.fetch(fetches)
         stage.barrier(1)
 
 

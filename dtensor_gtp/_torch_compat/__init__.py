@@ -80,7 +80,7 @@ from .groups import (
     timeout_of,
     twin_group,
 )
-from .memory import RegisteredBuffer, SymmetricBuffer, symmetric_memory_backend
+from .memory import Fetch, RegisteredBuffer, SymmetricBuffer, symmetric_memory_backend
 from .meshes import concatenate_meshes, flatten_mesh, is_real_rank, mesh_coordinate, root_mesh, unflatten_mesh
 from .modes import (
     POLICY_MODES,
@@ -116,6 +116,7 @@ from .tensors import (
 __all__ = [
     "POLICY_MODES",
     "DTensorSpec",
+    "Fetch",
     "FullyShardCut",
     "OpSchema",
     "OutputSharding",

@@ -1,4 +1,4 @@
-"""Memory operations of streams (CUDA driver API): signals between GPUs that take no SM.
+"""Operations of streams that take no SM (CUDA driver API): signals between GPUs, and copies.
 
 A kernel that waits for a peer needs a place on an SM before it can even tell the peer that it is there. Beside a GEMM
 that fills the GPU it gets one when the GEMM leaves it, on every rank at another time. These operations are executed by
@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
 _WAIT_EQUAL = 1  # CUstreamWaitValue_flags
 _FLAG_NBYTES = 4
+_IN_ORDER_OF_STREAM = 1  # CUmemcpySrcAccessOrder
 
 
 class _Operation(ctypes.Structure):
@@ -32,6 +34,24 @@ class _Operation(ctypes.Structure):
         ("alias", ctypes.c_uint64),
         ("_reserved", ctypes.c_uint64),
     )
+
+
+class _CopyAttributes(ctypes.Structure):
+    """``CUmemcpyAttributes``; hints of locations are for managed memory."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_uint32),
+        ("_hints", ctypes.c_uint32 * 4),
+        ("flags", ctypes.c_uint32),
+    )
+
+
+class Copy(NamedTuple):
+    """Bytes from one address of GPU memory, of this or another GPU of the host, to one of this GPU."""
+
+    target: int
+    source: int
+    nbytes: int
 
 
 @functools.cache
@@ -51,6 +71,45 @@ def enqueue_operations(operations: ctypes.Array[_Operation], stream: torch.cuda.
     code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), len(operations), operations, 0)
     if code:
         raise RuntimeError(f"cuStreamBatchMemOp failed with CUresult {code}")
+
+
+def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
+    """Give ``stream``, which is the current one, these copies, of different memory each.
+
+    They are one call of the driver where that can be (``cuMemcpyBatchAsync``, CUDA 13; it cannot be recorded into a
+    graph): a copy by ``Tensor.copy_`` takes the host several microseconds.
+
+    Raises:
+        RuntimeError: The driver refuses.
+    """
+    driver, handle = _driver(), ctypes.c_void_p(stream.cuda_stream)
+    copies = [copy for copy in copies if copy.nbytes]
+    if len(copies) > 1 and stream.cuda_stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
+        number = len(copies)
+        addresses, sizes = ctypes.c_uint64 * number, ctypes.c_size_t * number
+        attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
+        code = driver.cuMemcpyBatchAsync_v2(
+            addresses(*[copy.target for copy in copies]),
+            addresses(*[copy.source for copy in copies]),
+            sizes(*[copy.nbytes for copy in copies]),
+            ctypes.c_size_t(number),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            handle,
+        )
+        if code:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUresult {code}")
+        return
+    for target, source, nbytes in copies:
+        code = driver.cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), handle)
+        if code:
+            raise RuntimeError(f"cuMemcpyAsync failed with CUresult {code}")
+
+
+@functools.cache
+def _has_batches() -> bool:
+    return hasattr(_driver(), "cuMemcpyBatchAsync_v2")
 
 
 def capture_id(stream: torch.cuda.Stream) -> int:

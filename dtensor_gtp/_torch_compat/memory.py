@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .driver import SignalBarrier, num_flag_bytes
+from .driver import Copy, SignalBarrier, enqueue_copies, num_flag_bytes
 from .groups import resolve_group
 
 _FLAG_ALIGNMENT = 256
@@ -38,6 +39,22 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
         return import_module("torch.distributed._symmetric_memory").get_backend(device)  # type: ignore[no-any-return]
     except (ImportError, RuntimeError):
         return None
+
+
+class Fetch(NamedTuple):
+    """What is copied of a peer's buffer.
+
+    Args:
+        rank: Of the peer.
+        offset: Bytes from the begin of its buffer.
+        target: Address in this GPU's memory.
+        nbytes: How much.
+    """
+
+    rank: int
+    offset: int
+    target: int
+    nbytes: int
 
 
 class SymmetricBuffer:
@@ -81,3 +98,9 @@ class SymmetricBuffer:
     def barrier(self, turn: int) -> None:
         """Let the current stream wait for those of all ranks, see ``SignalBarrier``."""
         self._barrier.wait(turn, torch.cuda.current_stream(self._device))
+
+    def fetch(self, fetches: Sequence[Fetch]) -> None:
+        """Copy from peers on the current stream, in any order. Targets are to be kept alive by the caller."""
+        bases = self._handle.buffer_ptrs
+        copies = [Copy(target, bases[rank] + offset, nbytes) for rank, offset, target, nbytes in fetches]
+        enqueue_copies(copies, torch.cuda.current_stream(self._device))

@@ -6,6 +6,7 @@ are the host.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import tempfile
 import time
@@ -123,6 +124,10 @@ class MappedFile:
         begin = rank * self.nbytes + offset
         return self.memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
+    def fetch(self, fetches: Sequence[compat.Fetch]) -> None:
+        for rank, offset, target, nbytes in fetches:
+            ctypes.memmove(target, self.memory.data_ptr() + rank * self.nbytes + offset, nbytes)
+
     def barrier(self, turn: int) -> None:
         dist.barrier(group=self.group)
 
@@ -137,9 +142,9 @@ class OnFile(CopyEngine):
         with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
             super().__init__(group, device)
 
-    def _cast(self, staged: Any, parts: Any, shards: Any, is_there: list[bool]) -> None:
-        type(self).num_casts += is_there.count(False)
-        super()._cast(staged, parts, shards, is_there)
+    def _cast(self, pairs: list[Any]) -> None:
+        type(self).num_casts += len(pairs)
+        super()._cast(pairs)
 
     def _allocate(self, nbytes: int) -> Any:
         type(self).num_stages += 1
