@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from common import ALL
+from common import ALL, fake_world
 from runtime_common import Raw, assert_idle, local, runtime_of
 from test_capture_blocks import Wire, Work, one_of
-from test_capture_step import rows
+from test_capture_step import Setting, rows
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.capture import CapturedStep
@@ -106,3 +106,68 @@ def test_nothing_is_left_of_a_recording_that_failed(where: str, is_void: bool) -
             assert torch.equal(step(rows(seed)), step(rows(seed), models[1]))
         for a, b in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(local(a), local(b))
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with fake_world(world_size=1):
+        yield
+
+
+@pytest.mark.usefixtures("world")
+class TestGradients:
+    def test_gradients_of_a_refused_recording_are_those_of_before(self) -> None:
+        """The recording itself has worked, but nothing has computed what it left."""
+        setting = Setting(is_stepping=False)
+
+        def step(x: torch.Tensor) -> None:
+            setting.run(setting.model, setting.optimizers[1], x, 1.0)
+            setting.optimizers[1].param_groups[0]["lr"] *= 0.5
+
+        runtimes = [runtime_of(setting.model)]
+        captured = CapturedStep(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, 2, 8)
+        for seed in range(2):
+            setting.model.zero_grad()
+            captured(rows(seed))
+        setting.model.zero_grad()
+        before = [param.grad for param in setting.model.parameters()]
+        with pytest.raises(RuntimeError, match="lr has changed"):
+            captured(rows(2))
+        assert all(param.grad is grad for param, grad in zip(setting.model.parameters(), before, strict=True))
+
+    def test_step_that_cannot_be_recorded_leaves_gradients(self) -> None:
+        setting = Setting(is_stepping=False)
+
+        def failing(step: Callable[[], Any]) -> Any:
+            step()
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        step = setting.captured(warmup_steps=2)
+        for _ in range(2):
+            step(rows(0))
+            setting.model.zero_grad()
+        setting.recorder.record = failing  # type: ignore[method-assign]
+        with pytest.raises(
+            RuntimeError, match=r"could not record the step: RuntimeError: operation not permitted.*item\(\)"
+        ):
+            step(rows(0))
+        assert all(param.grad is None for param in setting.model.parameters())
+
+    def test_a_step_that_leaves_gradients_in_flight_is_not_recorded(self) -> None:
+        setting = Setting(is_stepping=False)
+        is_last = True
+
+        def step(x: torch.Tensor) -> None:
+            setting.model.set_is_last_backward(is_last)
+            setting.model(x).square().mean().backward()
+            setting.model.set_is_last_backward(True)
+
+        arguments = (step, setting.model, [], [runtime_of(setting.model)], setting.recorder)
+        captured = CapturedStep(*arguments, warmup_steps=2, max_graphs=8)
+        for _ in range(2):
+            captured(rows(0))
+            setting.model.zero_grad()
+        is_last = False
+        with pytest.raises(RuntimeError, match=r"could not record .*: capture_step expects .* in flight when it ends"):
+            captured(rows(0))
+        assert_idle(setting.model)
