@@ -41,8 +41,8 @@ What follows from it:
   not to, within a minute. What they have mapped of a process that is gone stays valid memory until they unmap it.
 
 Barriers are memory operations of the streams: no kernel has to find a place beside the GEMMs (see
-``_torch_compat.driver``). A copy within one GPU is a kernel, which waits for SMs behind a GEMM and then keeps the next
-one waiting: so a gather has as few as can be. NVLink multicast is not used. ``send_ring`` exchanges gradients.
+``_torch_compat.driver``). A copy within one GPU, even one by the driver, takes time from the GEMMs: so a gather has as
+few as can be. NVLink multicast is not used. ``send_ring`` exchanges gradients.
 """
 
 from __future__ import annotations
@@ -388,9 +388,15 @@ class CopyEngine(PeerCopies, CastingBackend):
 
 def _copy(pairs: list[_Pair]) -> None:
     """Each source to the target before it, which may be of another dtype."""
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
-        compat.copy_all(list(targets), list(sources))
+    plain = [pair for pair in pairs if _is_copied_as_bytes(*pair)]
+    cast = [pair for pair in pairs if not _is_copied_as_bytes(*pair)] if len(plain) < len(pairs) else []
+    for some, copy in ((plain, compat.copy_bytes), (cast, compat.copy_all)):
+        if some:
+            copy([target for target, _ in some], [source for _, source in some])
+
+
+def _is_copied_as_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.is_cuda and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
 
 
 @contextmanager

@@ -80,7 +80,7 @@ from .groups import (
     timeout_of,
     twin_group,
 )
-from .memory import Fetch, RegisteredBuffer, SymmetricBuffer, symmetric_memory_backend
+from .memory import Fetch, RegisteredBuffer, SymmetricBuffer, copy_bytes, symmetric_memory_backend
 from .meshes import concatenate_meshes, flatten_mesh, is_real_rank, mesh_coordinate, root_mesh, unflatten_mesh
 from .modes import (
     POLICY_MODES,
@@ -147,6 +147,7 @@ __all__ = [
     "completed_local",
     "concatenate_meshes",
     "copy_all",
+    "copy_bytes",
     "current_graph_task_id",
     "distribute_tensor_modules",
     "dtensor_spec",
