@@ -98,6 +98,7 @@ class Gradients:
         self._together_nbytes: float = together_nbytes
         # Gradients that wait for others to travel with.
         self._waiting: list[_Submitted] = []
+        self._waiting_nbytes = 0
         # Set where the mesh is one replica of several that need not be alike.
         self.replicas: UnequalReplicas | None = None
         self._postponed: list[Callable[[], None]] | None = None
@@ -233,6 +234,7 @@ class Gradients:
             self._launch_others(weight)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
         self._waiting.append(_Submitted(job, buffer, place))
+        self._waiting_nbytes += weight.sent_nbytes
         if not self._may_wait(weight):
             self.launch_waiting()
 
@@ -248,7 +250,7 @@ class Gradients:
         """Launch what waits, unless the gradient of ``weight``, which comes next, may travel with it."""
         if not self._waiting:
             return
-        nbytes = weight.sent_nbytes + sum(waiting.job.weight.sent_nbytes for waiting in self._waiting)
+        nbytes = weight.sent_nbytes + self._waiting_nbytes
         is_alike = self._waiting[0].key == (weight.groups, weight.reduce_dtype, self._scale(weight))
         if not (is_alike and nbytes <= self._together_nbytes and self._may_wait(weight)):
             self.launch_waiting()
@@ -272,7 +274,7 @@ class Gradients:
     def launch_waiting(self) -> None:
         """Launch what waits for others to travel with; never into the graph of a block."""
         if self._waiting and self.recording is None:
-            waiting, self._waiting = self._waiting, []
+            waiting, self._waiting, self._waiting_nbytes = self._waiting, [], 0
             self._launch(waiting)
 
     def _launch(self, together: list[_Submitted]) -> None:
@@ -427,6 +429,7 @@ class Gradients:
     def abandon(self) -> None:
         """After an exception: wait for what was launched, forget its results."""
         self._waiting.clear()
+        self._waiting_nbytes = 0
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()

@@ -59,7 +59,8 @@ class SendRing(PeerCopies):
 
     Args:
         group, device: As for ``PeerCopies``.
-        enough_nbytes: Up to where it grows for more to be in flight. A larger gradient makes it as large as that is.
+        enough_nbytes: Up to where it grows for more to be in flight. A gradient that takes more than half of that (a
+            head) has room of its own besides, or those that follow it would find their places in use.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
@@ -69,8 +70,9 @@ class SendRing(PeerCopies):
         self._used: list[weakref.ref[Place]] = []
         self._waiting: list[Place] = []  # for their launch
         self._offered: torch.Tensor | None = None
-        # What a backward has submitted, and what would have been room for all that had to be laid out anew.
-        self._submitted_nbytes = 0
+        # What a backward has submitted, in all and at most, and what would have been room for all that had to be laid
+        # out anew.
+        self._submitted_nbytes = self._largest_nbytes = 0
         self._wanted_nbytes = 0
 
     # --- places -------------------------------------------------------------------------------------------------------
@@ -115,6 +117,7 @@ class SendRing(PeerCopies):
             raise RuntimeError("a place of the send ring was offered to a gradient, but another one was submitted")
         begin, end = self._next(buffer.numel(), dtype)
         self._submitted_nbytes += end - begin
+        self._largest_nbytes = max(self._largest_nbytes, end - begin)
         if end > self._nbytes or any(place.overlaps(begin, end) for place in self._waiting):
             return None
         self._head = end
@@ -152,7 +155,7 @@ class SendRing(PeerCopies):
 
     def rewind(self) -> None:
         """Nothing waits or is in flight: begin anew."""
-        self._head = self._submitted_nbytes = self._wanted_nbytes = 0
+        self._head = self._submitted_nbytes = self._largest_nbytes = self._wanted_nbytes = 0
         self._offered = None
         self._waiting.clear()
         self._used.clear()
@@ -160,7 +163,9 @@ class SendRing(PeerCopies):
     @property
     def missing_nbytes(self) -> int:
         """What it should have had in this backward; 0 if that is what it has."""
-        wanted = max(min(self._enough_nbytes, self._submitted_nbytes), self._wanted_nbytes)
+        is_large = self._largest_nbytes > self._enough_nbytes // 2
+        enough = self._enough_nbytes + self._largest_nbytes * is_large
+        wanted = max(min(enough, self._submitted_nbytes), self._wanted_nbytes)
         return wanted if wanted > self._nbytes else 0
 
     def grow(self, nbytes: int) -> None:

@@ -283,7 +283,7 @@ def test_gradients_in_the_ring(
 
     ranks = Ranks()
     ranks.run(job)
-    assert min(in_place) > 10
+    assert min(in_place) > 5
     assert len(set(ranks.num_stages)) == 1
     assert ranks.num_stages[0] <= 12
 
@@ -313,6 +313,29 @@ def test_a_place_is_offered_when_nobody_uses_it() -> None:
         assert ring.missing_nbytes == 0
         ring.end_backward()
         assert submit()[0]
+
+    Ranks().run(job)
+
+
+def test_what_follows_a_large_gradient_is_written_in_place() -> None:
+    """While the large one is in flight, as many others are as without it."""
+
+    def job(group: Group) -> None:
+        ring = Ring(group, CPU, 3 * 512)
+        sizes = [1024, *[64] * 7]  # elements of a row: one gradient of 8192 bytes, others of 512
+        for backward in range(3):
+            in_flight: list[Any] = []
+            in_place = []
+            for size in sizes:
+                offered = ring.offer((NUM_RANKS, size), torch.bfloat16)
+                in_place.append(offered is not None)
+                buffer = torch.zeros(NUM_RANKS, size, dtype=torch.bfloat16) if offered is None else offered.zero_()
+                _, held = exchange(ring, [buffer], [ring.take(buffer, torch.bfloat16)], torch.distributed.ReduceOp.SUM)
+                in_flight = [*in_flight[-2:], held]
+                del held
+            ring.end_backward()
+            assert backward == 0 or in_place == [True] * len(sizes)
+        assert ring.held_nbytes == 8192 + 3 * 512
 
     Ranks().run(job)
 
