@@ -434,23 +434,23 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
             half = 2 * (targets[-1].data_ptr() - stage.data_ptr()) // stage.nbytes
             return is_ahead[-1], half
 
-        with mock.patch.object(copy_engine.torch.accelerator, "current_stream"):
-            assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "the first one is in its place"
-            engine.begin_pass()
-            assert [gather() for _ in range(2)] == [(False, 0), (True, 1)]
-            recording = 1
-            assert [gather() for _ in range(2)] == [(False, 0), (True, 1)], (
-                "what is outside of a graph cannot be waited for"
-            )
-            recording = 2
-            assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "nor is what is in another one"
-            recording = None
-            engine.begin_pass()
-            assert [gather() for _ in range(3)] == [(False, 0), (False, 1), (False, 0)], "a replay may come in between"
-            engine.all_gather([torch.empty(NUM_RANKS * 8)], [torch.ones(8)])
-            assert gather() == (False, 0)
+        assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "the first one is in its place"
+        engine.begin_pass()
+        assert [gather() for _ in range(2)] == [(False, 0), (True, 1)]
+        recording = 1
+        assert [gather() for _ in range(2)] == [(False, 0), (True, 1)], (
+            "what is outside of a graph cannot be waited for"
+        )
+        recording = 2
+        assert [gather() for _ in range(3)] == [(False, 0), (True, 1), (True, 0)], "nor is what is in another one"
+        recording = None
+        engine.begin_pass()
+        assert [gather() for _ in range(3)] == [(False, 0), (False, 1), (False, 0)], "a replay may come in between"
+        engine.all_gather([torch.empty(NUM_RANKS * 8)], [torch.ones(8)])
+        assert gather() == (False, 0)
 
-    Ranks().run(job)
+    with mock.patch.object(copy_engine.torch.accelerator, "current_stream"):
+        Ranks().run(job)
 
 
 def test_a_gather_outside_of_a_pass_concerns_its_own_ranks_alone() -> None:
