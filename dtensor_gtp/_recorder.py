@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
@@ -26,6 +27,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # Warm-up and recording on one stream, so that what autograd has remembered of it fits.
         self._stream = torch.cuda.Stream(device)
 
@@ -40,6 +42,10 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        if not self._graphs:
+            # The allocator refuses a pool that no graph uses any more while something in it, such as a gradient that
+            # one has left, is still alive.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Where a recording fails, torch.cuda.graph leaves its stream current: the context around puts the other
@@ -54,6 +60,7 @@ class CudaRecorder:
             # The allocator may still hold the pool for the recording that is void, and refuses it to another one.
             self._pool = torch.cuda.graph_pool_handle()
             raise
+        self._graphs.add(graph)
         return graph.replay, result
 
 

@@ -1,0 +1,78 @@
+"""The recorder of CUDA graphs without a GPU: which pool of memory it records into."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+
+from dtensor_gtp._recorder import CudaRecorder
+
+
+class Allocator:
+    """Counts the graphs of a pool, as that of torch does, and refuses one that had some and has none."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.users: dict[int, weakref.WeakSet[Graph]] = {}
+
+    def new_pool(self) -> int:
+        return next(self.numbers)
+
+    @contextmanager
+    def graph(self, graph: Graph, pool: int, **options: object) -> Iterator[None]:
+        assert pool not in self.users or self.users[pool], "nobody uses this pool any more"
+        self.users.setdefault(pool, weakref.WeakSet()).add(graph)
+        yield
+
+
+class Graph:
+    def replay(self) -> None:
+        pass
+
+
+@pytest.fixture
+def recorder() -> Iterator[tuple[CudaRecorder, Allocator]]:
+    allocator = Allocator()
+    with (
+        mock.patch("torch.cuda.graph_pool_handle", allocator.new_pool),
+        mock.patch("torch.cuda.CUDAGraph", Graph),
+        mock.patch("torch.cuda.graph", allocator.graph),
+        mock.patch("torch.cuda.Stream"),
+        mock.patch("torch.cuda.current_stream"),
+        mock.patch("torch.cuda.stream", return_value=nullcontext()),
+    ):
+        yield CudaRecorder(torch.device("cuda")), allocator
+
+
+def fail() -> None:
+    raise ValueError("broken")
+
+
+def test_graphs_share_a_pool_as_long_as_one_is_there(recorder: tuple[CudaRecorder, Allocator]) -> None:
+    cuda, allocator = recorder
+    replays: list[Callable[[], None]] = []
+    for _ in range(3):
+        replays.append(cuda.record(lambda: None)[0])
+        del replays[:-1]
+    assert len(allocator.users) == 1
+    del replays[:]
+    gc.collect()
+    replays.append(cuda.record(lambda: None)[0])
+    assert len(allocator.users) == 2
+
+
+def test_a_pool_of_a_recording_that_failed_is_not_used_again(recorder: tuple[CudaRecorder, Allocator]) -> None:
+    cuda, allocator = recorder
+    first, _ = cuda.record(lambda: None)
+    with pytest.raises(ValueError, match="broken"):
+        cuda.record(fail)
+    second, _ = cuda.record(lambda: None)
+    assert len(allocator.users) == 2
+    assert first is not second
