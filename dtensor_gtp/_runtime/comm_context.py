@@ -266,8 +266,22 @@ class CommContext:
     @property
     def symmetric_nbytes(self) -> int:
         """Memory of this rank that peers copy from: stages of gathers and rings of gradients."""
+        return sum(copies.held_nbytes for copies in self._peer_copies())
+
+    def _peer_copies(self) -> list[PeerCopies]:
         engines = [engine for engine in self._gather_backends.values() if isinstance(engine, PeerCopies)]
-        return sum(copies.held_nbytes for copies in (*engines, *self._send_rings.values()))
+        return [*engines, *self._send_rings.values()]
+
+    def begin_recording(self) -> None:
+        """Before a recording into a CUDA graph that may fail."""
+        for copies in self._peer_copies():
+            copies.begin_recording()
+
+    def forget_recording(self) -> None:
+        """It has failed, so nothing of it ever runs: forget what it launched without waiting for it."""
+        self.forget()
+        for copies in self._peer_copies():
+            copies.forget_recording()
 
     def end_backward(self) -> None:
         """Of all ranks: all reductions are launched. Compute waits for them and drops their buffers."""
@@ -360,7 +374,7 @@ class CommContext:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was launched without waiting for it: a recording into a CUDA graph has failed."""
+        """Forget what was launched without waiting for it."""
         self._reductions.clear()
         for ring in self._send_rings.values():
             ring.rewind()

@@ -12,8 +12,8 @@ gather, in the order of the stream, is
 The cast is a kernel, which waits behind a GEMM for SMs, and the wire with it. So it runs on a stream of its own, ahead:
 it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this half.
 That one must be known to precede it, so in the first gather of a pass, across the border of a CUDA graph, and in eager
-code once a graph (or a recording that failed) has used the stage, whose replays are not seen here, the cast comes in
-its place between the barriers.
+code once a graph has used the stage, whose replays are not seen here (nor that a recording has failed, unless it was
+that of ``capture_step``), the cast comes in its place between the barriers.
 Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
 
 [Note: kept casts]
@@ -90,6 +90,15 @@ class Staged(Generic[S]):
         # Ranks that cannot map each other's memory find out now, not in the first forward.
         self._stage: S | None = self._allocate(_ALIGNMENT)
         self._captured: list[S] = []
+        self._num_captured_before = 0
+
+    def begin_recording(self) -> None:
+        """Before a recording into a CUDA graph that may fail."""
+        self._num_captured_before = len(self._captured)
+
+    def forget_recording(self) -> None:
+        """The last one has failed: no graph uses what it alone has used."""
+        del self._captured[self._num_captured_before :]
 
     def _allocate(self, nbytes: int) -> S:
         raise NotImplementedError

@@ -357,7 +357,7 @@ class Runtime(Gathering):
     def has_gradients_in_flight(self) -> bool:
         """Whether backwards that were not the last one have left gradients that are to be added to those of the
         next."""
-        of_whole = (param.leaf.grad for param in self.whole)
+        of_whole = (grad for param in self.whole for grad in (param.leaf.grad, param._wide_local_grad))
         reduced = (param.reduced for param in self.params)
         return self.comm.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
 
@@ -377,7 +377,7 @@ class Runtime(Gathering):
     def forget_recording(self) -> None:
         """After a recording into a CUDA graph that failed: what it has gathered and reduced was never computed, and
         cannot be waited for."""
-        self.comm.forget()
+        self.comm.forget_recording()
         for target in self.gatherables:
             target.pending.clear()
             target.live = target.kept = None

@@ -484,6 +484,30 @@ def test_a_stage_does_not_grow_within_a_graph_and_outlives_it() -> None:
     Ranks().run(job)
 
 
+def test_a_recording_that_failed_holds_no_stage() -> None:
+    def job(group: Group) -> None:
+        engine = Engine(group, CPU)
+
+        def gather(num_rows: int, is_recorded: bool = False) -> Any:
+            engine._is_capturing = lambda: is_recorded  # type: ignore[method-assign]
+            engine.all_gather([torch.empty(NUM_RANKS * num_rows)], [torch.ones(num_rows)])
+            return engine._stage
+
+        small = gather(8)
+        engine.begin_recording()
+        gather(8, is_recorded=True)
+        assert gather(32) is not small
+        engine.begin_recording()
+        large = gather(32, is_recorded=True)
+        engine.forget_recording()
+        assert engine._captured == [small], "the first recording worked"
+        assert engine.held_nbytes == small.nbytes + large.nbytes
+        gather(64)
+        assert engine.held_nbytes == small.nbytes + engine._stage.nbytes
+
+    Ranks().run(job)
+
+
 def test_parts_lie_aligned_one_behind_the_other() -> None:
     assert offsets([]) == [0]
     assert offsets([1, 16, 17, 0, 4]) == [0, 16, 32, 64, 64, 80]

@@ -96,6 +96,15 @@ def test_when_kept_casts_are_good_and_when_they_are_made_ahead() -> None:
         assert [gather("c"), gather("b"), gather("a")] == ["before"] * 3
         assert gather("a", 1) == "in its place", "peers may still read what the gather before has sent"
         assert [gather("b"), gather("a", 1), gather("b", 1)] == ["before", "before", "ahead"]
+        engine.begin_recording()
+        graph.id = 6
+        engine.begin_pass()
+        assert [gather("a", 1), gather("b", 1)] == ["in its place", "ahead"]
+        graph.id = None
+        engine.forget_recording()
+        engine.begin_pass()
+        again = [gather("a", 1), gather("b", 1), gather("c")]
+        assert again == ["in its place", "ahead", "before"], "a recording that failed has cast nothing"
         graph.id = 7
         engine.begin_pass()
         assert gather("a", 1) == "in its place", "eager code may have another shard when the graph is replayed"
