@@ -6,20 +6,23 @@ any other; then one call records the graph, which computes nothing, and replays 
 are no gradients, optimizer states or random numbers to put back, and what n calls leave is what n eager steps leave.
 
 [Note: what a graph has baked in]
-Addresses (of inputs, parameters, gradients that exist before the step), shapes, and every number that Python knew.
-Inputs are copied to where the graph reads them. What else may change is compared at each call: shapes, dtypes and
-values that are no tensors, and which gradients exist: another combination is another graph. After a change of what the
-parameters are, whether they are trained, the switches of ``GTPModule``, or after an optimizer's state was loaded, all
-graphs are recorded anew. Hyperparameters of the optimizer that are not on the GPU must stay as they are.
+Addresses (of inputs, parameters, buffers, optimizer states, gradients that exist before the step), shapes, and every
+number that Python knew. Inputs are copied to where the graph reads them. What else may change is compared at each call:
+shapes, dtypes and values that are no tensors, autocast, and which gradients exist: another combination is another
+graph. After a change of what the parameters are, whether they are trained, the switches of ``GTPModule``, where a
+parameter, a buffer or an optimizer's state lies, or after an optimizer's state was loaded, all graphs are recorded
+anew. Hyperparameters of the optimizer that are not on the GPU must stay as they are, and those on it where they are. A
+step that puts a new tensor in the place of a buffer or of a state, or writes to its inputs, would do so only when it is
+recorded: it is refused.
 
 [Note: state of the runtime around graphs]
 A recording runs the runtime's Python code once, a replay not at all. Before it nothing may be kept gathered (the graph
 would compute with an old weight for ever), and nothing that it has gathered may outlive it (its memory is the graph's,
-its events cannot be waited for). After each replay the runtime is told that all parameters have been written to, as
-after an optimizer's step, so that later eager code gathers anew and quantizes anew. Gradients that a graph has made,
-and the sums of microbatches beside them, live at fixed addresses: where an eager step would have left such tensors,
-they are put back after each replay. What a recording that fails has left is dropped: within it, while its events can be
-waited for, and again after it, without waiting.
+its events cannot be waited for). After each replay the runtime is told which parameters have been written to, as after
+an optimizer's step, so that later eager code gathers anew and quantizes anew. Gradients that a graph has made, and the
+sums of microbatches beside them, live at fixed addresses: where an eager step would have left such tensors, they are
+put back after each replay. What a recording that fails has left is dropped: within it, while its events can be waited
+for, and again after it, without waiting; and what it has made in the place of buffers and of optimizers' states.
 """
 
 from __future__ import annotations
@@ -32,10 +35,14 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
+from torch.utils.weak import WeakIdRef
 
 from . import _torch_compat as compat
+from ._baked_in import Addresses, Kept, Updates, addresses, changed, differences, hyperparameters, ids_of_params
+from ._capture_checks import check_arguments, check_capturable, check_inputs, check_state
 from ._recorder import CudaRecorder, Recorder
 from ._runtime.modules import binding_of
+from ._runtime.optimizer_steps import optimizer_steps
 from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.state import Runtime
 
@@ -43,6 +50,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+# Combinations of shapes, values and gradients that are remembered, so that one that comes again is recorded.
+_MOST_SEEN = 256
 
 
 def capture_step(
@@ -79,8 +89,8 @@ def capture_step(
     A learning rate that changes must be a tensor on the GPU. All ranks call alike, as with eager steps.
 
     Args:
-        fn: Positional and keyword arguments: any tree of tensors on the GPU, which are copied, and other values, which
-            are compared. Returns any tree; its tensors come back detached and copied.
+        fn: Positional and keyword arguments: any tree of tensors on the GPU, which are copied and only read, and other
+            values, which are compared. Returns any tree; its tensors come back detached and copied.
         module: What ``fn`` trains: a module that ``gtp_shard`` was called on, or that contains such modules.
         optimizer: Those that ``fn`` steps.
         warmup_steps: Eager steps before the first recording, at least 2: the first observes the order of uses.
@@ -92,7 +102,7 @@ def capture_step(
         NotImplementedError: Something around the module is not supported: an outer ``fully_shard``, unequal replicas.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    _check_arguments(fn, module, optimizers, warmup_steps, max_graphs)
+    check_arguments(fn, module, optimizers, warmup_steps, max_graphs)
     runtimes = _runtimes_of(module)
     device = runtimes[0].device
     if device.type != "cuda":
@@ -101,7 +111,7 @@ def capture_step(
             "Call the step as it is there."
         )
     for one in optimizers:
-        _check_capturable(one)
+        check_capturable(one)
     return CapturedStep(fn, module, optimizers, runtimes, CudaRecorder(device), warmup_steps, max_graphs)
 
 
@@ -115,6 +125,16 @@ class _Graph(NamedTuple):
     found: list[torch.Tensor | None]  # gradients that were there before: the graph adds to them
     left: list[torch.Tensor | None]  # gradients that are there after it
     hyperparameters: list[dict[str, Any]]
+    written: set[int]  # ids of the parameters that it writes to
+
+
+class _Before(NamedTuple):
+    """What there is before a step is recorded."""
+
+    hyperparameters: list[dict[str, Any]]
+    versions: list[tuple[int, int]]
+    inputs: list[int]
+    updates: Updates
 
 
 class CapturedStep(Generic[P, R]):
@@ -139,7 +159,8 @@ class CapturedStep(Generic[P, R]):
         self._max_graphs = max_graphs
         self._num_eager = 0
         self._binding: Hashable = None
-        self._seen: set[Hashable] = set()
+        self._at: Addresses = {}  # of what all graphs find beside their inputs
+        self._seen: dict[Hashable, None] = {}  # in order
         self._graphs: dict[Hashable, _Graph] = {}
         this = weakref.ref(self)
         for optimizer in optimizers:
@@ -159,14 +180,16 @@ class CapturedStep(Generic[P, R]):
             RuntimeError: The step cannot be recorded, or what a graph has baked in has changed.
         """
         leaves, spec = compat.tree_flatten((args, kwargs))
-        _check_inputs(leaves, self._runtimes[0].device)
+        check_inputs(leaves, self._runtimes[0].device)
         binding = self._describe_binding()
-        if binding != self._binding:
+        at = addresses(self._module, self._optimizers)
+        if binding != self._binding or at != self._at:
             self.reset()
-            self._binding = binding
+            self._binding, self._at = binding, at
         places = self._places()
-        grads = tuple(0 if grad is None else id(grad) for grad in _read(places))
-        key = (str(spec), tuple(map(_signature, leaves)), grads)
+        # An id alone would be that of another gradient once this one is gone.
+        grads = tuple((i, WeakIdRef(grad)) for i, grad in enumerate(_read(places)) if grad is not None)
+        key = (str(spec), tuple(map(_signature, leaves)), grads, _describe_modes(self._runtimes[0].device))
         graph = self._graphs.get(key)
         if graph is None:
             is_ready = self._num_eager >= self._warmup_steps and key in self._seen
@@ -186,18 +209,26 @@ class CapturedStep(Generic[P, R]):
 
     def _run_eagerly(self, key: Hashable, leaves: list[Any], spec: Any) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
-        self._num_eager += 1
-        is_last = self._num_eager >= self._warmup_steps and key in self._seen and len(self._graphs) < self._max_graphs
-        if self._num_eager > self._warmup_steps and len(self._graphs) == self._max_graphs and key not in self._seen:
+        is_warm = self._num_eager + 1 >= self._warmup_steps
+        is_last = is_warm and key in self._seen and len(self._graphs) < self._max_graphs
+        if is_warm and len(self._graphs) == self._max_graphs and key not in self._seen:
             logger.warning("capture_step runs eagerly: there are %d graphs already, the most allowed", self._max_graphs)
-        self._seen.add(key)
         if len(self._graphs) < self._max_graphs:
             # So its gathers are those of the recording, for which a gather stage cannot grow.
             self._drop_kept()
         with self._recorder.eager(is_last=is_last):
             result: R = compat.tree_map_only(torch.Tensor, torch.Tensor.detach, self._fn(*args, **kwargs))
         for optimizer in self._optimizers:
-            _check_state(optimizer, self._runtimes[0].device)
+            check_state(optimizer, self._runtimes[0].device)
+        at = addresses(self._module, self._optimizers)
+        if at != self._at:  # a state that a parameter got, or a table that has grown: graphs know the old one
+            self._graphs.clear()
+            self._at = at
+        # A step that raised counts for nothing: it may not have come to where optimizers make their state.
+        self._num_eager += 1
+        self._seen[key] = None
+        if len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
         return result
 
     def _record(self, leaves: list[Any], spec: Any, places: list[_Place]) -> _Graph:
@@ -205,22 +236,27 @@ class CapturedStep(Generic[P, R]):
         self._check_none_in_flight("before it is recorded")
         inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = compat.tree_unflatten(_replaced(leaves, inputs), spec)
-        found = _read(places)
-        num_steps = [runtime.num_steps for runtime in self._runtimes]
-        hyperparameters = _hyperparameters(self._optimizers)
+        found, kept = _read(places), Kept(self._module, self._optimizers)
+        baked_in = hyperparameters(self._optimizers)
+        written: set[int] = set()
         self._drop_kept()
+        for runtime in self._runtimes:
+            runtime.comm.begin_recording()
         refusals: list[Exception] = []
 
         def step() -> Any:
+            before = _Before(baked_in, self._versions(), _versions_of(inputs), Updates())
+            optimizer_steps().tell(before.updates)
             try:
                 outputs, output_spec = compat.tree_flatten(self._fn(*args, **kwargs))
                 self._check_none_in_flight("when it ends")
                 try:
-                    self._check_recorded(hyperparameters, num_steps)
+                    self._check_recorded(before, inputs)
                 except (RuntimeError, ValueError) as refusal:
                     refusals.append(refusal)
                     raise
                 self._drop_kept()  # within the recording: its events can be waited for nowhere else
+                written.update(self._written_since(before))
             except Exception:
                 with suppress(RuntimeError):  # the recording may be void
                     for runtime in self._runtimes:
@@ -235,6 +271,7 @@ class CapturedStep(Generic[P, R]):
             for runtime in self._runtimes:
                 runtime.forget_recording()
             _write(places, found)
+            kept.put_back()
             if error in refusals or not isinstance(error, Exception):
                 raise
             raise RuntimeError(
@@ -243,16 +280,39 @@ class CapturedStep(Generic[P, R]):
                 "generators of its own, or leave gradients in flight (set_is_last_backward(False))."
             ) from error
         logger.info("capture_step: graph %d recorded", len(self._graphs) + 1)
-        return _Graph(replay, inputs, outputs, output_spec, found, _read(places), hyperparameters)
+        return _Graph(replay, inputs, outputs, output_spec, found, _read(places), baked_in, written)
 
-    def _check_recorded(self, hyperparameters: list[dict[str, Any]], num_steps: list[int]) -> None:
+    def _check_recorded(self, before: _Before, inputs: list[torch.Tensor]) -> None:
         """Raises:
-        RuntimeError: The step has changed a number that the graph has baked in.
-        ValueError: It steps optimizers that were not passed.
+        RuntimeError: The step has changed a number that the graph has baked in, or put a tensor in another's place.
+        ValueError: It steps optimizers that were not passed, or writes to its inputs.
         """
-        self._check_constant(hyperparameters, "within the step")
-        if not self._optimizers and num_steps != [runtime.num_steps for runtime in self._runtimes]:
+        trained = {id(param) for param in self._module.parameters()}
+        if before.updates.ids & trained - ids_of_params(self._optimizers):
             raise ValueError("capture_step expects the optimizers that the step steps: pass them as optimizer.")
+        self._check_constant(before.hyperparameters, "within the step")
+        what = changed(self._at, addresses(self._module, self._optimizers))
+        if what is not None:
+            raise RuntimeError(
+                f"capture_step expects a step that writes to the tensors that are there, but this one has put {what} "
+                "to another place, which no replay would do, and each would find the old one. Write to it in place, "
+                "as copy_() does."
+            )
+        for old, now, one in zip(before.inputs, _versions_of(inputs), inputs, strict=True):
+            if old != now:
+                raise ValueError(
+                    "capture_step expects a step that only reads its inputs, but this one writes to one of shape "
+                    f"{tuple(one.shape)}: what graphs read are copies, so the caller would not see it. Return it."
+                )
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(p.param._version, p.shard._version) for runtime in self._runtimes for p in runtime.params]
+
+    def _written_since(self, before: _Before) -> set[int]:
+        """Ids of the parameters that a step has written to: by an optimizer, which leaves no trace, or otherwise."""
+        params = [param.param for runtime in self._runtimes for param in runtime.params]
+        states = zip(params, before.versions, self._versions(), strict=True)
+        return ids_of_params(self._optimizers) | {id(param) for param, old, now in states if old != now}
 
     def _replay(self, graph: _Graph, leaves: list[Any], places: list[_Place]) -> R:
         self._check_pinned()
@@ -263,10 +323,8 @@ class CapturedStep(Generic[P, R]):
             target.copy_(source, non_blocking=True)
         graph.replay()
         _write(places, graph.left)
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        updated = {id(param) for group in groups for param in group["params"]}
         for runtime in self._runtimes:
-            runtime.note_step(updated)
+            runtime.note_step(graph.written)
         outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in graph.outputs]
         result: R = compat.tree_unflatten(outputs, graph.output_spec)
         return result
@@ -277,7 +335,13 @@ class CapturedStep(Generic[P, R]):
         params = [param for runtime in self._runtimes for param in runtime.params]
         switches = tuple(_describe_param(param) for param in params)
         is_training = tuple(module.training for module in self._module.modules())
-        return switches, is_training, tuple(runtime.is_last_backward for runtime in self._runtimes)
+        # Those that nobody manages, too.
+        is_trained = tuple((id(param), param.requires_grad) for param in self._module.parameters())
+        stepped = tuple(
+            id(param) for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
+        )
+        is_last_backward = tuple(runtime.is_last_backward for runtime in self._runtimes)
+        return switches, is_training, is_trained, stepped, is_last_backward
 
     def _places(self) -> list[_Place]:
         """Where a step finds and leaves gradients."""
@@ -313,15 +377,12 @@ class CapturedStep(Generic[P, R]):
             )
 
     def _check_constant(self, before: list[dict[str, Any]], when: str) -> None:
-        for optimizer, old in zip(self._optimizers, before, strict=True):
-            (now,) = _hyperparameters([optimizer])
-            for name in old.keys() | now.keys():
-                if old.get(name) != now.get(name):
-                    raise RuntimeError(
-                        f"{type(optimizer).__name__}'s {name} has changed from {old.get(name)} to {now.get(name)} "
-                        f"{when}, but the graph has the first of these baked in. Make it a tensor on the GPU, change "
-                        "it outside of the step, or call reset() on the captured step."
-                    )
+        for name, old, now in differences(self._optimizers, before):
+            raise RuntimeError(
+                f"{name} has changed from {old} to {now} {when}, but the graph has the first of these baked in. Make "
+                "it a tensor on the GPU that is filled in place, change it outside of the step, or call reset() on the "
+                "captured step."
+            )
 
 
 def _reset(captured: CapturedStep[Any, Any] | None) -> None:
@@ -353,21 +414,6 @@ def _write(places: list[_Place], values: list[torch.Tensor | None]) -> None:
 # --- checks and descriptions ------------------------------------------------------------------------------------------
 
 
-def _check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"capture_step expects a function as fn, but got {type(fn).__name__}.")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"capture_step expects an nn.Module as module, but got {type(module).__name__}.")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"capture_step expects optimizers as optimizer, but got {type(optimizer).__name__}.")
-    for name, value, least in (("warmup_steps", warmup_steps, 2), ("max_graphs", max_graphs, 1)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"capture_step expects an int as {name}, but got {value!r}.")
-        if value < least:
-            raise ValueError(f"capture_step expects {name} >= {least}, but got {value}.")
-
-
 def _runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
     runtimes = {id(b.group.runtime): b.group.runtime for m in module.modules() if (b := binding_of(m)) is not None}
     if not runtimes:
@@ -383,46 +429,6 @@ def _runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtim
         if runtime.grads.replicas is not None:
             raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
     return list(runtimes.values())
-
-
-def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("capturable") is False:
-            raise ValueError(
-                f"capture_step expects optimizers that can be captured, but group {index} of "
-                f"{type(optimizer).__name__} has capturable=False. Create it with capturable=True."
-            )
-
-
-def _check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """An optimizer without the switch is capturable if its state is on the GPU: a number would be baked in."""
-    for state in optimizer.state.values():
-        for name, value in state.items() if isinstance(state, dict) else ():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != device.type
-            if is_number or is_elsewhere:
-                where = "a Python number" if is_number else f"on '{value.device.type}'"
-                raise ValueError(
-                    f"capture_step expects optimizers whose state is on '{device.type}', but '{name}' of "
-                    f"{type(optimizer).__name__} is {where}: a graph would repeat one step's value. Use an optimizer "
-                    "with capturable=True, or step it outside of the captured function."
-                )
-
-
-def _check_inputs(leaves: list[Any], device: torch.device) -> None:
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if leaf.device.type != device.type:
-            raise ValueError(
-                f"A captured step expects tensors on '{device.type}', but got one of shape {tuple(leaf.shape)} on "
-                f"'{leaf.device.type}'. Move it before the call."
-            )
-        if leaf.requires_grad:
-            raise ValueError(
-                f"A captured step expects inputs that need no gradient, but one of shape {tuple(leaf.shape)} does. "
-                "Pass it detached."
-            )
 
 
 def _signature(leaf: Any) -> Hashable:
@@ -444,23 +450,15 @@ def _replaced(leaves: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
     return [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def _hyperparameters(optimizers: list[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """What a graph would bake in of param groups, by name (and group, if there are several): all but GPU tensors."""
-    return [
-        {
-            f"{name} of group {index}" if len(optimizer.param_groups) > 1 else name: _number(value)
-            for index, group in enumerate(optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
-        }
-        for optimizer in optimizers
-    ]
+def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.item() if value.device.type == "cpu" else "a tensor on the GPU"
+def _describe_modes(device: torch.device) -> Hashable:
+    """What is switched on around a step."""
+    is_autocast = torch.is_autocast_enabled(device.type)
+    autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def _describe_param(param: ManagedParam) -> Hashable:

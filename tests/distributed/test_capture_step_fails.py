@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
+from capture_common import Setting, rows
 from common import ALL, fake_world
 from runtime_common import Raw, assert_idle, local, runtime_of
 from test_capture_blocks import Wire, Work, one_of
-from test_capture_step import Setting, rows
 
 from dtensor_gtp import gtp_shard
+from dtensor_gtp._runtime.copy_engine import CopyEngine
 from dtensor_gtp.capture import CapturedStep
 
 
@@ -66,6 +67,26 @@ class Breaking(nn.Module):
             return Captured(work.complete) if self.is_recording and work.complete else work
 
         return launched
+
+
+def test_copy_engines_hear_of_a_recording_that_failed_alone() -> None:
+    with one_of(4) as (mesh, wire):
+        breaking = Breaking("forward", is_void=False)
+        model = gtp_shard(nn.Sequential(nn.Linear(12, 12), breaking), mesh, schedule=ALL)
+        engine = mock.Mock(spec=CopyEngine)
+        runtime = runtime_of(model)
+        captured = CapturedStep(lambda x: model(x).sum().backward(), model, [], [runtime], breaking, 2, 8)
+        with mock.patch.object(runtime.comm, "_peer_copies", return_value=[engine]):
+            for seed in range(2):
+                captured(rows(seed))
+                model.zero_grad()
+            assert not engine.mock_calls
+            with (
+                mock.patch.object(wire, "launch", breaking.launch(wire)),
+                pytest.raises(RuntimeError, match="could not record the step: RuntimeError: broken"),
+            ):
+                captured(rows(2))
+            assert engine.mock_calls == [mock.call.begin_recording(), mock.call.forget_recording()]
 
 
 @pytest.mark.parametrize("is_void", [False, True])

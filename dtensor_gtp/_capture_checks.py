@@ -1,0 +1,78 @@
+"""What ``capture_step`` refuses: arguments, optimizers and inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+
+def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"capture_step expects a function as fn, but got {type(fn).__name__}.")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"capture_step expects an nn.Module as module, but got {type(module).__name__}.")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"capture_step expects optimizers as optimizer, but got {type(optimizer).__name__}.")
+    for name, value, least in (("warmup_steps", warmup_steps, 2), ("max_graphs", max_graphs, 1)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"capture_step expects an int as {name}, but got {value!r}.")
+        if value < least:
+            raise ValueError(f"capture_step expects {name} >= {least}, but got {value}.")
+
+
+def check_capturable(optimizer: torch.optim.Optimizer) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("capturable") is False:
+            raise ValueError(
+                f"capture_step expects optimizers that can be captured, but group {index} of "
+                f"{type(optimizer).__name__} has capturable=False. Create it with capturable=True."
+            )
+
+
+def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """An optimizer without the switch is capturable if its state is on the GPU: a number would be baked in."""
+    for state in optimizer.state.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != device.type
+            if is_number or is_elsewhere:
+                where = "a Python number" if is_number else f"on '{value.device.type}'"
+                raise ValueError(
+                    f"capture_step expects optimizers whose state is on '{device.type}', but '{name}' of "
+                    f"{type(optimizer).__name__} is {where}: a graph would repeat one step's value. Use an optimizer "
+                    "with capturable=True, or step it outside of the captured function."
+                )
+
+
+def check_inputs(leaves: list[Any], device: torch.device) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            _check_other(leaf)
+            continue
+        if leaf.device.type != device.type:
+            raise ValueError(
+                f"A captured step expects tensors on '{device.type}', but got one of shape {tuple(leaf.shape)} on "
+                f"'{leaf.device.type}'. Move it before the call."
+            )
+        if leaf.requires_grad:
+            raise ValueError(
+                f"A captured step expects inputs that need no gradient, but one of shape {tuple(leaf.shape)} does. "
+                "Pass it detached."
+            )
+
+
+def _check_other(leaf: Any) -> None:
+    attributes = {} if isinstance(leaf, nn.Module) else getattr(leaf, "__dict__", {})
+    for name, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            raise ValueError(
+                "A captured step expects tensors in lists, tuples, dicts, or what else torch.utils._pytree goes "
+                f"through, but got a {type(leaf).__name__} with one as '{name}', where nobody would see that it is "
+                "another. Pass its tensors."
+            )
+
+
+__all__ = ["check_arguments", "check_capturable", "check_inputs", "check_state"]

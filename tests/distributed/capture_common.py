@@ -1,0 +1,156 @@
+"""What tests of ``capture_step`` without a GPU share.
+
+A stand-in records as a CUDA graph does, seen from outside: recording computes nothing, a replay runs no Python of the
+caller's, leaves no trace of what it writes, and leaves its results where the recording left them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from common import ALL
+from runtime_common import Raw, local, runtime_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp._runtime.state import Runtime
+from dtensor_gtp.capture import _SUMS, CapturedStep, _read, _write
+
+
+class OnHost:
+    """Records by running the step on the side: what it has changed is put back, and a replay runs it again."""
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.sharded = model
+        self.events: list[str] = []
+
+    @contextmanager
+    def eager(self, *, is_last: bool) -> Iterator[None]:
+        self.events.append("last" if is_last else "eager")
+        yield
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a step writes to and does not make: it stays at its address."""
+        params = [local(param).detach() for param in self.model.parameters()]
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return [
+            *params,
+            *self.model.buffers(),
+            *(value for state in states for value in state.values() if isinstance(value, torch.Tensor)),
+        ]
+
+    def places(self) -> list[Any]:
+        managed = runtime_of(self.sharded).params
+        sums = [(param, name) for param in managed for name in _SUMS if hasattr(param, name)]
+        return [*((param, "grad") for param in self.model.parameters()), *sums]
+
+    @contextmanager
+    def runtime_unchanged(self) -> Iterator[None]:
+        weights = runtime_of(self.sharded).weights
+        kept = [(target, target.kept) for weight in weights for target in weight.gatherables]
+        editions = [weight.edition for weight in weights]
+        for target, _ in kept:
+            target.kept = None
+        yield
+        for target, gathered in kept:
+            target.kept = gathered
+        for weight, edition in zip(weights, editions, strict=True):
+            weight.edition = edition
+
+    def check_nothing_is_kept(self) -> None:
+        assert all(weight.kept is None for weight in runtime_of(self.sharded).weights)
+
+    def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.events.append("record")
+        self.check_nothing_is_kept()
+        places = self.places()
+        found = _read(places)
+        written = [*self.tensors(), *(local(grad) for grad in found if grad is not None)]
+        values = [tensor.clone() for tensor in written]
+        outputs, spec = step()
+        self.check_nothing_is_kept()
+        left = _read(places)
+        for tensor, value in zip(written, values, strict=True):
+            tensor.copy_(value)
+
+        def replay() -> None:
+            self.events.append("replay")
+            _write(places, found)
+            # No hook of an optimizer runs in a replay, no version tells of it, and the runtime's state is not touched.
+            versions = torch.autograd._unsafe_preserve_version_counter((*self.model.parameters(), *written))
+            with mock.patch.object(Runtime, "note_step"), versions, self.runtime_unchanged():
+                again, _ = step()
+            for target, source in zip([*outputs, *left], [*again, *_read(places)], strict=True):
+                if target is not None and target is not source:
+                    local(target).copy_(local(source))
+
+        return replay, (outputs, spec)
+
+
+class Setting:
+    """A model, its optimizer and the same in plain torch."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+        is_stepping: bool = True,
+    ) -> None:
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(nn.Linear(12, 12), Raw(), nn.LayerNorm(12)).to(dtype)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+        self.model = gtp_shard(copy.deepcopy(self.plain), mesh, schedule=ALL, mp_policy=policy)
+        self.optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1), foreach=False, capturable=True)
+            for m in (self.plain, self.model)
+        ]
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["capturable"] = None  # only GPUs have it; the stand-in can do without
+            optimizer.param_groups[0]["lr"] = 0.1
+        self.recorder = OnHost(self.model, [self.optimizers[1]])
+        self.is_stepping = is_stepping
+        self.num_runs = 0
+
+    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, scale: float) -> dict[str, Any]:
+        self.num_runs += 1
+        output = model(x) * scale
+        loss = output.float().square().mean()
+        loss.backward()
+        if self.is_stepping:
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss, "rows": [output]}
+
+    def captured(self, **options: Any) -> CapturedStep[..., Any]:
+        def step(x: torch.Tensor, scale: float = 1.0) -> Any:
+            return self.run(self.model, self.optimizers[1], x, scale)
+
+        optimizers = [self.optimizers[1]] if self.is_stepping else []
+        arguments = {"warmup_steps": 3, "max_graphs": 8} | options
+        return CapturedStep(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
+
+    def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        want = self.run(self.plain, self.optimizers[0], x, *(args or [1.0]), **kwargs)
+        got = step(x, *args, **kwargs)
+        torch.testing.assert_close(got["loss"], want["loss"].detach())
+        torch.testing.assert_close(got["rows"][0], want["rows"][0].detach())
+        assert not got["loss"].requires_grad
+        self.compare()
+
+    def compare(self) -> None:
+        for (name, a), b in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, msg=lambda m, n=name: f"{n}: {m}")
+            assert (a.grad is None) == (b.grad is None), name
+            if b.grad is not None:
+                torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda m, n=name: f"grad of {n}: {m}")
+
+
+def rows(seed: int, num: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(num, 12, generator=torch.Generator().manual_seed(seed)).to(dtype)

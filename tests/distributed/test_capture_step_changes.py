@@ -1,0 +1,405 @@
+"""``capture_step`` without a GPU: what a training loop changes around recorded steps, and what steps do that no replay
+would. Either a graph sees it, or it is recorded anew, or the step is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from capture_common import OnHost, Setting, rows
+from common import ALL, fake_world
+from runtime_common import local, runtime_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._baked_in import Addresses, addresses, changed
+from dtensor_gtp.capture import CapturedStep
+from dtensor_gtp.optim import MasterOptimizer
+from dtensor_gtp.quant import Float8Tensorwise, quantize_
+
+Step = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with fake_world(world_size=1):
+        yield
+
+
+def capture(setting: Setting, step: Step, warmup_steps: int = 2) -> CapturedStep[..., Any]:
+    runtimes = [runtime_of(setting.model)]
+    return CapturedStep(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, warmup_steps, 8)
+
+
+class TestGradients:
+    def test_a_gradient_that_is_gone_is_not_taken_for_another(self) -> None:
+        """Python uses ids again: each call finds gradients that no call has seen."""
+        setting = Setting(is_stepping=False)
+        step = setting.captured(warmup_steps=2)
+        for seed in range(30):
+            setting.model.zero_grad()
+            for param in setting.model.parameters():
+                param.grad = compat.wrap_local(torch.zeros_like(local(param)), compat.dtensor_spec(param))
+            step(rows(seed))
+        assert set(setting.recorder.events) == {"eager"}
+
+    def test_combinations_that_never_come_again_are_not_remembered_for_ever(self) -> None:
+        setting = Setting()
+        step = setting.captured(warmup_steps=2)
+        for index in range(300):
+            step(rows(0, 1), float(index))
+        assert len(step._seen) < 300
+
+    def test_two_captured_steps_of_one_model(self) -> None:
+        """One for microbatches, one for the optimizer; eager evaluation, loading and eager steps in between."""
+        setting = Setting(is_stepping=False)
+        runtimes = [runtime_of(setting.model)]
+
+        def update(which: int) -> None:
+            setting.optimizers[which].step()
+            setting.optimizers[which].zero_grad()
+
+        recorders = [OnHost(setting.model, [setting.optimizers[1]]) for _ in range(2)]
+        micro = CapturedStep(
+            lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0),
+            *(setting.model, [], runtimes, recorders[0], 2, 8),
+        )
+        arguments = (setting.model, [setting.optimizers[1]], runtimes, recorders[1], 2, 8)
+        step = CapturedStep(lambda: update(1), *arguments)
+        for outer in range(12):
+            for index in range(2):
+                micro(rows(10 * outer + index))
+                setting.run(setting.plain, setting.optimizers[0], rows(10 * outer + index), 1.0)
+            setting.compare()
+            step()
+            update(0)
+            setting.compare()
+            if outer % 3 == 2:
+                with torch.no_grad():
+                    torch.testing.assert_close(setting.model(rows(7)), setting.plain(rows(7)))
+            if outer == 8:
+                state = {name: 0.5 * value for name, value in setting.model.state_dict().items()}
+                setting.model.load_state_dict(state)
+                setting.plain.load_state_dict({name: 0.5 * v for name, v in setting.plain.state_dict().items()})
+            if outer == 10:
+                for model, optimizer in zip((setting.plain, setting.model), setting.optimizers, strict=True):
+                    setting.run(model, optimizer, rows(3), 1.0)
+                update(0)
+                update(1)
+        assert [recorder.events[-1] for recorder in recorders] == ["replay"] * 2
+        assert (micro.num_graphs, step.num_graphs) == (2, 1)
+
+
+class TestOptimizers:
+    def test_a_tensor_in_the_place_of_a_hyperparameter_raises(self) -> None:
+        """The graph would go on with the learning rate that is gone."""
+        setting = Setting(is_stepping=False)
+        step = capture(setting, lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0))
+        group = setting.optimizers[1].param_groups[0]
+        group["lr"] = torch.tensor(0.1, device="meta")  # as one on the GPU: its value is not read
+        group["betas"] = (torch.tensor(0.9, device="meta"), 0.95)
+        for seed in range(4):
+            setting.model.zero_grad()
+            step(rows(seed))
+        assert setting.recorder.events[-1] == "replay"
+        setting.model.zero_grad()
+        for name, value in (
+            ("lr", torch.tensor(0.2, device="meta")),
+            ("betas", (torch.tensor(0.9, device="meta"), 0.95)),
+        ):
+            before, group[name] = group[name], value
+            with pytest.raises(RuntimeError, match=rf"AdamW's {name} has changed .* since the step .* filled in place"):
+                step(rows(0))
+            group[name] = before
+        step(rows(0))
+
+    def test_one_of_two_optimizers_that_was_not_passed_is_found(self) -> None:
+        setting = Setting()
+        params = list(setting.model.parameters())
+        setting.optimizers[1].param_groups[0]["params"] = params[:2]
+        other = torch.optim.SGD(params[2:], lr=0.1)
+
+        def run(x: torch.Tensor) -> None:
+            setting.model(x).square().mean().backward()
+            setting.optimizers[1].step()
+            other.step()
+            setting.model.zero_grad()
+
+        step = capture(setting, run)
+        for seed in range(2):
+            step(rows(seed))
+        with pytest.raises(ValueError, match=r"expects the optimizers that the step steps: pass them"):
+            step(rows(2))
+
+    def test_a_step_that_raised_does_not_count(self) -> None:
+        """It has not come to the optimizer, whose state a graph would make anew each time."""
+        setting = Setting()
+        is_broken = True
+
+        def run(x: torch.Tensor) -> Any:
+            if is_broken:
+                raise ValueError("a batch that is not good")
+            return setting.run(setting.model, setting.optimizers[1], x, 1.0)
+
+        step = capture(setting, run)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="not good"):
+                step(rows(0))
+        is_broken = False
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        assert setting.recorder.events[3:] == ["eager", "last", "record", *["replay"] * 3]
+
+    def test_parameters_that_an_optimizer_loses_or_gets_are_seen(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        for optimizer in setting.optimizers:
+            optimizer.param_groups[0]["params"].pop()
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        for optimizer, model in zip(setting.optimizers, (setting.plain, setting.model), strict=True):
+            optimizer.add_param_group({**optimizer.param_groups[0], "params": [list(model.parameters())[-1]]})
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        assert setting.recorder.events[5:] == [
+            *["replay"],
+            *["eager", "eager", "last", "record", "replay", "replay"] * 2,
+        ]
+
+    def test_state_that_was_replaced_is_seen(self) -> None:
+        """As by code that puts it on the host for a while."""
+        setting = Setting()
+        step = setting.captured()
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        for state in setting.optimizers[1].state.values():
+            state.update({name: value.clone() for name, value in state.items()})
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        assert setting.recorder.events[5:] == ["replay", "eager", "eager", "last", "record", "replay", "replay"]
+
+    def test_state_that_is_made_anew_in_each_step_is_refused_and_put_back(self) -> None:
+        setting = Setting()
+        param = setting.model[0].bias
+
+        class Averaging(torch.optim.Optimizer):
+            def step(self, closure: Any = None) -> None:
+                earlier = self.state[param].get("average", torch.zeros_like(param))
+                self.state[param]["average"] = 0.9 * earlier + 0.1 * param.grad
+
+        optimizer = Averaging([param], {})
+
+        def run(x: torch.Tensor) -> None:
+            setting.model(x).square().mean().backward()
+            optimizer.step()
+            setting.model.zero_grad()
+
+        step = CapturedStep(run, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
+        for seed in range(2):
+            step(rows(seed))
+        average = optimizer.state[param]["average"]
+        with pytest.raises(RuntimeError, match=r"has put 'average' in the state of Averaging to another place"):
+            step(rows(2))
+        assert optimizer.state[param]["average"] is average
+
+    def test_masters_of_native_weights_stay_where_they_are(self) -> None:
+        """Their optimizer makes tensors of its state anew in each step, of the same memory."""
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+        model = quantize_(nn.Sequential(nn.Linear(64, 64)), Float8Tensorwise(), storage="native")
+        gtp_shard(model, mesh, schedule=ALL)
+        optimizer = MasterOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+        def take_step() -> tuple[Addresses, torch.Tensor]:
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            return addresses(model, [optimizer]), optimizer.state[model[0].weight]["master"]
+
+        at, master = take_step()
+        now, other = take_step()
+        assert master is not other
+        assert changed(at, now) is None
+        optimizer.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(master)
+        assert changed(at, addresses(model, [optimizer])) == "'momentum_buffer' in the state of MasterOptimizer"
+
+
+class Head(nn.Module):
+    """A trunk that is sharded, and beside it a layer and a table that are not."""
+
+    def __init__(self, trunk: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+        self.register_buffer("table", torch.ones(12))
+        self.is_replacing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_replacing:
+            self.table = 0.5 * self.table + 0.1
+        if x.shape[0] > self.table.shape[0] // 3:
+            self.table = torch.ones(3 * x.shape[0])
+        return self.head(self.trunk(x)) * self.table[:12]
+
+
+class Around(OnHost):
+    """Of a module around the sharded one."""
+
+    def __init__(self, model: Head, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__(model, optimizers)
+        self.sharded = model.trunk
+
+
+class Beside:
+    """Trains a ``Head`` and the same in plain torch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+        layers = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.plain = Head(*copy.deepcopy(layers))
+        self.model = Head(gtp_shard(copy.deepcopy(layers[0]), mesh, schedule=ALL), copy.deepcopy(layers[1]))
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.plain, self.model)]
+        self.recorder = Around(self.model, [self.optimizers[1]])
+        runtimes = [runtime_of(self.model.trunk)]
+        optimizers = [self.optimizers[1]]
+        self.step = CapturedStep(lambda x: self.run(1, x), self.model, optimizers, runtimes, self.recorder, 3, 8)
+
+    def run(self, which: int, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.plain, self.model)[which](x).square().mean()
+        loss.backward()
+        self.optimizers[which].step()
+        self.optimizers[which].zero_grad()
+        return loss
+
+    def check(self, x: torch.Tensor) -> None:
+        torch.testing.assert_close(self.step(x), self.run(0, x).detach())
+        for a, b in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(local(a), b)
+
+
+class TestAroundTheShardedModule:
+    def test_parameters_that_nobody_manages_are_seen_to_change(self) -> None:
+        both = Beside()
+        replaced = [nn.Parameter(torch.full((12,), 0.5)) for _ in range(2)]
+
+        def move() -> None:
+            both.model.head.weight.data = both.model.head.weight.detach().clone()
+
+        def replace() -> None:
+            for model, optimizer, param in zip((both.plain, both.model), both.optimizers, replaced, strict=True):
+                params = optimizer.param_groups[0]["params"]
+                params[[p is model.head.bias for p in params].index(True)] = model.head.bias = param
+
+        for change in (
+            lambda: [model.head.weight.requires_grad_(False) for model in (both.plain, both.model)],
+            lambda: [model.head.weight.requires_grad_() for model in (both.plain, both.model)],
+            move,
+            replace,
+        ):
+            for seed in range(5):
+                both.check(rows(seed))
+            assert both.recorder.events[-1] == "replay"
+            change()
+            both.check(rows(7))
+            assert both.recorder.events[-1] == "eager"
+
+    def test_a_table_that_grows_is_not_read_where_it_was(self) -> None:
+        both = Beside()
+        for seed in range(5):
+            both.check(rows(seed))
+        both.check(rows(5, 6))
+        assert both.step.num_graphs == 0, "the graph of four rows reads a table that is gone"
+        for seed in range(3):
+            both.check(rows(seed))
+            both.check(rows(seed, 6))
+        assert both.step.num_graphs == 2
+
+    def test_a_buffer_that_is_replaced_in_each_step_is_refused_and_put_back(self) -> None:
+        both = Beside()
+        both.model.is_replacing = both.plain.is_replacing = True
+        for seed in range(3):
+            both.check(rows(seed))
+        table = both.model.table
+        with pytest.raises(RuntimeError, match=r"has put buffer 'table' to another place, which no replay would do"):
+            both.step(rows(3))
+        assert both.model.table is table
+
+
+class TestSteps:
+    def test_one_that_writes_to_its_input_is_refused(self) -> None:
+        setting = Setting(is_stepping=False)
+
+        def run(x: torch.Tensor, count: torch.Tensor) -> None:
+            setting.model(x).square().mean().backward()
+            setting.model.zero_grad()
+            count[:1] += 1
+
+        step, count = capture(setting, run), torch.zeros(3)
+        for seed in range(2):
+            step(rows(seed), count)
+        with pytest.raises(ValueError, match=r"only reads its inputs, but this one writes to one of shape \(3,\)"):
+            step(rows(2), count)
+        assert count[0] == 2
+
+    def test_tensors_that_an_argument_hides_are_refused(self) -> None:
+        """The same object with another batch in it would look the same."""
+        setting = Setting()
+        step = setting.captured()
+
+        class Batch:
+            def __init__(self) -> None:
+                self.tokens = rows(0)
+
+        with pytest.raises(ValueError, match=r"but got a Batch with one as 'tokens'.*Pass its tensors"):
+            step(Batch())
+
+    def test_eager_code_sees_what_a_step_writes_without_an_optimizer(self) -> None:
+        """Averages of weights, say, in the same module."""
+        setting = Setting(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), is_stepping=False)
+        setting.model.set_reshard_after_backward(False)
+        runtime = runtime_of(setting.model)
+
+        def run(x: torch.Tensor) -> None:
+            setting.model(x).square().mean().backward()
+            with torch.no_grad():
+                for param in setting.model.parameters():
+                    param -= param.grad
+            setting.model.zero_grad()
+
+        step = CapturedStep(run, setting.model, [], [runtime], setting.recorder, 2, 8)
+        for seed in range(6):
+            step(rows(seed))
+            output = setting.model(rows(7))
+            for weight in runtime.weights:
+                runtime.drop_kept(weight)
+            assert torch.equal(output, setting.model(rows(7))), setting.recorder.events[-1]
+        assert setting.recorder.events[-1] == "replay"
+
+    def test_autocast_around_a_step_is_seen(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        for seed in range(5):
+            setting.check(step, rows(seed))
+        with torch.autocast("cpu", torch.bfloat16):
+            setting.check(step, rows(5))
+        setting.check(step, rows(6))
+        assert setting.recorder.events[-2:] == ["eager", "replay"]
+
+    def test_whole_gradients_in_a_wider_dtype_are_seen_in_flight(self) -> None:
+        """Parameters that are stored in another dtype than they compute in, with nothing else to train."""
+        setting = Setting(torch.bfloat16, MixedPrecisionPolicy(param_dtype=torch.float32))
+        step = setting.captured(warmup_steps=2)
+        for weight in runtime_of(setting.model).weights:
+            weight.param.requires_grad_(False)
+        for seed in range(3):
+            step(rows(seed))
+        setting.model.set_is_last_backward(False)
+        setting.model(rows(5)).square().mean().backward()
+        setting.model.set_is_last_backward(True)
+        with pytest.raises(RuntimeError, match="without gradients in flight before it is replayed"):
+            step(rows(6))
