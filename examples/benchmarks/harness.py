@@ -111,6 +111,7 @@ def init_world(device: str, *, fake_size: int | None = None) -> World:
     Raises:
         RuntimeError: if ``device`` is "cuda" and not every process of this host has a GPU.
     """
+    gc.freeze()  # what has been imported is no garbage: release_memory looks at what was made since
     if device == "cpu":
         # read when CUDA is first asked for its devices, which nothing has done so far
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

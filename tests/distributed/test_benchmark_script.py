@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from script_jobs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "benchmarks" / "train_step.py"
@@ -24,15 +25,21 @@ def environment_of_this_process() -> dict[str, str]:
 
 
 def run_script(
-    directory: Path, *arguments: str, processes: int | None = None, script: Path = SCRIPT
+    directory: Path, *arguments: str, processes: int | None = None, script: Path = SCRIPT, forked: bool = False
 ) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, output and JSON of the script; under torchrun if ``processes`` is given."""
+    """Exit status, output and JSON of the script; under torchrun if ``processes`` is given.
+
+    ``forked``: without torchrun, and without importing torch again.
+    """
+    if forked:
+        command = [script, "--device=cpu", *arguments, f"--json={directory / 'result.json'}"]
+        job = run_forked(command, processes, cwd=directory, timeout_s=120)
+        return job.status, job.output, written(directory, job.output)
     launcher = []
     if processes is not None:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    result_file = directory / "result.json"
     result = subprocess.run(
-        [sys.executable, *launcher, script, "--device=cpu", *arguments, f"--json={result_file}"],
+        [sys.executable, *launcher, script, "--device=cpu", *arguments, f"--json={directory / 'result.json'}"],
         cwd=directory,
         env=environment_of_this_process(),
         capture_output=True,
@@ -40,8 +47,13 @@ def run_script(
         timeout=120,
     )
     output = result.stdout + result.stderr
+    return result.returncode, output, written(directory, output)
+
+
+def written(directory: Path, output: str) -> dict[str, Any]:
+    result_file = directory / "result.json"
     assert result_file.exists(), output
-    return result.returncode, output, json.loads(result_file.read_text())
+    return json.loads(result_file.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +120,7 @@ def test_the_run_can_be_repeated_from_what_is_written(everything: tuple[str, dic
 
 def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
-    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-fp32", "--compile", *sizes)
+    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-fp32", "--compile", *sizes, forked=True)
     assert status == 0, output
     records = {r["mode"]: r for r in content["results"]}
     assert list(records) == ["compute", "compute-compiled", "gtp-fp32", "gtp-fp32-compiled"]
@@ -125,7 +137,7 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
 def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     recipes = ("--recipe", "float8_tensorwise", "float8_rowwise:float8", "nvfp4")
-    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes, processes=2)
+    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes, processes=2, forked=True)
     assert status == 0, output
     records = {r["mode"]: r for r in content["results"]}
     peers = [name for name in ("torchao-fp32",) if importlib.util.find_spec("torchao")]
@@ -143,7 +155,7 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=3", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ["fsdp2-fp32", "fsdp2-bf16-tuned", "gtp-fp32@float8_tensorwise:dequantize"]
     sweep = ("--sweep", "prefetch_nbytes=0", "wgrad_first=False")
-    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep, processes=2)
+    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep, processes=2, forked=True)
     assert status == 0, output
     assert [one["field"] for one in content["sweep"]] == list(sweep[1:])
     for one in content["sweep"]:
@@ -161,7 +173,9 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
 
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
-    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments, processes=2)
+    status, output, content = run_script(
+        tmp_path, "--modes", "gtp-fp32", "compute", *arguments, processes=2, forked=True
+    )
     assert status != 0
     assert [r["mode"] for r in content["results"]] == ["compute"]
     assert list(content["errors"]) == ["gtp-fp32"]
@@ -170,7 +184,7 @@ def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
 
 
 def test_host_time_counts_the_gathers_of_each_layer(tmp_path: Path) -> None:
-    status, output, content = run_script(tmp_path, "--host-time", "--steps=5")
+    status, output, content = run_script(tmp_path, "--host-time", "--steps=5", forked=True)
     assert status == 0, output
     assert content["environment"]["backend"] == "fake"
     layers = content["settings"]["layers"]
@@ -187,7 +201,7 @@ def test_host_time_counts_the_gathers_of_each_layer(tmp_path: Path) -> None:
 
 def test_what_is_left_without_a_wire(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=2", "--warmup=2", "--fake-ranks=4")
-    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-bf16", *arguments)
+    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-bf16", *arguments, forked=True)
     assert status == 0, output
     assert content["environment"]["backend"] == "fake"
     assert content["environment"]["world_size"] == 4

@@ -14,13 +14,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from script_jobs import Result, run_forked
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dtensor_gtp
@@ -32,13 +32,6 @@ KILLED_AT = 4
 TIMEOUT_S = 60.0
 # Peers of a failed or interrupted process must not sit out torchrun's grace period of 30 s.
 PROMPT_S = 15.0
-
-
-@dataclass(frozen=True)
-class Result:
-    status: int
-    output: str
-    seconds: float
 
 
 def popen(arguments: list[str | Path], num_processes: int | None, device: str = "cpu") -> subprocess.Popen[str]:
@@ -71,7 +64,12 @@ def finish(process: subprocess.Popen[str], started: float, timeout_s: float = TI
     return Result(process.returncode, output, time.monotonic() - started)
 
 
-def launch(arguments: list[str | Path], num_processes: int | None, device: str = "cpu") -> Result:
+def launch(
+    arguments: list[str | Path], num_processes: int | None, device: str = "cpu", *, forked: bool = False
+) -> Result:
+    """To its end. ``forked``: on the CPU, without torchrun, and without importing torch again."""
+    if forked:
+        return run_forked(arguments, num_processes, timeout_s=TIMEOUT_S, CUDA_VISIBLE_DEVICES="")
     started = time.monotonic()
     return finish(popen(arguments, num_processes, device), started)
 
@@ -183,7 +181,7 @@ class TestResume:
 
     def test_same_mesh_is_bit_equal(self, uninterrupted: Result, killed: Result, folder: Path) -> None:
         shutil.copytree(folder / "killed", folder / "two")
-        result = launch([SCRIPT, *tiny(folder / "two", "--resume", "--json", folder / "two.json")], 2)
+        result = launch([SCRIPT, *tiny(folder / "two", "--resume", "--json", folder / "two.json")], 2, forked=True)
         assert result.status == 0, result.output
         whole, resumed = metrics(folder / "whole.json"), metrics(folder / "two.json")
         assert resumed["losses"] == whole["losses"][2:]
@@ -199,7 +197,7 @@ class TestResume:
         name = f"on_{num_processes}"
         shutil.copytree(folder / "killed", folder / name)
         options = ("--resume", *(("--exchange",) if num_processes else ()), "--json", folder / f"{name}.json")
-        result = launch([SCRIPT, *tiny(folder / name, *options)], num_processes)
+        result = launch([SCRIPT, *tiny(folder / name, *options)], num_processes, forked=num_processes is not None)
         assert result.status == 0, result.output
         assert "saved by 2 processes" in result.output
         whole, resumed = metrics(folder / "whole.json"), metrics(folder / f"{name}.json")

@@ -97,7 +97,7 @@ def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path, path: 
 
 def check_as_one_process(folder: Path, done: int) -> None:
     """Losses since the restart and the last checkpoint are those of one process that nobody disturbed."""
-    whole = launch([SCRIPT, *tiny(folder / "whole", *BATCH, "--json", folder / "whole.json")], None)
+    whole = launch([SCRIPT, *tiny(folder / "whole", *BATCH, "--json", folder / "whole.json")], None, forked=True)
     assert whole.status == 0, whole.output
     expected, resumed = metrics(folder / "whole.json"), metrics(folder / "elastic.json")
     assert [step for step, _ in resumed["losses"]] == list(range(done + 1, STEPS + 1))
