@@ -18,7 +18,9 @@ def pytest_configure() -> None:
             [
                 "torch.distributed.checkpoint.state_dict",
                 "torch.distributed.fsdp",
+                "torch.distributed.tensor.experimental",
                 "torch.distributed.tensor.parallel",
+                "torch._inductor.compile_fx",  # what any backend of torch.compile imports when it is first called
                 "torch.testing._internal.common_distributed",
                 "dtensor_gtp",
             ]
