@@ -23,14 +23,14 @@ Addresses = dict[tuple[Any, ...], Hashable]
 
 def addresses(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Addresses:
     """Where a step finds the tensors that it is not given."""
-    found: Addresses = {("parameter", name): _address(param) for name, param in module.named_parameters()}
-    found.update((("buffer", name), _address(buffer)) for name, buffer in module.named_buffers())
+    found: Addresses = {("parameter", name): address(param) for name, param in module.named_parameters()}
+    found.update((("buffer", name), address(buffer)) for name, buffer in module.named_buffers())
     for number, optimizer in enumerate(optimizers):
         what = f"state of {type(optimizer).__name__}"
         for index, state in enumerate(optimizer.state.values()):
             for key, value in state.items() if isinstance(state, dict) else ((None, state),):
-                for part, tensor in enumerate(_tensors(value)):
-                    found[(what, key, number, index, part)] = _address(tensor)
+                for part, tensor in enumerate(tensors_in(value)):
+                    found[(what, key, number, index, part)] = address(tensor)
     return found
 
 
@@ -42,7 +42,8 @@ def changed(before: Addresses, now: Addresses) -> str | None:
     return f"{what} '{name}'" if what in ("parameter", "buffer") else f"'{name}' in the {what}"
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """Those that a value is or consists of."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if not isinstance(value, list | tuple | dict):
@@ -50,18 +51,16 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     return (leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def _address(tensor: torch.Tensor) -> Hashable:
+def address(tensor: torch.Tensor) -> Hashable:
+    """Where its memory begins; of one that wraps others, where theirs do."""
     if isinstance(tensor, DTensor):
         tensor = compat.local_tensor(tensor)
-    # Asked for each tensor in each step: those that wrap no others first.
-    if (
-        type(tensor) not in _PLAIN and (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None
-    ):  # it wraps others
+    if type(tensor) not in PLAIN and (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
         parts = [getattr(tensor, name) for name in flatten()[0]]
-        return tuple(_address(part) for part in parts if isinstance(part, torch.Tensor))
+        return tuple(address(part) for part in parts if isinstance(part, torch.Tensor))
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
@@ -149,12 +148,15 @@ class Updates:
 
 
 __all__ = [
+    "PLAIN",
     "Addresses",
     "Kept",
     "Updates",
+    "address",
     "addresses",
     "changed",
     "differences",
     "hyperparameters",
     "ids_of_params",
+    "tensors_in",
 ]

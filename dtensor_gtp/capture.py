@@ -43,8 +43,9 @@ from ._capture_checks import check_arguments, check_capturable, check_inputs, ch
 from ._recorder import CudaRecorder, Recorder
 from ._runtime.modules import binding_of
 from ._runtime.optimizer_steps import optimizer_steps
-from ._runtime.param import ManagedParam, ShardedWeight
+from ._runtime.param import ShardedWeight
 from ._runtime.state import Runtime
+from ._surroundings import Place, Surroundings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,6 +133,7 @@ class _Before(NamedTuple):
     """What there is before a step is recorded."""
 
     hyperparameters: list[dict[str, Any]]
+    at: Addresses
     versions: list[tuple[int, int]]
     inputs: list[int]
     updates: Updates
@@ -158,8 +160,7 @@ class CapturedStep(Generic[P, R]):
         self._warmup_steps = warmup_steps
         self._max_graphs = max_graphs
         self._num_eager = 0
-        self._binding: Hashable = None
-        self._at: Addresses = {}  # of what all graphs find beside their inputs
+        self._around: Surroundings | None = None  # what all graphs find beside their inputs
         self._seen: dict[Hashable, None] = {}  # in order
         self._graphs: dict[Hashable, _Graph] = {}
         this = weakref.ref(self)
@@ -181,12 +182,11 @@ class CapturedStep(Generic[P, R]):
         """
         leaves, spec = compat.tree_flatten((args, kwargs))
         check_inputs(leaves, self._runtimes[0].device)
-        binding = self._describe_binding()
-        at = addresses(self._module, self._optimizers)
-        if binding != self._binding or at != self._at:
+        around = self._around
+        if around is None or not (around.has_same_binding() and around.is_in_place()):
             self.reset()
-            self._binding, self._at = binding, at
-        places = self._places()
+            around = self._around = Surroundings(self._module, self._optimizers, self._runtimes)
+        places = around.places
         # An id alone would be that of another gradient once this one is gone.
         grads = tuple((i, WeakIdRef(grad)) for i, grad in enumerate(_read(places)) if grad is not None)
         key = (str(spec), tuple(map(_signature, leaves)), grads, _describe_modes(self._runtimes[0].device))
@@ -194,7 +194,7 @@ class CapturedStep(Generic[P, R]):
         if graph is None:
             is_ready = self._num_eager >= self._warmup_steps and key in self._seen
             if not is_ready or len(self._graphs) >= self._max_graphs:
-                return self._run_eagerly(key, leaves, spec)
+                return self._run_eagerly(key, leaves, spec, around)
             graph = self._graphs[key] = self._record(leaves, spec, places)
         return self._replay(graph, leaves, places)
 
@@ -204,10 +204,11 @@ class CapturedStep(Generic[P, R]):
         self._graphs.clear()
         self._seen.clear()
         self._num_eager = 0
+        self._around = None
 
     # --- the three ways to run ----------------------------------------------------------------------------------------
 
-    def _run_eagerly(self, key: Hashable, leaves: list[Any], spec: Any) -> R:
+    def _run_eagerly(self, key: Hashable, leaves: list[Any], spec: Any, around: Surroundings) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
         is_warm = self._num_eager + 1 >= self._warmup_steps
         is_last = is_warm and key in self._seen and len(self._graphs) < self._max_graphs
@@ -220,10 +221,9 @@ class CapturedStep(Generic[P, R]):
             result: R = compat.tree_map_only(torch.Tensor, torch.Tensor.detach, self._fn(*args, **kwargs))
         for optimizer in self._optimizers:
             check_state(optimizer, self._runtimes[0].device)
-        at = addresses(self._module, self._optimizers)
-        if at != self._at:  # a state that a parameter got, or a table that has grown: graphs know the old one
+        if not around.is_in_place():  # a state that a parameter got, or a table that has grown: graphs know the old one
             self._graphs.clear()
-            self._at = at
+            self._around = around.moved()
         # A step that raised counts for nothing: it may not have come to where optimizers make their state.
         self._num_eager += 1
         self._seen[key] = None
@@ -231,13 +231,13 @@ class CapturedStep(Generic[P, R]):
             del self._seen[next(iter(self._seen))]
         return result
 
-    def _record(self, leaves: list[Any], spec: Any, places: list[_Place]) -> _Graph:
+    def _record(self, leaves: list[Any], spec: Any, places: list[Place]) -> _Graph:
         self._check_pinned()
         self._check_none_in_flight("before it is recorded")
         inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         args, kwargs = compat.tree_unflatten(_replaced(leaves, inputs), spec)
         found, kept = _read(places), Kept(self._module, self._optimizers)
-        baked_in = hyperparameters(self._optimizers)
+        baked_in, at = hyperparameters(self._optimizers), addresses(self._module, self._optimizers)
         written: set[int] = set()
         self._drop_kept()
         for runtime in self._runtimes:
@@ -245,7 +245,7 @@ class CapturedStep(Generic[P, R]):
         refusals: list[Exception] = []
 
         def step() -> Any:
-            before = _Before(baked_in, self._versions(), _versions_of(inputs), Updates())
+            before = _Before(baked_in, at, self._versions(), _versions_of(inputs), Updates())
             optimizer_steps().tell(before.updates)
             try:
                 outputs, output_spec = compat.tree_flatten(self._fn(*args, **kwargs))
@@ -291,7 +291,7 @@ class CapturedStep(Generic[P, R]):
         if before.updates.ids & trained - ids_of_params(self._optimizers):
             raise ValueError("capture_step expects the optimizers that the step steps: pass them as optimizer.")
         self._check_constant(before.hyperparameters, "within the step")
-        what = changed(self._at, addresses(self._module, self._optimizers))
+        what = changed(before.at, addresses(self._module, self._optimizers))
         if what is not None:
             raise RuntimeError(
                 f"capture_step expects a step that writes to the tensors that are there, but this one has put {what} "
@@ -314,7 +314,7 @@ class CapturedStep(Generic[P, R]):
         states = zip(params, before.versions, self._versions(), strict=True)
         return ids_of_params(self._optimizers) | {id(param) for param, old, now in states if old != now}
 
-    def _replay(self, graph: _Graph, leaves: list[Any], places: list[_Place]) -> R:
+    def _replay(self, graph: _Graph, leaves: list[Any], places: list[Place]) -> R:
         self._check_pinned()
         self._check_none_in_flight("before it is replayed")
         self._check_constant(graph.hyperparameters, "since the step was recorded")
@@ -330,25 +330,6 @@ class CapturedStep(Generic[P, R]):
         return result
 
     # --- the state around ---------------------------------------------------------------------------------------------
-
-    def _describe_binding(self) -> Hashable:
-        params = [param for runtime in self._runtimes for param in runtime.params]
-        switches = tuple(_describe_param(param) for param in params)
-        is_training = tuple(module.training for module in self._module.modules())
-        # Those that nobody manages, too.
-        is_trained = tuple((id(param), param.requires_grad) for param in self._module.parameters())
-        stepped = tuple(
-            id(param) for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
-        )
-        is_last_backward = tuple(runtime.is_last_backward for runtime in self._runtimes)
-        return switches, is_training, is_trained, stepped, is_last_backward
-
-    def _places(self) -> list[_Place]:
-        """Where a step finds and leaves gradients."""
-        places: list[_Place] = [(param, "grad") for param in self._module.parameters()]
-        for runtime in self._runtimes:
-            places += [(param, name) for param in runtime.params for name in _SUMS if hasattr(param, name)]
-        return places
 
     def _weights(self) -> list[tuple[Runtime, ShardedWeight]]:
         return [(runtime, weight) for runtime in self._runtimes for weight in runtime.weights]
@@ -392,21 +373,15 @@ def _reset(captured: CapturedStep[Any, Any] | None) -> None:
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
-# An object and the name of its attribute that is a gradient or None.
-_Place = tuple[Any, str]
 
-# Sums over microbatches beside ``.grad``, see ``param.py`` and ``whole.py``.
-_SUMS = ("_wide_grad", "unsharded_grad", "unreplicated_grad", "unsynced_grad")
-
-
-def _read(places: list[_Place]) -> list[torch.Tensor | None]:
+def _read(places: list[Place]) -> list[torch.Tensor | None]:
     # A wide sum goes with a gradient: it is void when that has been dropped.
     return [
         None if name == "_wide_grad" and owner.param.grad is None else getattr(owner, name) for owner, name in places
     ]
 
 
-def _write(places: list[_Place], values: list[torch.Tensor | None]) -> None:
+def _write(places: list[Place], values: list[torch.Tensor | None]) -> None:
     for (owner, name), value in zip(places, values, strict=True):
         setattr(owner, name, value)
 
@@ -459,21 +434,6 @@ def _describe_modes(device: torch.device) -> Hashable:
     is_autocast = torch.is_autocast_enabled(device.type)
     autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-
-
-def _describe_param(param: ManagedParam) -> Hashable:
-    flags = param.flags
-    registered = param.sites[0].module._parameters.get(param.sites[0].name)
-    return (
-        id(registered),
-        id(param.shard),
-        registered is not None and registered.requires_grad,
-        flags.requires_gradient_sync,
-        flags.requires_all_reduce,
-        flags.reshard_after_forward,
-        flags.reshard_after_backward,
-        flags.gradient_divide_factor,
-    )
 
 
 __all__ = ["CapturedStep", "capture_step"]

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._runtime.state import Runtime
-from dtensor_gtp.capture import _SUMS, CapturedStep, _read, _write
+from dtensor_gtp._surroundings import SUMS
+from dtensor_gtp.capture import CapturedStep, _read, _write
 
 
 class OnHost:
@@ -48,7 +49,7 @@ class OnHost:
 
     def places(self) -> list[Any]:
         managed = runtime_of(self.sharded).params
-        sums = [(param, name) for param in managed for name in _SUMS if hasattr(param, name)]
+        sums = [(param, name) for param in managed for name in SUMS if hasattr(param, name)]
         return [*((param, "grad") for param in self.model.parameters()), *sums]
 
     @contextmanager
