@@ -210,12 +210,6 @@ def test_what_is_left_without_a_wire(tmp_path: Path) -> None:
 
 
 def test_an_unknown_mode_is_named() -> None:
-    result = subprocess.run(
-        [sys.executable, SCRIPT, "--modes", "gpt"],
-        env=environment_of_this_process(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 2
-    assert "but got 'gpt'" in result.stderr
+    result = run_forked([SCRIPT, "--modes", "gpt"], None)
+    assert result.status == 2
+    assert "but got 'gpt'" in result.output

@@ -215,7 +215,9 @@ class TestResume:
 
     def test_other_configuration_is_refused(self, uninterrupted: Result, folder: Path) -> None:
         before = sorted((folder / "whole").iterdir())
-        result = launch([SCRIPT, *tiny(folder / "whole", "--resume", "--seq-len", "16", "--seed", "1")], None)
+        result = launch(
+            [SCRIPT, *tiny(folder / "whole", "--resume", "--seq-len", "16", "--seed", "1")], None, forked=True
+        )
         assert result.status == 1
         assert "model.max_seq_len is 16, but 32 in the checkpoint" in result.output
         assert "data.seed is 1, but 0 in the checkpoint" in result.output

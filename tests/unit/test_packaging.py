@@ -1,6 +1,7 @@
 """What is shipped, and the rules of the sources that a reader of a diff would miss."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -26,6 +27,11 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
     result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{command}: {result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def tracked_files() -> list[Path]:
@@ -117,7 +123,7 @@ def test_the_only_runtime_dependency_is_torch() -> None:
     imported = {
         (path.name, module.partition(".")[0])
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         for module in imported_modules(node)
     }
     # Triton comes with torch for GPUs; without it torch's ops run.
@@ -129,7 +135,7 @@ def test_optional_modules_are_imported_where_they_can_be_missed() -> None:
     importers = {
         path.name
         for path in SOURCES
-        for statement in ast.parse(path.read_text()).body
+        for statement in parsed(path).body
         for node in ast.walk(statement)
         if isinstance(node, ast.ImportFrom) and not isinstance(statement, ast.FunctionDef | ast.ClassDef)
         if any("triton" in name for name in (node.module or "", *(alias.name for alias in node.names)))
@@ -256,7 +262,7 @@ def test_only_the_compat_package_uses_private_torch_symbols() -> None:
     found = {
         path.relative_to(ROOT).as_posix(): uses
         for path in SOURCES
-        if COMPAT not in path.parents and (uses := sorted(set(private_torch_uses(ast.parse(path.read_text())))))
+        if COMPAT not in path.parents and (uses := sorted(set(private_torch_uses(parsed(path)))))
     }
     assert found == {}
 
@@ -289,7 +295,7 @@ def test_stream_scan_sees(source: str, found: set[str]) -> None:
 
 
 def test_streams_and_events_are_made_in_one_place_and_nobody_records_streams() -> None:
-    found = {path.relative_to(ROOT).as_posix(): stream_makers(ast.parse(path.read_text())) for path in SOURCES}
+    found = {path.relative_to(ROOT).as_posix(): stream_makers(parsed(path)) for path in SOURCES}
     assert {name for name, makers in found.items() if makers} == OWN_STREAMS
     assert not any("record_stream" in makers for makers in found.values())
 
@@ -355,8 +361,6 @@ def test_mutable_global_scan_sees(source: str, found: list[str]) -> None:
 
 def test_no_mutable_module_globals() -> None:
     found = {
-        path.relative_to(ROOT).as_posix(): names
-        for path in SOURCES
-        if (names := list(mutable_globals(ast.parse(path.read_text()))))
+        path.relative_to(ROOT).as_posix(): names for path in SOURCES if (names := list(mutable_globals(parsed(path))))
     }
     assert found == {}
