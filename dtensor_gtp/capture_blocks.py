@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -96,14 +97,15 @@ class CapturedBlocks:
             if value < least:
                 raise ValueError(f"capture_blocks expects {name} >= {least}, but got {value}.")
         names = {submodule: name for name, submodule in module.named_modules()}
-        inside = [inner for block in blocks for inner in block.modules()]
-        if not blocks or any(block not in names for block in blocks) or len(inside) != len(set(inside)):
+        held = Counter(inner for block in blocks for inner in block.modules())
+        if not blocks or any(block not in names or held[block] > 1 for block in blocks):
             raise ValueError(
                 f"capture_blocks expects modules below the {type(module).__name__} that do not contain each other as "
                 f"blocks, but got {[names.get(block, type(block).__name__) for block in blocks]}."
             )
         for block in blocks:
             _check_block(names[block], block)
+        _check_apart(blocks, names)
         _check_window(blocks)
         # A runtime knows who holds a fixed buffer among its own gathers and reductions, not among those of another.
         rings = {runtime: Rings() for runtime in _runtimes_of(module, "capture_blocks")}
@@ -149,6 +151,18 @@ def _check_block(name: str, block: nn.Module) -> None:
         what = _obstacle(managed)
         if what is not None:
             raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {what}. Use capture_step.")
+
+
+def _check_apart(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
+    """Blocks may have modules in common, as a table of rotary embeddings, but no parameters."""
+    owners: dict[ManagedParam, nn.Module] = {}
+    for block in blocks:
+        for param in _params_of(block):
+            if (other := owners.setdefault(param, block)) is not block:
+                raise NotImplementedError(
+                    f"capture_blocks does not support block '{names[block]}', a {type(block).__name__}: its parameter "
+                    f"'{param.fqn}' is one of '{names[other]}', too. Use capture_step."
+                )
 
 
 def _check_window(blocks: Sequence[nn.Module]) -> None:

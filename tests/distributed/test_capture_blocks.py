@@ -310,6 +310,16 @@ class TestCaptureBlocks:
         # The second use of a weight is gathered while the first one holds the buffer.
         assert copied == [f"blocks.{index}.twice.weight" for index in (0, 1, 2, 3, 3, 2, 1, 0)]
 
+    def test_a_module_without_parameters_in_all_blocks(self, world: Any) -> None:
+        """As a table of rotary embeddings is."""
+        model = Net()
+        shared = nn.Identity()
+        for block in model.blocks:
+            block.shared = shared
+        pair = Pair(world, model)
+        pair.prepare()
+        assert pair.run(train(3)) == REPLAYED
+
     def test_one_rank(self) -> None:
         with one_of(1) as world:
             pair = Pair(world)

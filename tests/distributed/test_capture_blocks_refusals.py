@@ -71,6 +71,14 @@ class TestRefusals:
                 model, [model.blocks[index]], NotImplementedError, f"block 'blocks.{index}', a Block: .*{match}"
             )
 
+    def test_a_parameter_of_two_blocks(self, world: Any) -> None:
+        for name in ("up", "norm"):
+            plain = Net()
+            setattr(plain.blocks[1], name, getattr(plain.blocks[0], name))
+            model = gtp_shard(plain, world[0], schedule=ALL)
+            match = rf"'blocks.1', a Block: its parameter 'blocks.0.{name}.weight' is one of 'blocks.0', too"
+            self.refused(model, list(model.blocks), NotImplementedError, match)
+
     def test_what_cannot_be_recorded(self, world: Any) -> None:
         mesh, _ = world
         model = gtp_shard(Net(), mesh, schedule=SchedulePolicy(min_shard_numel=0, embedding="exchange"))
