@@ -65,19 +65,24 @@ def address(tensor: torch.Tensor) -> Hashable:
 
 
 class Kept:
-    """Which buffers and which state there were, to be put back: what a recording that failed has made in their place
-    was never computed."""
+    """Which parameters, buffers and state there were, and their memory, to be put back: what a recording that failed
+    has made in their place was never computed."""
 
     def __init__(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        dicts: list[dict[Any, Any]] = [each._buffers for each in module.modules()]
+        dicts: list[dict[Any, Any]] = [each for m in module.modules() for each in (m._parameters, m._buffers)]
         for optimizer in optimizers:
             dicts += [optimizer.state, *(state for state in optimizer.state.values() if isinstance(state, dict))]
         self._contents = [(one, dict(one)) for one in dicts]
+        tensors = {id(t): t for one in dicts for value in one.values() for t in tensors_in(value) if type(t) in PLAIN}
+        self._memory = [(tensor, tensor.detach()) for tensor in tensors.values()]
 
     def put_back(self) -> None:
         for one, content in self._contents:
             one.clear()
             one.update(content)
+        for tensor, memory in self._memory:
+            if address(tensor) != address(memory):
+                tensor.data = memory
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -111,13 +116,13 @@ def _value(value: Any) -> Any:
 
 
 class OnDevice:
-    """A tensor whose value a graph reads anew each time, where it lies: equal to itself alone, and kept alive."""
+    """A tensor whose value a graph reads anew each time, where it lies: equal to itself there alone, and kept alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self._tensor, self._address = tensor, address(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OnDevice) and self._tensor is other._tensor
+        return isinstance(other, OnDevice) and self._tensor is other._tensor and self._address == other._address
 
     def __hash__(self) -> int:
         return id(self._tensor)

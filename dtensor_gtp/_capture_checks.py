@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ._baked_in import tensors_in
+
 
 def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> None:
     if not callable(fn):
@@ -65,9 +67,11 @@ def check_inputs(leaves: list[Any], device: torch.device) -> None:
 
 
 def _check_other(leaf: Any) -> None:
-    attributes = {} if isinstance(leaf, nn.Module) else getattr(leaf, "__dict__", {})
+    attributes = {} if isinstance(leaf, nn.Module) else dict(getattr(leaf, "__dict__", {}))
+    slots = (name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ()))
+    attributes.update((name, getattr(leaf, name, None)) for name in slots)
     for name, value in attributes.items():
-        if isinstance(value, torch.Tensor):
+        if next(iter(tensors_in(value)), None) is not None:
             raise ValueError(
                 "A captured step expects tensors in lists, tuples, dicts, or what else torch.utils._pytree goes "
                 f"through, but got a {type(leaf).__name__} with one as '{name}', where nobody would see that it is "

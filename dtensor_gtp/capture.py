@@ -272,7 +272,9 @@ class CapturedStep(Generic[P, R]):
                 runtime.forget_recording()
             _write(places, found)
             kept.put_back()
-            if error in refusals or not isinstance(error, Exception):
+            is_refusal = error in refusals
+            refusals.clear()  # which its own traceback holds
+            if is_refusal or not isinstance(error, Exception):
                 raise
             raise RuntimeError(
                 f"capture_step could not record the step: {type(error).__name__}: {error}. A step that is recorded "

@@ -63,7 +63,8 @@ def capture_blocks(
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
         blocks: Modules below it that do not contain each other. Their inputs are any trees of tensors, which are
-            copied, and of other values, which are compared; their outputs are copied, too.
+            copied, and of other values, which are compared; their outputs are copied, too. Tensors that they find
+            elsewhere are to stay where they are: parameters and buffers are watched, attributes (a cache) are not.
         warmup_calls: Eager calls of each block before its first recording, at least 2.
         max_graphs: Beyond so many combinations of inputs for one block, further ones run eagerly.
 

@@ -307,17 +307,18 @@ class CopyEngine(PeerCopies, CastingBackend):
         ]
         taken = self._take_beside(own)
         pairs = list(zip(begins, parts, outputs, strict=True))
-        stage.fetch(
-            [
-                compat.Fetch(rank, begin, output.data_ptr() + rank * part.nbytes, part.nbytes)
-                for rank in self._peers()
-                for begin, part, output in pairs
-            ]
-        )
+        fetches = [
+            compat.Fetch(rank, begin, output.data_ptr() + rank * part.nbytes, part.nbytes)
+            for rank in self._peers()
+            for begin, part, output in pairs
+        ]
+        try:
+            stage.fetch(fetches)
+        finally:
+            if taken is not None:
+                torch.accelerator.current_stream(self._device.index).wait_event(taken)
         if taken is None:
             _copy(own)
-        else:
-            torch.accelerator.current_stream(self._device.index).wait_event(taken)
 
     def _places(
         self, sizes: list[int], contents: Sequence[Content] | None

@@ -272,8 +272,8 @@ class Gradients:
             self.submit(weight, buffer if is_passing else buffer.clone())
 
     def launch_waiting(self) -> None:
-        """Launch what waits for others to travel with; never into the graph of a block."""
-        if self._waiting and self.recording is None:
+        """Launch what waits for others to travel with."""
+        if self._waiting:
             waiting, self._waiting, self._waiting_nbytes = self._waiting, [], 0
             self._launch(waiting)
 

@@ -19,6 +19,7 @@ _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
 _WAIT_EQUAL = 1  # CUstreamWaitValue_flags
 _FLAG_NBYTES = 4
 _IN_ORDER_OF_STREAM = 1  # CUmemcpySrcAccessOrder
+_NOT_SUPPORTED = 801  # CUresult
 
 
 class _Operation(ctypes.Structure):
@@ -98,9 +99,10 @@ def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
             ctypes.c_size_t(1),
             handle,
         )
-        if code:
+        if not code:
+            return
+        if code != _NOT_SUPPORTED:
             raise RuntimeError(f"cuMemcpyBatchAsync failed with CUresult {code}")
-        return
     for target, source, nbytes in copies:
         code = driver.cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), handle)
         if code:

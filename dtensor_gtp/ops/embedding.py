@@ -79,11 +79,7 @@ class _Embedding(torch.autograd.Function):
 def embedding_grad(
     runtime: Runtime, weight: ShardedWeight, grad_output: torch.Tensor, indices: torch.Tensor, padding_idx: int
 ) -> None:
-    """Compute the table's gradient and reduce it; ``padding_idx`` is -1 if there is none.
-
-    It is as a rule the last of a backward, and takes long to make: what waits to be reduced goes ahead.
-    """
-    runtime.grads.launch_waiting()
+    """Compute the table's gradient and reduce it; ``padding_idx`` is -1 if there is none."""
     # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.
     grad = torch.ops.aten.embedding_dense_backward(
         grad_output.contiguous(), indices, weight.layout.shape[0], padding_idx, False

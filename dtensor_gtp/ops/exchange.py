@@ -145,7 +145,9 @@ def exchanged_grad(
         padding_idx: Row without gradient, -1 if there is none.
     """
     layout, comm = weight.layout, runtime.comm
-    runtime.grads.launch_waiting()  # hidden behind this: the table's gradient is as a rule the last
+    # Hidden behind this: the table's gradient is as a rule the last. (A gathered table may be in a recorded block, that
+    # other ranks replay: they have to launch alike.)
+    runtime.grads.launch_waiting()
     sent = grad_output.reshape(-1, layout.shape[1])
     # Tokens that a rank does not have add zeros to row 0.
     sent = F.pad(sent, (0, 0, 0, ids.shape[1] - sent.shape[0])).contiguous()

@@ -154,6 +154,17 @@ class Block(nn.Module):
         return (x if mask is None else x * mask), {"count": torch.tensor(x.shape[0]), "name": "block"}
 
 
+class Placed(Block):
+    """With a table of positions, whose gradient is the last of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, mask: torch.Tensor | None = None) -> Any:
+        return super().forward(x + self.positions(torch.arange(x.shape[0])), scale, mask)
+
+
 class Net(nn.Module):
     def __init__(self, depth: int = 4, is_checkpointed: bool = False) -> None:
         super().__init__()
@@ -319,6 +330,15 @@ class TestCaptureBlocks:
         pair = Pair(world, model)
         pair.prepare()
         assert pair.run(train(3)) == REPLAYED
+
+    def test_an_embedding_in_a_block(self, world: Any) -> None:
+        """Ranks that run it eagerly launch what ranks that replay it do."""
+        model = Net()
+        model.blocks = nn.ModuleList(Placed() for _ in model.blocks)
+        for schedule in ({}, {"reduce_scatter": "all_to_all"}, {"coalesce_grad_nbytes": 1024}):
+            pair = Pair(world, model, schedule=SchedulePolicy(min_shard_numel=0, **schedule))
+            pair.prepare()
+            assert pair.run(train(3)) == REPLAYED
 
     def test_one_rank(self) -> None:
         with one_of(1) as world:

@@ -4,8 +4,10 @@ would. Either a graph sees it, or it is recorded anew, or the step is refused.""
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._baked_in import Addresses, addresses, changed
+from dtensor_gtp._surroundings import Surroundings
 from dtensor_gtp.capture import CapturedStep
 from dtensor_gtp.optim import MasterOptimizer
 from dtensor_gtp.quant import Float8Tensorwise, quantize_
@@ -216,17 +219,42 @@ class TestOptimizers:
         gtp_shard(model, mesh, schedule=ALL)
         optimizer = MasterOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
-        def take_step() -> tuple[Addresses, torch.Tensor]:
+        def take_step() -> tuple[Addresses, torch.Tensor, Surroundings]:
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
-            return addresses(model, [optimizer]), optimizer.state[model[0].weight]["master"]
+            around = Surroundings(model, [optimizer], [runtime_of(model)])
+            return addresses(model, [optimizer]), optimizer.state[model[0].weight]["master"], around
 
-        at, master = take_step()
-        now, other = take_step()
+        at, master, around = take_step()
+        now, other, _ = take_step()
         assert master is not other
         assert changed(at, now) is None
+        assert around.is_in_place()
         optimizer.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(master)
         assert changed(at, addresses(model, [optimizer])) == "'momentum_buffer' in the state of MasterOptimizer"
+        assert not around.is_in_place()
+
+    def test_states_in_containers_and_states_that_are_moved_away(self) -> None:
+        setting = Setting()
+        model, optimizer = setting.model, setting.optimizers[1]
+        param = next(model.parameters())
+        parts = [torch.zeros(3), torch.ones(2)]
+        optimizer.state[param] = {"parts": parts, "nested": {"x": torch.zeros(4)}, "last": torch.zeros(5)}
+        around = Surroundings(model, [optimizer], [runtime_of(model)])
+        for put in (
+            lambda: parts.__setitem__(0, torch.zeros(3)),
+            lambda: optimizer.state[param]["nested"].update(x=torch.zeros(4)),
+            lambda: optimizer.state[param].update(last=torch.zeros(5)),
+            lambda: parts.append(torch.zeros(1)),
+        ):
+            assert around.is_in_place()
+            kept = [*parts, optimizer.state[param]["nested"]["x"], optimizer.state[param]["last"]]
+            put()
+            assert not around.is_in_place()
+            del kept
+            around = around.moved()
+        moved = weakref.ref(optimizer.state[param].pop("last"))
+        assert moved() is None, "whoever moves a state away wants its memory"
 
 
 class Head(nn.Module):
@@ -328,6 +356,19 @@ class TestAroundTheShardedModule:
         with pytest.raises(RuntimeError, match=r"has put buffer 'table' to another place, which no replay would do"):
             both.step(rows(3))
         assert both.model.table is table
+        both.model.is_replacing = False
+
+        def overwrite(x: torch.Tensor) -> torch.Tensor:
+            if both.recorder.events[-1] == "record":
+                table.data = 0.5 * table
+                both.model.head.bias.data = both.model.head.bias.detach() + 1.0
+            return both.run(1, x)
+
+        values = [table.clone(), both.model.head.bias.detach().clone()]
+        with mock.patch.object(both.step, "_fn", overwrite), pytest.raises(RuntimeError, match="to another place"):
+            both.step(rows(3))
+        for now, before in zip((both.model.table, both.model.head.bias), values, strict=True):
+            assert torch.equal(now, before)
 
 
 class TestSteps:
@@ -353,10 +394,22 @@ class TestSteps:
 
         class Batch:
             def __init__(self) -> None:
+                self.tokens: Any = rows(0)
+
+        class Batches(Batch):
+            def __init__(self) -> None:
+                self.tokens = [{"first": rows(0)}]
+
+        class Slotted:
+            __slots__ = ("tokens",)
+
+            def __init__(self) -> None:
                 self.tokens = rows(0)
 
-        with pytest.raises(ValueError, match=r"but got a Batch with one as 'tokens'.*Pass its tensors"):
-            step(Batch())
+        for batch in (Batch(), Batches(), Slotted()):
+            match = rf"but got a {type(batch).__name__} with one as 'tokens'.*Pass its tensors"
+            with pytest.raises(ValueError, match=match):
+                step(batch)
 
     def test_eager_code_sees_what_a_step_writes_without_an_optimizer(self) -> None:
         """Averages of weights, say, in the same module."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from dtensor_gtp._torch_compat import driver
 from dtensor_gtp._torch_compat.driver import SignalBarrier
@@ -89,3 +90,36 @@ def test_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_driver", Refuses)
     with pytest.raises(RuntimeError, match="failed with CUresult 801"):
         SignalBarrier([0, 1000], 0).wait(0, Stream())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("code", "is_capturing", "calls"), [(0, False, "b"), (801, False, "bcc"), (0, True, "cc")])
+def test_copies_are_one_call_where_that_can_be(
+    code: int, is_capturing: bool, calls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty ones are left out: a batch may have none."""
+    called: list[tuple[str, list[int]]] = []
+
+    class Driver:
+        @staticmethod
+        def cuMemcpyBatchAsync_v2(targets: Any, sources: Any, sizes: Any, number: Any, *rest: Any) -> int:
+            called.append(("b", [number.value, *targets, *sources, *sizes]))
+            return code
+
+        @staticmethod
+        def cuMemcpyAsync(target: Any, source: Any, nbytes: Any, stream: Any) -> int:
+            called.append(("c", [target.value, source.value, nbytes.value]))
+            return 0
+
+    class Stream:
+        cuda_stream = 7
+
+    monkeypatch.setattr(driver, "_driver", Driver)
+    monkeypatch.setattr(driver, "_has_batches", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    copies = [driver.Copy(1, 11, 5), driver.Copy(2, 12, 0), driver.Copy(3, 13, 6)]
+    driver.enqueue_copies(copies, Stream())  # type: ignore[arg-type]
+    assert "".join(name for name, _ in called) == calls
+    if calls[0] == "b":
+        assert called[0][1] == [2, 1, 3, 11, 13, 5, 6]
+    if calls[-1] == "c":
+        assert [arguments for _, arguments in called[-2:]] == [[1, 11, 5], [3, 13, 6]]
