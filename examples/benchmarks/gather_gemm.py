@@ -115,11 +115,15 @@ class Gathering:
         self._free: list[torch.cuda.Event | None] = [None, None]
 
     def _units_of(self, parts: list[torch.Tensor]) -> list[Unit]:
-        rows, rank, size = parts[0].shape[0], self._world.rank, self._world.size
+        rows, size = parts[0].shape[0], self._world.size
         if not self._by_parts:
             return [Unit(parts, slice(0, rows * size))]
-        ranks = [(rank + step) % size for step in range(size)]
+        ranks = self._ranks()
         return [Unit([parts[peer]], slice(peer * rows, (peer + 1) * rows)) for peer in ranks]
+
+    def _ranks(self) -> list[int]:
+        """Each rank first and its neighbour next, so that no rank is asked by all at once."""
+        return [(self._world.rank + step) % self._world.size for step in range(self._world.size)]
 
     def _copying(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -140,7 +144,8 @@ class Gathering:
                     continue
                 target = self._buffers[layer % 2][place : place + shape[0] * shape[1]].view(shape)
                 place += target.numel()
-                for into, part in zip(target.chunk(len(unit.parts)), unit.parts, strict=True):
+                copies = list(zip(target.chunk(len(unit.parts)), unit.parts, strict=True))
+                for into, part in copies if self._by_parts else (copies[rank] for rank in self._ranks()):
                     into.copy_(part)
                 arriving.append((target, self._stream and self._stream.record_event()))
         return arriving

@@ -41,14 +41,14 @@ TOGETHER: tuple[dict[str, Any], ...] = ({}, SEVERAL, {**SEVERAL, "keep_casts": T
 def casts_ahead() -> Iterator[list[bool]]:
     """Of each gather by copy engines: whether its shards were cast ahead, on a stream of their own."""
     seen: list[bool] = []
-    inner = CopyEngine._cast_ahead
+    inner = CopyEngine._fill_ahead
 
-    def cast_ahead(self: CopyEngine, *args: Any) -> Any:
+    def fill_ahead(self: CopyEngine, *args: Any) -> Any:
         done = inner(self, *args)
         seen.append(done is not None)
         return done
 
-    with mock.patch.object(CopyEngine, "_cast_ahead", cast_ahead):
+    with mock.patch.object(CopyEngine, "_fill_ahead", fill_ahead):
         yield seen
 
 
