@@ -25,13 +25,18 @@ def addresses(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
     """Where a step finds the tensors that it is not given."""
     found: Addresses = {("parameter", name): address(param) for name, param in module.named_parameters()}
     found.update((("buffer", name), address(buffer)) for name, buffer in module.named_buffers())
+    found.update((what, address(tensor)) for what, tensor in states_of(optimizers))
+    return found
+
+
+def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """All tensors of their states, each with what it is."""
     for number, optimizer in enumerate(optimizers):
         what = f"state of {type(optimizer).__name__}"
         for index, state in enumerate(optimizer.state.values()):
             for key, value in state.items() if isinstance(state, dict) else ((None, state),):
                 for part, tensor in enumerate(tensors_in(value)):
-                    found[(what, key, number, index, part)] = address(tensor)
-    return found
+                    yield (what, key, number, index, part), tensor
 
 
 def changed(before: Addresses, now: Addresses) -> str | None:
@@ -163,5 +168,6 @@ __all__ = [
     "differences",
     "hyperparameters",
     "ids_of_params",
+    "states_of",
     "tensors_in",
 ]

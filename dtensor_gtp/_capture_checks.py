@@ -1,4 +1,4 @@
-"""What ``capture_step`` refuses: arguments, optimizers and inputs."""
+"""What ``capture_step`` refuses: arguments, optimizers and inputs. ``capture_blocks`` has some of it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: A
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"capture_step expects optimizers as optimizer, but got {type(optimizer).__name__}.")
-    for name, value, least in (("warmup_steps", warmup_steps, 2), ("max_graphs", max_graphs, 1)):
+    check_at_least("capture_step", 2, warmup_steps=warmup_steps)
+    check_at_least("capture_step", 1, max_graphs=max_graphs)
+
+
+def check_at_least(caller: str, least: int, **numbers: Any) -> None:
+    for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"capture_step expects an int as {name}, but got {value!r}.")
+            raise TypeError(f"{caller} expects an int as {name}, but got {value!r}.")
         if value < least:
-            raise ValueError(f"capture_step expects {name} >= {least}, but got {value}.")
+            raise ValueError(f"{caller} expects {name} >= {least}, but got {value}.")
 
 
 def check_capturable(optimizer: torch.optim.Optimizer) -> None:
@@ -79,4 +84,4 @@ def _check_other(leaf: Any) -> None:
             )
 
 
-__all__ = ["check_arguments", "check_capturable", "check_inputs", "check_state"]
+__all__ = ["check_arguments", "check_at_least", "check_capturable", "check_inputs", "check_state"]

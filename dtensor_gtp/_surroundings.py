@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ._baked_in import address, tensors_in
+from ._baked_in import address, states_of
 from ._runtime.state import Runtime
 
 # An object and the name of its attribute that is a gradient or None.
@@ -72,11 +72,7 @@ class Surroundings:
         """Where the tensors are that modules have registered, and those of optimizers' states."""
         dicts = [each for m in self._modules for each in (m._parameters, m._buffers)]
         found = [None if tensor is None else address(tensor) for each in dicts for tensor in each.values()]
-        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
-        for state in states:
-            for value in state.values() if isinstance(state, dict) else (state,):
-                found += map(address, tensors_in(value))
-        return found
+        return found + [address(tensor) for _, tensor in states_of(self._optimizers)]
 
     def _describe(self) -> list[Any]:
         managed = [param for runtime in self._runtimes for param in runtime.params]

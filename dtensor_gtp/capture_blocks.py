@@ -25,6 +25,7 @@ import torch
 import torch.nn as nn
 
 from . import _torch_compat as compat
+from ._capture_checks import check_at_least
 from ._recorder import CudaRecorder, Recorder
 from ._runtime.gathered import Version
 from ._runtime.modules import binding_of, unmanaged_params
@@ -92,11 +93,8 @@ class CapturedBlocks:
     def __init__(
         self, module: nn.Module, blocks: Sequence[nn.Module], recorder: Recorder, warmup_calls: int, max_graphs: int
     ) -> None:
-        for name, value, least in (("warmup_calls", warmup_calls, 2), ("max_graphs", max_graphs, 1)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"capture_blocks expects an int as {name}, but got {value!r}.")
-            if value < least:
-                raise ValueError(f"capture_blocks expects {name} >= {least}, but got {value}.")
+        check_at_least("capture_blocks", 2, warmup_calls=warmup_calls)
+        check_at_least("capture_blocks", 1, max_graphs=max_graphs)
         names = {submodule: name for name, submodule in module.named_modules()}
         held = Counter(inner for block in blocks for inner in block.modules())
         if not blocks or any(block not in names or held[block] > 1 for block in blocks):

@@ -1,7 +1,7 @@
-"""Operations of streams that take no SM (CUDA driver API): signals between GPUs, and copies.
+"""Operations of streams (CUDA driver API): signals between GPUs, which take no SM, and copies.
 
 A kernel that waits for a peer needs a place on an SM before it can even tell the peer that it is there. Beside a GEMM
-that fills the GPU it gets one when the GEMM leaves it, on every rank at another time. These operations are executed by
+that fills the GPU it gets one when the GEMM leaves it, on every rank at another time. Signals are executed by
 the front end of the GPU in the order of the stream. NCCL (2.28) orders its own copy-engine collectives with them, and
 like everything in a stream they can be recorded into a CUDA graph.
 """

@@ -109,7 +109,8 @@ class SymmetricBuffer:
 def copy_bytes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each contiguous tensor on a GPU into one of its size and dtype on the same GPU, on the current stream.
 
-    A kernel that copies takes SMs from the GEMMs beside it for half as long again.
+    Within one GPU the driver, too, has a kernel copy, in graphs at least; it takes less time from the GEMMs beside it
+    than torch's foreach kernel: 7 to 20 us in the place of 18 to 28 for 28 MiB in eight pieces, on an H200.
     """
     pairs = zip(targets, sources, strict=True)
     copies = [Copy(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pairs]

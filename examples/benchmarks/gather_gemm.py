@@ -92,10 +92,11 @@ class Shards:
 
 
 class Unit(NamedTuple):
-    """What one GEMM takes: rows of some ranks, and the columns of y that they make."""
+    """What one GEMM takes: rows of some ranks, the columns of y that they make, and in which order they are copied."""
 
     parts: Sequence[torch.Tensor]
     columns: slice
+    order: Sequence[int]
 
 
 class Gathering:
@@ -116,14 +117,11 @@ class Gathering:
 
     def _units_of(self, parts: list[torch.Tensor]) -> list[Unit]:
         rows, size = parts[0].shape[0], self._world.size
+        # This rank first and its neighbour next, so that no rank is asked by all at once.
+        ranks = [(self._world.rank + step) % size for step in range(size)]
         if not self._by_parts:
-            return [Unit(parts, slice(0, rows * size))]
-        ranks = self._ranks()
-        return [Unit([parts[peer]], slice(peer * rows, (peer + 1) * rows)) for peer in ranks]
-
-    def _ranks(self) -> list[int]:
-        """Each rank first and its neighbour next, so that no rank is asked by all at once."""
-        return [(self._world.rank + step) % self._world.size for step in range(self._world.size)]
+            return [Unit(parts, slice(0, rows * size), ranks)]
+        return [Unit([parts[peer]], slice(peer * rows, (peer + 1) * rows), [0]) for peer in ranks]
 
     def _copying(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -144,9 +142,9 @@ class Gathering:
                     continue
                 target = self._buffers[layer % 2][place : place + shape[0] * shape[1]].view(shape)
                 place += target.numel()
-                copies = list(zip(target.chunk(len(unit.parts)), unit.parts, strict=True))
-                for into, part in copies if self._by_parts else (copies[rank] for rank in self._ranks()):
-                    into.copy_(part)
+                targets = target.chunk(len(unit.parts))
+                for index in unit.order:
+                    targets[index].copy_(unit.parts[index])
                 arriving.append((target, self._stream and self._stream.record_event()))
         return arriving
 

@@ -98,7 +98,7 @@ def _be_script(arguments: list[str], environment: dict[str, str], cwd: str, prin
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    gc.freeze()  # what the server has imported is no garbage: scripts collect that between their measurements
+    gc.freeze()  # what the server has imported is no garbage, and no optimizer that gtp_shard would have to look for
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
     runpy.run_path(arguments[0], run_name="__main__")
