@@ -5,9 +5,9 @@ Every buffer (gathered weight, gradient to send, reduced shard) is allocated on 
 current when the weight is used. A communication stream that fills or reads a buffer first waits for the compute stream,
 and the compute stream waits for it before it reads the result or drops the last reference. So a buffer's memory returns
 to the allocator only when, in the order of the compute stream, nobody uses it any more. (What is allocated on a
-communication stream itself, a cast gradient, is reused there only after that stream has waited for the compute stream
-again.) That is why there is no ``record_stream``, why addresses repeat from step to step, and why no buffer can be
-overwritten under a running GEMM.
+communication stream itself, a cast gradient or a quantized shard, is reused there only after that stream has waited for
+the compute stream again.) That is why there is no ``record_stream``, why addresses repeat from step to step, and why no
+buffer can be overwritten under a running GEMM.
 
 On devices without streams (CPU with gloo) the background ``Work`` takes the place of the event.
 
@@ -197,6 +197,12 @@ class CommContext:
     def gathering(self, groups: Groups) -> AbstractContextManager[Any]:
         """Context in which a gather is launched, on the gather stream of the mesh."""
         return self._fork(self._gather_streams.get(groups.gather_name))
+
+    def packing(self, groups: Groups) -> AbstractContextManager[Any]:
+        """Context in which shards are made into what a gather of the mesh sends: on the stream of casts, if it has one.
+        Compute has waited for that when the next gather of the mesh may be read."""
+        casting = self._casting_backends.get(groups.gather_name)
+        return _HOST if casting is None else self._fork(casting.cast_stream)
 
     def all_gather(
         self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor], contents: list[Content]

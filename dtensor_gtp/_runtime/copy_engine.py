@@ -16,6 +16,10 @@ code once a graph has used the stage, whose replays are not seen here (nor that 
 that of ``capture_step``), the cast comes in its place between the barriers.
 Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
 
+What is made of shards before (their magnitudes, over which ranks agree, and quantized data) is made on the same stream,
+beside what compute does then, be it only the embedding at the beginning of a step. So a cast that comes in its place
+between the barriers waits for that stream.
+
 [Note: kept casts]
 With ``SchedulePolicy.keep_casts`` the stage has a place for each shard instead of two halves, and what was cast there
 serves as long as [Note: what is made of a shard] says: backward copies what forward has cast. Each rank decides by
@@ -247,7 +251,7 @@ class CastingBackend(ABC):
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
             shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
-                the output.
+                the output. They may have been made on ``cast_stream``.
             ready: When outputs and shards may be used; None: when the current stream comes to it.
             contents: What the shards are, to find what was cast of them before.
         """
@@ -298,7 +302,7 @@ class CopyEngine(PeerCopies, CastingBackend):
         ]
         filled = self._fill_ahead(ready, stale) if is_free and stale else None
         stage.barrier(0)
-        self._fill(stale, filled)
+        self._fill(stale, filled, ready)
         stage.barrier(1)
         own = [
             (part.narrow(0, 0, shard.shape[0]), place)
@@ -369,9 +373,10 @@ class CopyEngine(PeerCopies, CastingBackend):
             self._cast(stale)
         return self.cast_stream.record_event()
 
-    def _fill(self, stale: list[_Pair], filled: torch.Event | None) -> None:
+    def _fill(self, stale: list[_Pair], filled: torch.Event | None, ready: torch.Event | None) -> None:
         """Between the barriers: the places have their content, from now on or since ``filled``."""
         if filled is None and stale:
+            self._wait_for_packing(ready)
             self._cast(stale)
         if self._kept is not None:
             self._kept.note_casts()
@@ -380,6 +385,13 @@ class CopyEngine(PeerCopies, CastingBackend):
             if filled is not None:
                 stream.wait_event(filled)
             self._last_passed, self._last_recording = stream.record_event(), self._recording()
+
+    def _wait_for_packing(self, ready: torch.Event | None) -> None:
+        """Let the current stream wait for what was made of shards on the stream of casts."""
+        if ready is None or self.cast_stream is None:
+            return
+        self.cast_stream.wait_event(ready)  # a graph may not know that stream yet
+        torch.accelerator.current_stream(self._device.index).wait_event(self.cast_stream.record_event())
 
     def _take_beside(self, own: list[_Pair]) -> torch.Event | None:
         """Copy what is this rank's own out of its stage beside what comes from peers, if there is a stream for it; when

@@ -32,8 +32,17 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
         return [_alone(target, comm) for target in targets]
     if len(targets) == 1 and weight.wire is None:
         return [_launch_plain(weight, comm)]
-    buffers = _side_by_side(targets)
-    return _launch_together([_prepare(target, comm, buffers.get(target)) for target in targets], comm)
+    packed, buffers = _pack(targets, comm), _side_by_side(targets)
+    return _launch_together([_prepare(target, packed.get(target), buffers.get(target)) for target in targets], comm)
+
+
+def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
+    """What is sent of those weights that are not sent as they are."""
+    wires = [(target, wire) for target in targets if (wire := target.weight.wire) is not None]
+    if not wires:
+        return {}
+    with comm.packing(targets[0].weight.groups):
+        return {target: wire.pack(target.weight, _direction(target), comm) for target, wire in wires}
 
 
 def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, torch.Tensor]:
@@ -110,14 +119,13 @@ def _direction(target: Gatherable) -> Direction:
     return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE
 
 
-def _prepare(target: Gatherable, comm: CommContext, buffer: torch.Tensor | None) -> _Sending:
+def _prepare(target: Gatherable, packed: Packed | None, buffer: torch.Tensor | None) -> _Sending:
     weight = target.weight
-    if weight.wire is None:
+    if packed is None:
         layout, shard = weight.layout, weight.shard
         if buffer is None:
             buffer = gather_buffer(weight)
         return _Sending(weight, [_Plane(layout, shard, buffer, _content(weight, 0))], None)
-    packed = weight.wire.pack(weight, _direction(target), comm)
     planes = []
     for number, (layout, plane) in enumerate(packed.planes):
         part = as_integers(plane)  # not every backend knows every float

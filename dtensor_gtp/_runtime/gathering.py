@@ -24,7 +24,7 @@ from .gathered import Gatherable, Gathered
 from .param import ManagedParam, ShardedWeight
 from .recording import Recording, new_buffer
 from .schedule import Chain, Plan, Traits, Window, choose_kept
-from .wire import QuantizedWire
+from .wire import QuantizedWire, agree_on_amax
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class Gathering:
         )
         self._num_calls = 0
         self._has_gaps = False
+        # Weights whose ranks have to agree on a statistic before any of their mesh is gathered.
+        self._disagreeing: dict[Groups, list[ShardedWeight]] = {}
         self._kept_until_backward: frozenset[int] = frozenset()
         self._forward_chain: Chain | None = None
         self._forward_module: nn.Module | None = None
@@ -253,6 +255,10 @@ class Gathering:
     def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
         """Launch one gather of present shards. Which gathers a recomputation launches depends on the plan."""
         with compat.unseen_by_checkpoint_policies():
+            groups = targets[0].weight.groups
+            if (disagreeing := self._disagreeing.pop(groups, None)) is not None:
+                with self.comm.packing(groups):
+                    agree_on_amax(disagreeing, self.comm)
             return gather.launch(targets, self.comm)
 
     def _take_prefetched(self, target: Gatherable) -> Gathered | None:

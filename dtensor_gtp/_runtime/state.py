@@ -33,7 +33,7 @@ from .optimizer_steps import optimizer_steps
 from .param import ManagedParam, ShardedWeight
 from .saved import SavedWeights, check_differentiable
 from .whole import WholeParam
-from .wire import QuantizedWire, agree_on_amax
+from .wire import QuantizedWire
 
 logger = logging.getLogger(__name__)
 
@@ -252,9 +252,12 @@ class Runtime(Gathering):
         return registered is not None and compat.local_tensor(registered).is_meta  # type: ignore[arg-type]
 
     def _begin_quantized(self) -> None:
-        """Before the first gather: all weights whose shards have changed agree on their statistics at once."""
-        quantized = [(weight, weight.wire) for weight in self.weights if isinstance(weight.wire, QuantizedWire)]
-        agree_on_amax([weight for weight, wire in quantized if wire.begin_forward(weight)], self.comm)
+        """All weights whose shards have changed agree on their statistics at once, when the first weight of their mesh
+        is gathered: so on whatever stream that is, compute waits for it as it does for that gather."""
+        self._disagreeing.clear()
+        for weight in self.weights:
+            if isinstance(weight.wire, QuantizedWire) and weight.wire.begin_forward(weight):
+                self._disagreeing.setdefault(weight.groups, []).append(weight)
 
     # --- attribute reads ----------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class Wire(ABC):
 
     @abstractmethod
     def pack(self, weight: ShardedWeight, direction: Direction, comm: CommContext) -> Packed:
-        """What this rank sends, made on the compute stream."""
+        """What this rank sends, made on the current stream (see ``CommContext.packing``)."""
 
     @abstractmethod
     def num_bytes(self, weight: ShardedWeight) -> int | None:

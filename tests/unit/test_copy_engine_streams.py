@@ -141,10 +141,12 @@ def on_machine(machine: Machine) -> Any:
 
 class Rank:
     """A training loop: forward and backward gather all weights. Shards are written to after every other step, and in
-    the forward that follows the others, each right before it is gathered."""
+    the forward that follows the others, each right before it is gathered. If ``packs``, what is sent is made of the
+    shard in forward, on the stream of casts, where the last forward's has been."""
 
-    def __init__(self, machine: Machine, rank: int, keeps: bool) -> None:
+    def __init__(self, machine: Machine, rank: int, keeps: bool, packs: bool) -> None:
         self.machine, self.rank = machine, rank
+        self.packed = [torch.empty(NUMEL) for _ in range(NUM_WEIGHTS)] if packs else None
         self.engine = Engine(machine, rank)
         if keeps:
             self.engine.keep_casts(1024)
@@ -165,31 +167,42 @@ class Rank:
             for is_forward in (True, False):
                 self.engine.begin_pass()
                 weights = list(range(NUM_WEIGHTS))
-                self._run_pass(weights if is_forward else weights[::-1], step, is_late=is_forward and step % 2 == 1)
+                self._run_pass(weights if is_forward else weights[::-1], step, is_forward)
             if step % 2 == 1:
                 for weight in range(NUM_WEIGHTS):
                     self._write(weight, step + 1)
 
-    def _run_pass(self, weights: list[int], step: int, is_late: bool) -> None:
+    def _run_pass(self, weights: list[int], step: int, is_forward: bool) -> None:
         """Each use is that of the gather before last: two are ahead."""
         launched: list[tuple[int, torch.Tensor, Event]] = []
         for weight in weights:
-            if is_late:
+            if is_forward and step % 2 == 1:
                 self._write(weight, step)
-            launched.append((weight, *self._launch(weight, step)))
+            launched.append((weight, *self._launch(weight, step, is_first=is_forward)))
             if len(launched) > 2:
                 self._use(*launched.pop(0), step)
         for one in launched:
             self._use(*one, step)
 
-    def _launch(self, weight: int, step: int) -> tuple[torch.Tensor, Event]:
-        output = self.free.pop()
+    def _launch(self, weight: int, step: int, is_first: bool) -> tuple[torch.Tensor, Event]:
+        output, sent = self.free.pop(), self.shards[weight]
+        if self.packed is not None:
+            sent = self.packed[weight]
+            if is_first:
+                self._pack(sent, self.shards[weight])
         ready = self.compute.record_event()
         self.gathers.wait_event(ready)
         with self.gathers:
             contents = [Content(weight, step)]
-            self.engine.all_gather([output], [self.shards[weight]], ready, contents)  # type: ignore[arg-type, list-item]
+            self.engine.all_gather([output], [sent], ready, contents)  # type: ignore[arg-type, list-item]
         return output, self.gathers.record_event()
+
+    def _pack(self, target: torch.Tensor, shard: torch.Tensor) -> None:
+        stream: Any = self.engine.cast_stream
+        stream.wait_event(self.compute.record_event())
+        with stream:
+            self.machine.queue(lambda: target.fill_(float("nan")))
+            self.machine.copy_all([target], [shard])
 
     def _use(self, weight: int, output: torch.Tensor, done: Event, step: int) -> None:
         want = torch.cat([self._value(weight, step, rank) for rank in range(NUM_RANKS)])
@@ -204,11 +217,12 @@ class Rank:
         self.free.append(output)
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_gathers_of_ranks_that_get_on_in_any_order(keeps: bool) -> None:
+def test_gathers_of_ranks_that_get_on_in_any_order(keeps: bool, packs: bool) -> None:
     for seed in range(40):
         machine = Machine()
         with on_machine(machine):
             for rank in range(NUM_RANKS):
-                Rank(machine, rank, keeps).train(4)
+                Rank(machine, rank, keeps, packs).train(4)
         machine.run(random.Random(seed))
