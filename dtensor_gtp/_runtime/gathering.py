@@ -85,8 +85,9 @@ class Gathering:
         )
         self._num_calls = 0
         self._has_gaps = False
-        # Weights whose ranks have to agree on a statistic before any of their mesh is gathered.
+        # Weights whose ranks have yet to agree on a statistic, by mesh; the meshes of which some have, in this pass.
         self._disagreeing: dict[Groups, list[ShardedWeight]] = {}
+        self._agreeing: set[Groups] = set()
         self._kept_until_backward: frozenset[int] = frozenset()
         self._forward_chain: Chain | None = None
         self._forward_module: nn.Module | None = None
@@ -255,11 +256,28 @@ class Gathering:
     def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
         """Launch one gather of present shards. Which gathers a recomputation launches depends on the plan."""
         with compat.unseen_by_checkpoint_policies():
-            groups = targets[0].weight.groups
-            if (disagreeing := self._disagreeing.pop(groups, None)) is not None:
-                with self.comm.packing(groups):
-                    agree_on_amax(disagreeing, self.comm)
+            self._agree(targets)
             return gather.launch(targets, self.comm)
+
+    def _agree(self, targets: Sequence[Gatherable]) -> None:
+        """Before the first gather of a pass that needs it, the ranks of a mesh agree on the statistics of all its
+        weights: whatever stream that is on, compute waits for it as it does for the gather. Where it is beside compute,
+        other weights have time until the second such gather, so that the first waits for its own alone."""
+        groups = targets[0].weight.groups
+        waiting = self._disagreeing.get(groups)
+        if not waiting:
+            return
+        sent = {target.weight for target in targets}
+        if sent.isdisjoint(waiting):
+            return
+        later: list[ShardedWeight] = []
+        if self.comm.casts_shards(groups) and groups not in self._agreeing:
+            later = [weight for weight in waiting if weight not in sent]
+            waiting = [weight for weight in waiting if weight in sent]
+        self._disagreeing[groups] = later
+        self._agreeing.add(groups)
+        with self.comm.packing(groups):
+            agree_on_amax(waiting, self.comm)
 
     def _take_prefetched(self, target: Gatherable) -> Gathered | None:
         while target.pending:

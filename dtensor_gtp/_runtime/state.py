@@ -252,9 +252,9 @@ class Runtime(Gathering):
         return registered is not None and compat.local_tensor(registered).is_meta  # type: ignore[arg-type]
 
     def _begin_quantized(self) -> None:
-        """All weights whose shards have changed agree on their statistics at once, when the first weight of their mesh
-        is gathered: so on whatever stream that is, compute waits for it as it does for that gather."""
+        """Weights whose shards have changed are to agree on their statistics before they are gathered."""
         self._disagreeing.clear()
+        self._agreeing.clear()
         for weight in self.weights:
             if isinstance(weight.wire, QuantizedWire) and weight.wire.begin_forward(weight):
                 self._disagreeing.setdefault(weight.groups, []).append(weight)

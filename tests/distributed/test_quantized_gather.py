@@ -11,11 +11,12 @@ import torch.nn as nn
 from common import ALL, GlooTest, _mesh, full, rows_of_rank
 from quant_common import Block, Net, all_recipes, dequantized, gtp, loss_of, tokens_of, wire_traffic
 from runtime_common import runtime_of
+from test_gather_backends import Casts
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, gtp_shard, quantize_
+from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_
 from dtensor_gtp._runtime.wire import as_integers
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Quantized, Recipe
 
@@ -133,6 +134,26 @@ class TestGathered(GlooTest):
             self.assertEqual({w.wire.num_casts for w in quantized}, {2 * (step + 1)})
             optimizer.step()
             optimizer.zero_grad()
+
+    def test_the_first_gather_waits_for_its_own_statistics_alone(self) -> None:
+        """Where shards are cast beside compute: those of all others follow, and all bits are the same."""
+        mesh = self.gtp_mesh()
+        one_by_one = {"coalesce_nbytes": 0}
+        gradients = []
+        for backend in ("process_group", Casts):
+            torch.manual_seed(0)
+            schedule = SchedulePolicy(gather_backend=backend, **one_by_one)
+            model = gtp(NVFP4(), mesh, schedule=schedule)(Net())
+            num_quantized = sum(weight.wire is not None for weight in runtime_of(model).weights)
+            for microbatch in range(2):
+                with wire_traffic() as sent:
+                    loss_of(model, rows_of_rank(tokens_of(0), mesh)).backward()
+                sizes = [n // 4 for op, dtype, n in sent.calls if op == "allreduce_" and dtype == torch.int32]
+                expected = [num_quantized] if backend == "process_group" else [1, num_quantized - 1]
+                self.assertEqual(sizes, expected if microbatch == 0 else [], (backend, microbatch))
+            gradients.append([full(param.grad) for param in model.parameters()])
+        for one, other in zip(*gradients, strict=True):
+            self.assertTrue(torch.equal(one, other))
 
     def test_writes_without_a_trace_are_seen(self) -> None:
         """As R3 and R13: what an optimizer, a load or ``.data`` has written is what the next forward uses."""
