@@ -7,6 +7,7 @@ import gc
 import unittest
 import warnings
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,7 +18,7 @@ from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import gtp_shard, quantize_, sharding_report
+from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.float8_gemms import Float8GEMMs
@@ -142,6 +143,46 @@ class TestTraining(CudaTest):
             for a, b in zip(*runs, strict=True):
                 self.assertTrue(a.isfinite().all())
                 self.assertTrue(torch.equal(a, b), cls)
+
+    def _trained(self, layers: nn.Module, recipe: Recipe, is_captured: bool, **options: Any) -> list[torch.Tensor]:
+        """Losses and shards of steps of two microbatches, after each of which the shards are others."""
+        model = quantize_(copy.deepcopy(layers), recipe)
+        schedule = SchedulePolicy(min_shard_numel=0, coalesce_nbytes=0, **options)
+        gtp_shard(model, self._mesh(), mp_policy=BF16, schedule=schedule)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device="cuda"), capturable=True)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            losses = []
+            for part in x.chunk(2):
+                losses.append(square_loss(model, part))
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack([loss.detach() for loss in losses])
+
+        train = capture_step(step, model, optimizer) if is_captured else step
+        torch.manual_seed(self.rank)
+        inputs = [torch.randn(32, 256, device="cuda").bfloat16() for _ in range(8)]
+        losses = [train(x) for x in inputs]
+        return [*losses, *(p.detach().to_local().clone() for p in model.parameters())]
+
+    def test_what_is_quantized_beside_compute(self) -> None:
+        """For copy engines shards are quantized on the stream of casts: the same bits as in their place, with delays and
+        poison, with casts kept, and in graphs."""
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(4)))
+        for recipe in (Float8Tensorwise(compute="dequantize"), Float8Rowwise(compute="dequantize"), NVFP4()):
+            expected = self._trained(layers, recipe, is_captured=False)
+            for keep_casts in (False, True):
+                for is_captured in (False, True):
+                    for debug in ("", "poison,delay=1", "poison,delay=2"):
+                        with environment(DTENSOR_GTP_DEBUG=debug):
+                            actual = self._trained(
+                                layers, recipe, is_captured, gather_backend="copy_engine", keep_casts=keep_casts
+                            )
+                        for a, b in zip(actual, expected, strict=True):
+                            self.assertTrue(a.isfinite().all())
+                            self.assertTrue(torch.equal(a, b), (recipe, keep_casts, is_captured, debug))
 
     def test_float8_layers(self) -> None:
         """Gradients are near those without quantization; eager, poisoned, and compiled; the report names the GEMMs."""
