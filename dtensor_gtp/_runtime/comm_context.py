@@ -198,11 +198,17 @@ class CommContext:
         """Context in which a gather is launched, on the gather stream of the mesh."""
         return self._fork(self._gather_streams.get(groups.gather_name))
 
-    def packing(self, groups: Groups) -> AbstractContextManager[Any]:
-        """Context in which shards are made into what a gather of the mesh sends: on the stream of casts, if it has one.
-        Compute has waited for that when the next gather of the mesh may be read."""
+    @contextmanager
+    def packing(self, groups: Groups) -> Iterator[None]:
+        """Context in which shards are made into what a gather of the mesh sends: on the stream of casts, if it has one,
+        for which that gather waits."""
         casting = self._casting_backends.get(groups.gather_name)
-        return _HOST if casting is None else self._fork(casting.cast_stream)
+        if casting is None:
+            yield
+            return
+        with self._fork(casting.cast_stream):
+            self.delay()
+            yield
 
     def all_gather(
         self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor], contents: list[Content]

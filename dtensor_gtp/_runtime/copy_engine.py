@@ -251,7 +251,8 @@ class CastingBackend(ABC):
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
             shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
-                the output. They may have been made on ``cast_stream``.
+                the output. They may have been made on ``cast_stream``: what it was given is done before the outputs may
+                be read.
             ready: When outputs and shards may be used; None: when the current stream comes to it.
             contents: What the shards are, to find what was cast of them before.
         """
@@ -395,7 +396,7 @@ class CopyEngine(PeerCopies, CastingBackend):
 
     def _take_beside(self, own: list[_Pair]) -> torch.Event | None:
         """Copy what is this rank's own out of its stage beside what comes from peers, if there is a stream for it; when
-        that is done."""
+        that is done, and all that was made there."""
         if self.cast_stream is None or self._last_passed is None or not own:
             return None
         self.cast_stream.wait_event(self._last_passed)

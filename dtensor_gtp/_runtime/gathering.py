@@ -85,7 +85,7 @@ class Gathering:
         )
         self._num_calls = 0
         self._has_gaps = False
-        # Weights whose ranks have yet to agree on a statistic, by mesh; the meshes of which some have, in this pass.
+        # Weights whose ranks have yet to agree on a statistic, by mesh; and the meshes of which some have in this pass.
         self._disagreeing: dict[Groups, list[ShardedWeight]] = {}
         self._agreeing: set[Groups] = set()
         self._kept_until_backward: frozenset[int] = frozenset()

@@ -33,7 +33,7 @@ from .optimizer_steps import optimizer_steps
 from .param import ManagedParam, ShardedWeight
 from .saved import SavedWeights, check_differentiable
 from .whole import WholeParam
-from .wire import QuantizedWire
+from .wire import QuantizedWire, agree_on_amax
 
 logger = logging.getLogger(__name__)
 
@@ -252,12 +252,19 @@ class Runtime(Gathering):
         return registered is not None and compat.local_tensor(registered).is_meta  # type: ignore[arg-type]
 
     def _begin_quantized(self) -> None:
-        """Weights whose shards have changed are to agree on their statistics before they are gathered."""
+        """Weights whose shards have changed are to agree on their statistics before they are gathered: at once, if that
+        takes ranks of other meshes (those of tensor parallelism), whose plans may gather them elsewhere."""
         self._disagreeing.clear()
         self._agreeing.clear()
+        now = []
         for weight in self.weights:
-            if isinstance(weight.wire, QuantizedWire) and weight.wire.begin_forward(weight):
-                self._disagreeing.setdefault(weight.groups, []).append(weight)
+            wire = weight.wire
+            if isinstance(wire, QuantizedWire) and wire.begin_forward(weight):
+                if wire.is_within_mesh:
+                    self._disagreeing.setdefault(weight.groups, []).append(weight)
+                else:
+                    now.append(weight)
+        agree_on_amax(now, self.comm)
 
     # --- attribute reads ----------------------------------------------------------------------------------------------
 

@@ -96,11 +96,13 @@ class QuantizedWire(Wire):
         recipe: The format.
         groups: Names of the process groups over which the recipe's statistic runs: those of the mesh axes that cut a
             dim it is taken over, hence never the replicate axis.
+        is_within_mesh: Whether all these ranks are of the mesh that gathers the weight.
     """
 
-    def __init__(self, recipe: Recipe, groups: tuple[str, ...]) -> None:
+    def __init__(self, recipe: Recipe, groups: tuple[str, ...], is_within_mesh: bool = True) -> None:
         self.recipe = recipe
         self.groups = groups
+        self.is_within_mesh = is_within_mesh
         self.is_made_once = True
         self.has_columnwise = recipe.has_columnwise
         # Times that the shard was quantized, in either direction.
@@ -322,7 +324,8 @@ def make_wire(
         return HookWire(mp_policy) if has_hooks(shard) else None
     if isinstance(shard, NativeWeight):
         return NativeWire(recipe)
-    return QuantizedWire(recipe, recipe_groups(spec, recipe))
+    groups = recipe_groups(spec, recipe)
+    return QuantizedWire(recipe, groups, set(groups) <= {spec.mesh.get_group(spec.mesh.ndim - 1).group_name})
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

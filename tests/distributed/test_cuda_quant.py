@@ -167,8 +167,8 @@ class TestTraining(CudaTest):
         return [*losses, *(p.detach().to_local().clone() for p in model.parameters())]
 
     def test_what_is_quantized_beside_compute(self) -> None:
-        """For copy engines shards are quantized on the stream of casts: the same bits as in their place, with delays and
-        poison, with casts kept, and in graphs."""
+        """For copy engines shards are quantized on the stream of casts: the same bits as in their place, with delays
+        and poison, with casts kept, and in graphs."""
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(4)))
         for recipe in (Float8Tensorwise(compute="dequantize"), Float8Rowwise(compute="dequantize"), NVFP4()):

@@ -18,7 +18,7 @@ from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_
 from dtensor_gtp._runtime.wire import as_integers
-from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Quantized, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Tensorwise, Quantized, Recipe
 
 
 class TestGathered(GlooTest):
@@ -134,6 +134,23 @@ class TestGathered(GlooTest):
             self.assertEqual({w.wire.num_casts for w in quantized}, {2 * (step + 1)})
             optimizer.step()
             optimizer.zero_grad()
+
+    def test_statistics_over_tp_come_at_the_beginning(self) -> None:
+        """Ranks of a tp group are of several gtp meshes, whose plans differ where the cut is uneven: wherever a gather
+        comes, statistics do not change places with what tensor parallelism itself sends."""
+        root = _mesh((2, 2), ("tp", "gtp"))
+        torch.manual_seed(0)
+        sizes = (64, 65, 64, 64)
+        pairs = [nn.Sequential(nn.Linear(64, n, bias=False), nn.Linear(n, 64, bias=False)) for n in sizes]
+        for pair in pairs:
+            parallelize_module(pair, root["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+        quantize_(pairs[-1], Float8Tensorwise())
+        schedule = SchedulePolicy(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
+        model = gtp_shard(nn.Sequential(*pairs), root["gtp"], schedule=schedule)
+        with torch.no_grad():
+            outputs = [model(torch.ones(4, 64)) for _ in range(3)]
+        for output in outputs[1:]:
+            self.assertTrue(torch.equal(output, outputs[0]))
 
     def test_the_first_gather_waits_for_its_own_statistics_alone(self) -> None:
         """Where shards are cast beside compute: those of all others follow, and all bits are the same."""

@@ -1,7 +1,8 @@
 """The streams of the copy engine's gathers: in whatever order they get on, nothing is read too early or overwritten.
 
 Streams are queues here, which a drawn order works off: an operation runs when all before it in its stream have, a wait
-when its event has been recorded, and a barrier when all ranks have come to it.
+when its event has been recorded, and a barrier when all ranks have come to it. In a step that a CUDA graph records a
+stream belongs to the graph once it has waited for one that does, and then must not wait for any other.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ CPU = torch.device("cpu")
 class Event:
     is_recorded = False
 
+    def __init__(self, is_of_graph: bool) -> None:
+        self.is_of_graph = is_of_graph
+
 
 class Stream:
     """A queue of operations: functions that run, or say that they have to wait by returning False."""
@@ -37,10 +41,14 @@ class Stream:
         self.queue: list[Callable[[], object]] = []
 
     def wait_event(self, event: Event) -> None:
+        graph = self.machine.graph
+        if graph is not None:
+            assert event.is_of_graph or self not in graph, "a graph would wait for what is not in it"
+            graph.update([self] * event.is_of_graph)
         self.queue.append(lambda: event.is_recorded)
 
     def record_event(self) -> Event:
-        event = Event()
+        event = Event(self.machine.graph is not None and self in self.machine.graph)
         self.queue.append(lambda: setattr(event, "is_recorded", True))
         return event
 
@@ -59,6 +67,8 @@ class Machine:
         self.current: list[Stream] = []
         self.stages: dict[int, torch.Tensor] = {}
         self.arrived: Counter[int] = Counter()
+        self.graph: set[Stream] | None = None  # the streams of the graph that is recorded
+        self.num_graphs = 0
 
     def stream(self) -> Stream:
         self.streams.append(Stream(self))
@@ -128,6 +138,12 @@ class Engine(CopyEngine):
     def _wait_on_host(self) -> None:
         raise AssertionError("the stage has grown")
 
+    def _is_capturing(self) -> bool:
+        return self._machine.graph is not None
+
+    def _recording(self) -> int | None:
+        return self._machine.num_graphs if self._is_capturing() else None
+
 
 @contextmanager
 def on_machine(machine: Machine) -> Any:
@@ -142,10 +158,11 @@ def on_machine(machine: Machine) -> Any:
 class Rank:
     """A training loop: forward and backward gather all weights. Shards are written to after every other step, and in
     the forward that follows the others, each right before it is gathered. If ``packs``, what is sent is made of the
-    shard in forward, on the stream of casts, where the last forward's has been."""
+    shard in forward, on the stream of casts, where the last forward's has been. If ``records``, a graph records the
+    second step, another one the third; each is replayed once."""
 
-    def __init__(self, machine: Machine, rank: int, keeps: bool, packs: bool) -> None:
-        self.machine, self.rank = machine, rank
+    def __init__(self, machine: Machine, rank: int, keeps: bool, packs: bool, records: bool) -> None:
+        self.machine, self.rank, self.records = machine, rank, records
         self.packed = [torch.empty(NUMEL) for _ in range(NUM_WEIGHTS)] if packs else None
         self.engine = Engine(machine, rank)
         if keeps:
@@ -164,10 +181,13 @@ class Rank:
 
     def train(self, num_steps: int) -> None:
         for step in range(num_steps):
+            if self.records and step in (1, 2):
+                self.machine.graph, self.machine.num_graphs = {self.compute}, step
             for is_forward in (True, False):
                 self.engine.begin_pass()
                 weights = list(range(NUM_WEIGHTS))
                 self._run_pass(weights if is_forward else weights[::-1], step, is_forward)
+            self.machine.graph = None
             if step % 2 == 1:
                 for weight in range(NUM_WEIGHTS):
                     self._write(weight, step + 1)
@@ -217,12 +237,13 @@ class Rank:
         self.free.append(output)
 
 
+@pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_gathers_of_ranks_that_get_on_in_any_order(keeps: bool, packs: bool) -> None:
+def test_gathers_of_ranks_that_get_on_in_any_order(keeps: bool, packs: bool, records: bool) -> None:
     for seed in range(40):
         machine = Machine()
         with on_machine(machine):
             for rank in range(NUM_RANKS):
-                Rank(machine, rank, keeps, packs).train(4)
+                Rank(machine, rank, keeps, packs, records).train(4)
         machine.run(random.Random(seed))
