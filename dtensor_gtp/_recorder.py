@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -51,6 +52,7 @@ class CudaRecorder:
             # Where a recording fails, torch.cuda.graph leaves its stream current: the context around puts the other
             # back.
             with (
+                _without_collection(),
                 torch.cuda.stream(torch.cuda.current_stream()),
                 # thread_local: a thread that pins the memory of the next batch does not disturb.
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -62,6 +64,19 @@ class CudaRecorder:
             raise
         self._graphs.add(graph)
         return graph.replay, result
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Objects in cycles live on: among them may be an earlier model whose memory peers map. To free that waits for the
+    GPU, which ends the process while a graph is recorded (torch 2.11: from a destructor)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -51,6 +51,41 @@ def recorder() -> Iterator[tuple[CudaRecorder, Allocator]]:
         yield CudaRecorder(torch.device("cuda")), allocator
 
 
+class Garbage:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def collect_often() -> None:
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert [[number] for number in range(1000)]
+    finally:
+        gc.set_threshold(*threshold)
+
+
+def test_nothing_is_collected_within_a_recording(recorder: tuple[CudaRecorder, Allocator]) -> None:
+    """A destructor of memory that peers map ends the process there."""
+    cuda, _ = recorder
+    gc.collect()
+    alive = weakref.ref(Garbage())
+    is_alive = []
+    cuda.record(lambda: (collect_often(), is_alive.append(alive() is not None)))
+    assert is_alive == [True]
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="broken"):
+        cuda.record(fail)
+    collect_often()
+    assert alive() is None
+    gc.disable()
+    try:
+        cuda.record(lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def fail() -> None:
     raise ValueError("broken")
 
