@@ -15,11 +15,14 @@ from typing import NamedTuple
 
 import torch
 
+from .autograd import is_profiling
+
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
 _WAIT_EQUAL = 1  # CUstreamWaitValue_flags
 _FLAG_NBYTES = 4
 _IN_ORDER_OF_STREAM = 1  # CUmemcpySrcAccessOrder
 _NOT_SUPPORTED = 801  # CUresult
+_DEFAULT_KIND = ctypes.c_int(4)  # cudaMemcpyKind: by the addresses
 
 
 class _Operation(ctypes.Structure):
@@ -78,13 +81,21 @@ def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
     """Give ``stream``, which is the current one, these copies, of different memory each.
 
     They are one call of the driver where that can be (``cuMemcpyBatchAsync``, CUDA 13; it cannot be recorded into a
-    graph): a copy by ``Tensor.copy_`` takes the host several microseconds.
+    graph): a copy by ``Tensor.copy_`` takes the host several microseconds. While a profiler records, each is a call of
+    the runtime: of copies that the driver was given, a trace does not say who launched them.
 
     Raises:
         RuntimeError: The driver refuses.
     """
     driver, handle = _driver(), ctypes.c_void_p(stream.cuda_stream)
     copies = [copy for copy in copies if copy.nbytes]
+    if is_profiling() and (runtime := _runtime()) is not None:
+        for target, source, nbytes in copies:
+            arguments = ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), _DEFAULT_KIND, handle
+            code = runtime.cudaMemcpyAsync(*arguments)
+            if code:
+                raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
+        return
     if len(copies) > 1 and stream.cuda_stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
         number = len(copies)
         addresses, sizes = ctypes.c_uint64 * number, ctypes.c_size_t * number
@@ -107,6 +118,15 @@ def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
         code = driver.cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), handle)
         if code:
             raise RuntimeError(f"cuMemcpyAsync failed with CUresult {code}")
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL | None:
+    """The CUDA runtime that torch has loaded; None if it is part of torch's own libraries."""
+    try:
+        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    except OSError:
+        return None
 
 
 @functools.cache

@@ -97,10 +97,9 @@ class TestKernels(CudaTest, KernelTest):
         self.check(self.gtp_mesh(), "1 NCCL", "1 NCCL", BF16, MixedPrecisionPolicy())
 
     def test_copy_engines(self) -> None:
-        """A gather: the cast into stage and output at once, and a copy from each peer. A reduction: a copy from each
+        """A gather: the cast into the stage, and a copy from there and from each peer's. A reduction: a copy from each
         peer, and the sum over ranks, which reads this rank's own addend itself. Barriers are no kernels."""
-        num_peers = self.world_size - 1
-        gather, reduction = f"1 cast, {num_peers} copy", f"{num_peers} copy, 1 sum"
+        gather, reduction = f"1 cast, {self.world_size} copy", f"{self.world_size - 1} copy, 1 sum"
         options = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
         self.check(self.gtp_mesh(), gather, reduction, **options)
         self.check(self.gtp_mesh(), gather, "1 NCCL", gather_backend="copy_engine")

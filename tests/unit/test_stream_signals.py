@@ -123,3 +123,39 @@ def test_copies_are_one_call_where_that_can_be(
         assert called[0][1] == [2, 1, 3, 11, 13, 5, 6]
     if calls[-1] == "c":
         assert [arguments for _, arguments in called[-2:]] == [[1, 11, 5], [3, 13, 6]]
+
+
+@pytest.mark.parametrize("has_runtime", [True, False])
+def test_copies_are_calls_of_the_runtime_while_a_profiler_records(
+    has_runtime: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those have a launch in a trace, whose range is that of the copy."""
+    called: list[tuple[str, list[int]]] = []
+
+    class Library:
+        @staticmethod
+        def cuMemcpyAsync(target: Any, source: Any, nbytes: Any, stream: Any) -> int:
+            called.append(("driver", [target.value, source.value, nbytes.value]))
+            return 0
+
+        @staticmethod
+        def cudaMemcpyAsync(target: Any, source: Any, nbytes: Any, kind: Any, stream: Any) -> int:
+            called.append(("runtime", [target.value, source.value, nbytes.value, kind.value]))
+            return 1 if nbytes.value == 99 else 0
+
+    class Stream:
+        cuda_stream = 7
+
+    monkeypatch.setattr(driver, "_driver", Library)
+    monkeypatch.setattr(driver, "_runtime", Library if has_runtime else lambda: None)
+    monkeypatch.setattr(driver, "_has_batches", lambda: False)
+    copies = [driver.Copy(1, 11, 5), driver.Copy(2, 12, 0), driver.Copy(3, 13, 6)]
+    with torch.profiler.profile():
+        driver.enqueue_copies(copies, Stream())  # type: ignore[arg-type]
+    driver.enqueue_copies(copies[:1], Stream())  # type: ignore[arg-type]
+    if not has_runtime:
+        assert called == [("driver", [1, 11, 5]), ("driver", [3, 13, 6]), ("driver", [1, 11, 5])]
+        return
+    assert called == [("runtime", [1, 11, 5, 4]), ("runtime", [3, 13, 6, 4]), ("driver", [1, 11, 5])]
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="cudaMemcpyAsync failed with error 1"):
+        driver.enqueue_copies([driver.Copy(1, 11, 99)], Stream())  # type: ignore[arg-type]
