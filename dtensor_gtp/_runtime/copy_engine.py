@@ -251,9 +251,9 @@ class CastingBackend(ABC):
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
             shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
-                the output. They may have been made on ``cast_stream``: what it was given is done before the outputs may
-                be read.
-            ready: When outputs and shards may be used; None: when the current stream comes to it.
+                the output. They may have been made on ``cast_stream``: whoever reads them waits for it, and all it was
+                given is done before the outputs may be read.
+            ready: When outputs, and what shards are made of, may be used; None: when the current stream comes to it.
             contents: What the shards are, to find what was cast of them before.
         """
 

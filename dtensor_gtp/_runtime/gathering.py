@@ -85,7 +85,8 @@ class Gathering:
         )
         self._num_calls = 0
         self._has_gaps = False
-        # Weights whose ranks have yet to agree on a statistic, by mesh; and the meshes of which some have in this pass.
+        # By mesh, weights whose ranks have yet to agree on a statistic; and the meshes of which some have done so since
+        # the last forward began.
         self._disagreeing: dict[Groups, list[ShardedWeight]] = {}
         self._agreeing: set[Groups] = set()
         self._kept_until_backward: frozenset[int] = frozenset()
@@ -260,9 +261,9 @@ class Gathering:
             return gather.launch(targets, self.comm)
 
     def _agree(self, targets: Sequence[Gatherable]) -> None:
-        """Before the first gather of a pass that needs it, the ranks of a mesh agree on the statistics of all its
-        weights: whatever stream that is on, compute waits for it as it does for the gather. Where it is beside compute,
-        other weights have time until the second such gather, so that the first waits for its own alone."""
+        """Before a gather, on the stream of casts, for which it waits: the ranks of a mesh agree on the statistics of
+        weights that have waited for that. Before the first such gather on those alone that it sends, so that it does
+        not wait for others; before the second on all the rest."""
         groups = targets[0].weight.groups
         waiting = self._disagreeing.get(groups)
         if not waiting:
@@ -271,7 +272,7 @@ class Gathering:
         if sent.isdisjoint(waiting):
             return
         later: list[ShardedWeight] = []
-        if self.comm.casts_shards(groups) and groups not in self._agreeing:
+        if groups not in self._agreeing:
             later = [weight for weight in waiting if weight not in sent]
             waiting = [weight for weight in waiting if weight in sent]
         self._disagreeing[groups] = later

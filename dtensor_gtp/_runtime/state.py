@@ -252,15 +252,16 @@ class Runtime(Gathering):
         return registered is not None and compat.local_tensor(registered).is_meta  # type: ignore[arg-type]
 
     def _begin_quantized(self) -> None:
-        """Weights whose shards have changed are to agree on their statistics before they are gathered: at once, if that
-        takes ranks of other meshes (those of tensor parallelism), whose plans may gather them elsewhere."""
+        """Weights whose shards have changed agree on their statistics: with the first gathers of their mesh, if that is
+        all on streams beside compute. Else at once: compute, or the host, would wait for ranks whose plans gather other
+        weights by then, those of other meshes (of tensor parallelism) among them."""
         self._disagreeing.clear()
         self._agreeing.clear()
         now = []
         for weight in self.weights:
             wire = weight.wire
             if isinstance(wire, QuantizedWire) and wire.begin_forward(weight):
-                if wire.is_within_mesh:
+                if wire.is_within_mesh and self.comm.casts_shards(weight.groups):
                     self._disagreeing.setdefault(weight.groups, []).append(weight)
                 else:
                     now.append(weight)

@@ -85,7 +85,7 @@ def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
     the runtime: of copies that the driver was given, a trace does not say who launched them.
 
     Raises:
-        RuntimeError: The driver refuses.
+        RuntimeError: The driver or the runtime refuses.
     """
     driver, handle = _driver(), ctypes.c_void_p(stream.cuda_stream)
     copies = [copy for copy in copies if copy.nbytes]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_
+from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp._runtime.wire import as_integers
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Tensorwise, Quantized, Recipe
 
@@ -147,6 +147,24 @@ class TestGathered(GlooTest):
         quantize_(pairs[-1], Float8Tensorwise())
         schedule = SchedulePolicy(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
         model = gtp_shard(nn.Sequential(*pairs), root["gtp"], schedule=schedule)
+        with torch.no_grad():
+            outputs = [model(torch.ones(4, 64)) for _ in range(3)]
+        for output in outputs[1:]:
+            self.assertTrue(torch.equal(output, outputs[0]))
+
+    def test_statistics_of_a_mesh_across_tp_come_at_the_beginning(self) -> None:
+        """The same on a mesh of experts that spans the tp ranks: nobody waits for them where plans differ."""
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2, expert_gtp=4)
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for n in (64, 65, 64):
+            layers += [nn.Sequential(nn.Linear(64, n, bias=False), nn.Linear(n, 64, bias=False)), nn.ReLU()]
+            plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+            parallelize_module(layers[-2], mesh["tp"], plan)
+        expert = quantize_(nn.Linear(64, 64, bias=False), Float8Tensorwise())
+        schedule = SchedulePolicy(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
+        gtp_shard(expert, mesh["expert_gtp"], schedule=schedule)
+        model = gtp_shard(nn.Sequential(*layers, expert), mesh["gtp"], schedule=schedule)
         with torch.no_grad():
             outputs = [model(torch.ones(4, 64)) for _ in range(3)]
         for output in outputs[1:]:
