@@ -12,6 +12,7 @@ from common import ALL, GlooTest, _mesh, full, rows_of_rank
 from quant_common import Block, Net, all_recipes, dequantized, gtp, loss_of, tokens_of, wire_traffic
 from runtime_common import runtime_of
 from test_gather_backends import Casts
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
@@ -19,6 +20,15 @@ from torch.testing._internal.common_utils import run_tests
 from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp._runtime.wire import as_integers
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Tensorwise, Quantized, Recipe
+
+# A window whose end falls between the two sizes of a weight that tensor parallelism has cut unevenly.
+TIGHT = SchedulePolicy(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
+
+
+def tp_pair(size: int, tp: DeviceMesh) -> nn.Module:
+    """Two layers with ``size`` features between them, cut there over ``tp``."""
+    pair = nn.Sequential(nn.Linear(64, size, bias=False), nn.Linear(size, 64, bias=False))
+    return parallelize_module(pair, tp, {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
 
 
 class TestGathered(GlooTest):
@@ -135,49 +145,39 @@ class TestGathered(GlooTest):
             optimizer.step()
             optimizer.zero_grad()
 
+    def _check_forwards(self, model: nn.Module) -> None:
+        """Three, of which the later ones have a plan: none waits for ever, and they are the same."""
+        with torch.no_grad():
+            outputs = [model(torch.ones(4, 64)) for _ in range(3)]
+        for output in outputs[1:]:
+            self.assertTrue(torch.equal(output, outputs[0]))
+
     def test_statistics_over_tp_come_at_the_beginning(self) -> None:
         """Ranks of a tp group are of several gtp meshes, whose plans differ where the cut is uneven: wherever a gather
         comes, statistics do not change places with what tensor parallelism itself sends."""
         root = _mesh((2, 2), ("tp", "gtp"))
         torch.manual_seed(0)
-        sizes = (64, 65, 64, 64)
-        pairs = [nn.Sequential(nn.Linear(64, n, bias=False), nn.Linear(n, 64, bias=False)) for n in sizes]
-        for pair in pairs:
-            parallelize_module(pair, root["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+        pairs = [tp_pair(size, root["tp"]) for size in (64, 65, 64, 64)]
         quantize_(pairs[-1], Float8Tensorwise())
-        schedule = SchedulePolicy(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
-        model = gtp_shard(nn.Sequential(*pairs), root["gtp"], schedule=schedule)
-        with torch.no_grad():
-            outputs = [model(torch.ones(4, 64)) for _ in range(3)]
-        for output in outputs[1:]:
-            self.assertTrue(torch.equal(output, outputs[0]))
+        self._check_forwards(gtp_shard(nn.Sequential(*pairs), root["gtp"], schedule=TIGHT))
 
     def test_statistics_of_a_mesh_across_tp_come_at_the_beginning(self) -> None:
         """The same on a mesh of experts that spans the tp ranks: nobody waits for them where plans differ."""
         mesh = init_weight_mesh("cpu", gtp=2, tp=2, expert_gtp=4)
         torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for n in (64, 65, 64):
-            layers += [nn.Sequential(nn.Linear(64, n, bias=False), nn.Linear(n, 64, bias=False)), nn.ReLU()]
-            plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
-            parallelize_module(layers[-2], mesh["tp"], plan)
+        pairs = [tp_pair(size, mesh["tp"]) for size in (64, 65, 64)]
+        layers = [layer for pair in pairs for layer in (pair, nn.ReLU())]
         expert = quantize_(nn.Linear(64, 64, bias=False), Float8Tensorwise())
-        schedule = SchedulePolicy(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
-        gtp_shard(expert, mesh["expert_gtp"], schedule=schedule)
-        model = gtp_shard(nn.Sequential(*layers, expert), mesh["gtp"], schedule=schedule)
-        with torch.no_grad():
-            outputs = [model(torch.ones(4, 64)) for _ in range(3)]
-        for output in outputs[1:]:
-            self.assertTrue(torch.equal(output, outputs[0]))
+        gtp_shard(expert, mesh["expert_gtp"], schedule=TIGHT)
+        self._check_forwards(gtp_shard(nn.Sequential(*layers, expert), mesh["gtp"], schedule=TIGHT))
 
     def test_the_first_gather_waits_for_its_own_statistics_alone(self) -> None:
         """Where shards are cast beside compute: those of all others follow, and all bits are the same."""
         mesh = self.gtp_mesh()
-        one_by_one = {"coalesce_nbytes": 0}
         gradients = []
         for backend in ("process_group", Casts):
             torch.manual_seed(0)
-            schedule = SchedulePolicy(gather_backend=backend, **one_by_one)
+            schedule = SchedulePolicy(gather_backend=backend, coalesce_nbytes=0)
             model = gtp(NVFP4(), mesh, schedule=schedule)(Net())
             num_quantized = sum(weight.wire is not None for weight in runtime_of(model).weights)
             for microbatch in range(2):
