@@ -1,20 +1,38 @@
-"""What the CUDA tests share: NCCL over all GPUs of one host, one process for each."""
+"""What the CUDA tests share: NCCL over all GPUs of one host, with one process for each or as many as RANKS_PER_GPU."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-NUM_GPUS = min(torch.cuda.device_count(), 8) if torch.cuda.is_available() else 0
+# For tests that need more ranks than there are GPUs. Slow: the processes of a GPU take turns on it.
+RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
+NUM_RANKS = min(torch.cuda.device_count() * RANKS_PER_GPU, 8) if torch.cuda.is_available() else 0
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class CudaTest(MultiProcContinuousTest):
-    """Workers are started once per class. Its subclasses are to be skipped where there are fewer than two GPUs."""
+def take_gpu(place: int) -> None:
+    """Make the GPU of the process with this place on its host the current one.
 
-    world_size = NUM_GPUS
+    Two ranks of a communicator of NCCL cannot share a GPU on one host. So they pretend to be on several, between which
+    NCCL uses sockets; the copy engines reach all of them as ever.
+    """
+    num_gpus = torch.cuda.device_count()
+    if RANKS_PER_GPU > 1:
+        os.environ["NCCL_HOSTID"] = f"host {place // num_gpus}"
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["LOCAL_RANK"] = str(place % num_gpus)
+    torch.cuda.set_device(place % num_gpus)
+
+
+class CudaTest(MultiProcContinuousTest):
+    """Workers are started once per class. Its subclasses are to be skipped where there are fewer than two ranks."""
+
+    world_size = NUM_RANKS
 
     @classmethod
     def backend_str(cls) -> str:
@@ -22,9 +40,10 @@ class CudaTest(MultiProcContinuousTest):
 
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.cuda.set_device(rank)
+        take_gpu(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
         super()._init_pg(rank, world_size, rdvz_file)
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # it has set the rank
 
     def gtp_mesh(self) -> DeviceMesh:
         return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))

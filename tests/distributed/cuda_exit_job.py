@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from cuda_common import BF16
+from cuda_common import BF16, take_gpu
 from test_cuda import Stack, square_loss
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,7 +34,7 @@ def leave(*_: object) -> None:
 
 def main(path: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
+    take_gpu(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         init_method=f"file://{path}",

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_common import job_state
+from cuda_common import take_gpu
 from test_elastic_checkpoint import Job, Reference
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 
@@ -271,12 +272,11 @@ def _member(pid: int) -> str:
     return f"member/{pid}"
 
 
-def run_rank(setup: Setup, rank: int | None, gpu: int) -> None:
+def run_rank(setup: Setup, rank: int | None, place: int) -> None:
     torch.set_num_threads(1)
     if setup.device == "cuda":
-        os.environ["LOCAL_RANK"] = str(gpu)
+        take_gpu(place)
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends a process whose peer is gone
-        torch.cuda.set_device(gpu)
         torch.zeros(1, device="cuda")  # to start CUDA may hold the thread that beats for seconds
     if setup.num_steps is None or setup.device == "cuda":
         torch.set_default_dtype(torch.float64)  # over many steps another order of sums would show
@@ -300,11 +300,11 @@ class FaultyJob:
         for rank in range(sum(map(len, replicas))):
             self.add(rank, rank)
 
-    def add(self, rank: int | None = None, gpu: int = 0) -> Any:
-        """A process of the first ranks, or one that joins; where ranks have GPUs, say one that is free."""
+    def add(self, rank: int | None = None, place: int = 0) -> Any:
+        """A process of the first ranks, or one that joins; where ranks have GPUs, say a place that is free."""
         # not forked from this process, whose threads (torch's, the store's) may hold locks at that moment
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=run_rank, args=(self.setup, rank, gpu), daemon=True)
+        process = context.Process(target=run_rank, args=(self.setup, rank, place), daemon=True)
         process.start()
         self.processes.append(process)
         return process

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, check_training, environment, rows_of_rank
-from cuda_common import BF16, NUM_GPUS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from test_gtp_shard_training import Zoo, next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,7 +39,7 @@ def square_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().pow(2).mean()
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCuda(CudaTest):
     def test_zoo_equals_one_process(self) -> None:
         mesh = self.gtp_mesh()
@@ -62,7 +62,7 @@ class TestCuda(CudaTest):
                 tolerance=tolerance,
             )
 
-    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_zoo_with_replicas(self) -> None:
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ class TestCuda(CudaTest):
             for got, want in zip(actual, expected, strict=True):
                 self.assertTrue(torch.equal(got, want), f"seed {seed}")
 
-    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_experts_gathered_ahead_on_a_stream_of_their_own(self) -> None:
         """Layers of one shape on two meshes, delayed at random: bit-equal to gathers at their use."""
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("outer", "inner"))

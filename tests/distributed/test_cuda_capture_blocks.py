@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import environment
-from cuda_common import BF16, NUM_GPUS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
@@ -141,7 +141,7 @@ class TestCaptureBlocks(unittest.TestCase):
                     job.step(seed)
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs two GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs two GPUs")
 class TestCaptureBlocksNCCL(CudaTest):
     def test_blocks_in_graphs_leave_the_bits_of_eager(self) -> None:
         for name, schedule in SCHEDULES.items():

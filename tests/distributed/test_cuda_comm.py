@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import environment, full
-from cuda_common import BF16, NUM_GPUS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from test_cuda import Stack, square_loss
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,7 +52,7 @@ def casts_ahead() -> Iterator[list[bool]]:
         yield seen
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaComm(CudaTest):
     def rows(self, seed: int) -> torch.Tensor:
         generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
@@ -148,7 +148,7 @@ class TestCudaComm(CudaTest):
             self.assert_same(actual, expected, f"slow peer, {together}")
             self.assertTrue(ahead[-1] or not together)
 
-    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_copy_engines_with_replicas(self) -> None:
         """On a (replicate, gtp) mesh: the bits of gathers and all-to-alls over NCCL, with delays and late ranks."""
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
@@ -162,7 +162,7 @@ class TestCudaComm(CudaTest):
     def test_slow_peer_in_bare_gathers(self) -> None:
         """Gathers of changing values in a row; each rank in turn is late before, between and after."""
         group = self.gtp_mesh().get_group()
-        engine = CopyEngine(group, torch.device("cuda", self.rank))
+        engine = CopyEngine(group, torch.device("cuda", torch.cuda.current_device()))
         shard = torch.empty(1 << 20, device="cuda")
         outputs = []
         for turn in range(12):
@@ -239,7 +239,7 @@ class TestCudaComm(CudaTest):
 
     def test_stage_grows_and_is_gone_with_the_model(self) -> None:
         group = self.gtp_mesh().get_group()
-        engine = CopyEngine(group, torch.device("cuda", self.rank))
+        engine = CopyEngine(group, torch.device("cuda", torch.cuda.current_device()))
         for numel in (16, 1 << 16, 1 << 10, 1 << 18):
             shards = [torch.full((numel, 3), self.rank, dtype=d, device="cuda") for d in (torch.uint8, torch.float32)]
             outputs = [torch.empty(self.world_size * numel, 3, dtype=s.dtype, device="cuda") for s in shards]
@@ -251,7 +251,7 @@ class TestCudaComm(CudaTest):
     def test_copy_engine_in_a_cuda_graph(self) -> None:
         """Replays, eager gathers and a stage that grows in between do not disturb each other."""
         group = self.gtp_mesh().get_group()
-        engine = CopyEngine(group, torch.device("cuda", self.rank))
+        engine = CopyEngine(group, torch.device("cuda", torch.cuda.current_device()))
         shard = torch.zeros(1 << 16, device="cuda")
         output = torch.empty(self.world_size << 16, device="cuda")
         engine.all_gather([output], [shard])

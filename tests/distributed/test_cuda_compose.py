@@ -15,7 +15,7 @@ import torch._inductor.config
 import torch.nn as nn
 from common import ALL, assert_same_params, check_training, environment, rows_of_rank
 from cuda_common import BF16, CudaTest
-from cuda_common import NUM_GPUS as ALL_GPUS
+from cuda_common import NUM_RANKS as ALL_RANKS
 from fsdp_common import VOCABULARY, Model, both, check, check_checkpoints, make, mesh_of, three_axes, wrap
 from fsdp_common import next_token_loss as token_loss
 from fsdp_common import token_batch as tokens_of
@@ -43,14 +43,14 @@ from tp_common import (
 from dtensor_gtp import GTPShard, gtp_shard
 
 DEVICE = "cuda"
-NUM_GPUS = ALL_GPUS // 4 * 4
-HALF, QUARTER = NUM_GPUS // 2, NUM_GPUS // 4
+NUM_RANKS = ALL_RANKS // 4 * 4
+HALF, QUARTER = NUM_RANKS // 2, NUM_RANKS // 4
 
 # Heads and their groups divide by a tp of two; on eight GPUs gtp has four ranks, or replicas.
 GTP_TP = ((HALF, 2), ("gtp", "tp"), DEVICE)
 TP_GTP = ((2, HALF), ("tp", "gtp"), DEVICE)
 REPLICATE_TP = ((2, QUARTER, 2), ("replicate", "gtp", "tp"), DEVICE)
-GTP_ALONE = ((NUM_GPUS, 1), ("gtp", "tp"), DEVICE)
+GTP_ALONE = ((NUM_RANKS, 1), ("gtp", "tp"), DEVICE)
 REPLICATE_GTP = ((2, HALF, 1), ("replicate", "gtp", "tp"), DEVICE)
 
 # float32, compiled: kernels that add up in another order.
@@ -75,9 +75,9 @@ def plain_cell() -> Cell:
     return Cell(Model, lambda model, tp: None, (5,), VOCABULARY, loss=token_loss)
 
 
-@unittest.skipIf(NUM_GPUS < 4, "needs at least 4 GPUs")
+@unittest.skipIf(NUM_RANKS < 4, "needs at least 4 GPUs")
 class TestCudaCompose(CudaTest):
-    world_size = NUM_GPUS
+    world_size = NUM_RANKS
 
     # --- tensor parallelism -------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import adamw, job_state, make, shard
 from common import assert_same_params, environment, full, shared_directory
-from cuda_common import BF16, NUM_GPUS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from elastic_faults import Fault, FaultyJob
 from test_elastic import Elastic, token_loss, tokens_of
 from test_elastic_checkpoint import Job
@@ -39,7 +39,7 @@ from dtensor_gtp.elastic import (
 )
 
 DEVICE = "cuda"
-EVEN = NUM_GPUS - NUM_GPUS % 2
+EVEN = NUM_RANKS - NUM_RANKS % 2
 HALF = EVEN // 2
 # A bucket is sent in the midst of backward.
 BUCKET_NBYTES = 1 << 20
@@ -81,7 +81,7 @@ class _Elastic(CudaTest):
         return elastic
 
 
-@unittest.skipIf(NUM_GPUS < 4, "needs at least 4 GPUs")
+@unittest.skipIf(NUM_RANKS < 4, "needs at least 4 GPUs")
 class TestCudaElastic(_Elastic):
     world_size = EVEN
 
@@ -196,7 +196,7 @@ class TestCudaElastic(_Elastic):
             self.assertTrue(torch.equal(value, before[name]), name)
 
 
-@unittest.skipIf(NUM_GPUS < 4, "needs at least 4 GPUs")
+@unittest.skipIf(NUM_RANKS < 4, "needs at least 4 GPUs")
 class TestCudaElasticWithoutOneRank(_Elastic):
     """As many processes as are left of two equal replicas when one rank has failed."""
 
@@ -228,7 +228,7 @@ def _values(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 # --- processes of their own -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(NUM_GPUS < 4, reason="needs at least 4 GPUs")
+@pytest.mark.skipif(NUM_RANKS < 4, reason="needs at least 4 GPUs")
 @pytest.mark.parametrize("point", ["backward", "sync", "updated"])
 def test_a_killed_rank_is_left_behind(point: str) -> None:
     """The others' collectives hang until the watch aborts them; then they go on in their processes, and each compares
@@ -240,7 +240,7 @@ def test_a_killed_rank_is_left_behind(point: str) -> None:
     )  # fmt: skip
     if joins:
         job.processes[last].join(120)
-        job.add(gpu=last)
+        job.add(place=last)
     codes = job.wait(180)
     assert codes == [*[0] * last, -9, *[0] * joins], codes
     errors = job.errors()

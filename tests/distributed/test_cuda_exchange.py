@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import assert_same_params, environment, rows_of_rank
-from cuda_common import BF16, NUM_GPUS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
@@ -42,7 +42,7 @@ def make_tokens(seed: int, rows: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, LENGTH), device="cuda", generator=generator)
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaExchange(CudaTest):
     def sharded(
         self, reference: nn.Module, mesh: DeviceMesh, policy: Any = BF16, depth: int = 2, **options: Any

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cuda_common import NUM_GPUS
+from cuda_common import NUM_RANKS, take_gpu
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp._runtime.copy_engine import CopyEngine
@@ -52,7 +52,7 @@ class FetchesLate(SendRing):
 
 def _leave_a_gather(rank: int, results: Any) -> None:
     """Rank 1 ends as soon as its own streams are done, while rank 0 still reads; then rank 0 gathers again, alone."""
-    engine = ReadsLate(dist.group.WORLD, torch.device("cuda", rank))
+    engine = ReadsLate(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
     shard = torch.full((NUMEL,), float(rank + 1), device="cuda")
     output = torch.empty(2 * NUMEL, device="cuda")
     engine.all_gather([output], [shard])
@@ -65,7 +65,7 @@ def _leave_a_gather(rank: int, results: Any) -> None:
 
 def _leave_an_exchange(rank: int, results: Any) -> None:
     """Rank 1 ends when it has fetched and said so, while rank 0 still fetches; then rank 0 exchanges again, alone."""
-    ring = FetchesLate(dist.group.WORLD, torch.device("cuda", rank), 4 * NUMEL * 4)
+    ring = FetchesLate(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()), 4 * NUMEL * 4)
     ring.grow(4 * NUMEL * 4)
     output = torch.empty(2, NUMEL, device="cuda")
 
@@ -88,7 +88,7 @@ def _leave_an_exchange(rank: int, results: Any) -> None:
 
 
 def _run(rank: int, store: str, leave: Callable[[int, Any], None], results: Any) -> None:
-    torch.cuda.set_device(rank)
+    take_gpu(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=2)
     leave(rank, results)
     done = torch.cuda.current_stream().record_event()
@@ -118,7 +118,7 @@ def _started(commands: Sequence[Sequence[str]], **environment: str) -> Iterator[
             process.kill()
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaExit(unittest.TestCase):
     def check(self, leave: Callable[[int, Any], None], values: list[float]) -> None:
         """What rank 0 reads of a peer that is gone is right, and what it begins without one never ends."""

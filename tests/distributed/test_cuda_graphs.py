@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment
-from cuda_common import BF16, NUM_GPUS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from runtime_common import assert_idle
 from test_cuda import Stack, square_loss
 from test_cuda_exchange import LM, make_tokens
@@ -130,7 +130,7 @@ class Job:
         self.optimizer.register_step_pre_hook(lambda *_: sleep(2))
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaGraphs(CudaTest):
     def rows(self, seed: int, num: int = 256) -> torch.Tensor:
         generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
@@ -196,7 +196,7 @@ class TestCudaGraphs(CudaTest):
                 torch._dynamo.reset()  # each model is compiled anew, and so many versions of one function are allowed
                 self.check_disturbed(f"{options}", batches, compiled_blocks, schedule=SchedulePolicy(**options))
 
-    @unittest.skipIf(NUM_GPUS % 2 or NUM_GPUS < 4, "needs an even number of at least 4 GPUs")
+    @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_poison_delays_and_late_ranks_with_replicas(self) -> None:
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
         batches = [self.rows(index) for index in range(8)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from cuda_common import NUM_GPUS, CudaTest
+from cuda_common import NUM_RANKS, CudaTest
 from test_cuda_streams import WORLD_SIZE, one_of
 from test_gtp_shard_copies import BF16, MIXED, SCHEDULE
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +27,7 @@ from dtensor_gtp import _torch_compat as compat
 # Large enough for GEMMs to be some, and a multiple of every number of ranks up to 8: no shard is padded.
 WIDTH = 840
 NUM_GATHERS = (2, 2, 1)  # in forward and backward, but for the last weight, which is kept from one to the other
-NO_ZERO_CTA = compat.missing_for_zero_cta(torch.device("cuda")) if NUM_GPUS > 1 else "needs at least 2 GPUs"
+NO_ZERO_CTA = compat.missing_for_zero_cta(torch.device("cuda")) if NUM_RANKS > 1 else "needs at least 2 GPUs"
 
 
 def step_of(mesh: DeviceMesh, dtype: torch.dtype, policy: MixedPrecisionPolicy, **options: Any) -> dict[str, int]:
@@ -89,7 +89,7 @@ class TestKernelsOnOneGPU(KernelTest):
                 self.check(mesh, f"{WORLD_SIZE} copy", "1 copy", BF16, MixedPrecisionPolicy())
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestKernels(CudaTest, KernelTest):
     def test_process_group(self) -> None:
         """A kernel of NCCL for each collective. Shards go out as they are, or are cast by one kernel."""

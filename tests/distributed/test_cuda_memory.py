@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cuda_common import NUM_GPUS, CudaTest
+from cuda_common import NUM_RANKS, CudaTest
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import sharding_report
@@ -40,7 +40,7 @@ LEAST = {**ONE_BY_ONE, "wgrad_first": False, "keep_last": False}
 COPY_ENGINE = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaMemory(CudaTest):
     def check_peak(self, mode: str, schedule: dict[str, Any]) -> int:
         """Compare the measured peak of a forward and backward with the predicted one.
@@ -48,7 +48,7 @@ class TestCudaMemory(CudaTest):
         Returns:
             bytes of symmetric memory.
         """
-        device = torch.device("cuda", self.rank)
+        device = torch.device("cuda", torch.cuda.current_device())
         world = World(self.rank, self.world_size, device, dist.group.WORLD)
         workload = Workload(CONFIG, 1, 0, schedule)
         allocate_workspaces(world)

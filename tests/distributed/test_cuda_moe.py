@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import assert_same_params, environment, full
 from cuda_common import BF16, CudaTest
+from cuda_common import NUM_RANKS as ALL_RANKS
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import run_tests
 
@@ -34,7 +35,7 @@ from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 from dtensor_gtp.quant import Direction, Float8Rowwise
 from dtensor_gtp.quant.grouped_gemms import GroupedRowwiseGEMMs
 
-NUM_GPUS = min(torch.cuda.device_count(), 8) // 2 * 2 if torch.cuda.is_available() else 0
+NUM_RANKS = ALL_RANKS // 2 * 2
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
 DEFAULT = SchedulePolicy()
 COPY_ENGINE = SchedulePolicy(gather_backend="copy_engine", reduce_scatter="copy_engine")
@@ -60,9 +61,9 @@ def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaMoE(CudaTest):
-    world_size = NUM_GPUS
+    world_size = NUM_RANKS
 
     def mesh(self) -> WeightMesh:
         return init_weight_mesh("cuda", gtp=self.world_size, ep=2, expert_gtp=self.world_size // 2)

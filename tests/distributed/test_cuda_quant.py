@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, environment, rows_of_rank
-from cuda_common import BF16, NUM_GPUS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from test_cuda import square_loss
 from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,7 +41,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).cpu()
 
 
-@unittest.skipIf(NUM_GPUS < 1, "needs a GPU")
+@unittest.skipIf(NUM_RANKS < 1, "needs a GPU")
 class TestKernels(unittest.TestCase):
     def test_casts_equal_those_of_the_cpu(self) -> None:
         """Bit for bit, in both directions: ranks of both kinds would agree."""
@@ -118,7 +118,7 @@ class TestKernels(unittest.TestCase):
                 self.assertLess(abs(self._held(recipe, mesh) / expected - 1), 0.02, recipe)
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestTraining(CudaTest):
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_common import NUM_GPUS, CudaTest
+from cuda_common import NUM_RANKS, CudaTest
 from test_cuda_streams import VOCABULARY, WORLD_SIZE, make_job, one_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
@@ -86,7 +86,7 @@ class TestSoak(unittest.TestCase):
 
 
 @pytest.mark.soak
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestSoakNCCL(CudaTest):
     def test_eager_steps(self) -> None:
         check_memory(self, self.gtp_mesh(), is_captured=False)
