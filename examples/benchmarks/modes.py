@@ -24,8 +24,8 @@ GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA
 BLOCK_GRAPHS = "-blockgraphs"  # and with this one each block of a gtp mode, its collectives between the graphs
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 MEGATRON = ("megatron-fp32", "megatron-bf16")  # where megatron-fsdp is installed
-# fully_shard with the options that its FSDPModule has for communication; not measured unless asked for
-OPTIONS = ("fsdp2-bf16-tuned", "fsdp2-bf16-symm")
+# fully_shard with options of its own and of its FSDPModule; not measured unless asked for
+OPTIONS = ("fsdp2-bf16-kept", "fsdp2-bf16-tuned", "fsdp2-bf16-symm")
 BASES = (*MODES, *PEERS, *MEGATRON, *OPTIONS)
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -193,7 +193,7 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
             "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-bf16-lookup": activations cross the wire
             in the place of the embedding's weight; "gtp-bf16-exchange": in the place of the output projection's, too.
-            "fsdp2-bf16-tuned" and "fsdp2-bf16-symm": with the options of ``peers.to_fsdp2``.
+            "fsdp2-bf16-kept", "fsdp2-bf16-tuned" and "fsdp2-bf16-symm": with the options of ``peers.to_fsdp2``.
             "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
             float8 with float8 all-gather, under ``fully_shard``; "megatron-R": ``fully_shard_model`` of megatron-fsdp
             with each block a unit. With the suffix "-compiled" each block is compiled,

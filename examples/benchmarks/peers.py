@@ -27,19 +27,22 @@ def to_fsdp2(model: Llama, policy: MixedPrecisionPolicy, world: World, option: s
         model: whole, on this process's device.
         policy: its dtypes.
         world: the processes.
-        option: "": none. "tuned": two blocks are gathered ahead in forward and backward, and where this torch can,
-            gradients are reduced in a communicator of their own, two blocks at a time. "symm": gathers by NCCL in
-            symmetric memory, on copy engines (``set_symm_mem_for_comm`` and the zero-CTA policy, as torch documents).
+        option: "": none. "kept": weights stay gathered from forward to backward. "tuned": two blocks are gathered ahead
+            in forward and backward, and where this torch can, gradients are reduced in a communicator of their own, two
+            blocks at a time. "symm": gathers by NCCL in symmetric memory, on copy engines (``set_symm_mem_for_comm``
+            and the zero-CTA policy, as torch documents).
 
     Raises:
         ValueError: if there is no such option.
     """
-    if option not in ("", "tuned", "symm"):
-        raise ValueError(f"to_fsdp2 expects the option '', 'tuned' or 'symm', but got {option!r}.")
+    if option not in ("", "kept", "tuned", "symm"):
+        raise ValueError(f"to_fsdp2 expects the option '', 'kept', 'tuned' or 'symm', but got {option!r}.")
     mesh = _zero_cta_mesh(world) if option == "symm" else init_device_mesh(world.device.type, (world.size,))
+    # None: the root stays gathered, what is in it does not
+    reshard = False if option == "kept" else None
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    sharded = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if option == "tuned":
         _tune(model)
     elif option == "symm":

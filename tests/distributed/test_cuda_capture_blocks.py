@@ -144,9 +144,16 @@ class TestCaptureBlocks(unittest.TestCase):
 @unittest.skipIf(NUM_RANKS < 2, "needs two GPUs")
 class TestCaptureBlocksNCCL(CudaTest):
     def test_blocks_in_graphs_leave_the_bits_of_eager(self) -> None:
-        for name, schedule in SCHEDULES.items():
-            with self.subTest(name):
+        for (name, schedule), debug in itertools.product(SCHEDULES.items(), ("", "poison,delay=0")):
+            with self.subTest(f"{name}, {debug}"), environment(DTENSOR_GTP_DEBUG=debug):
                 check(self, self.gtp_mesh(), **schedule)  # type: ignore[arg-type]
+
+    def test_fifty_replays_equal_eager_steps(self) -> None:
+        """Each graph of two microbatches' blocks, over NCCL and with copy engines."""
+        engines: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
+        for options in ({}, engines):
+            with self.subTest(f"{options}"):
+                check(self, self.gtp_mesh(), steps=54, **options)  # type: ignore[arg-type]
 
     def test_reductions_run_beside_the_graph_of_the_next_block(self) -> None:
         """On ranks that are not late it is NCCL's kernel that does, which waits for the others. (The first reductions

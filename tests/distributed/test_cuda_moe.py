@@ -12,6 +12,7 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ NUM_RANKS = ALL_RANKS // 2 * 2
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
 DEFAULT = SchedulePolicy()
 COPY_ENGINE = SchedulePolicy(gather_backend="copy_engine", reduce_scatter="copy_engine")
+LATE = 20_000_000  # clock cycles
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
@@ -164,6 +166,43 @@ class TestCudaMoE(CudaTest):
                 self.assertTrue(torch.equal(a.to_local(), b.to_local()), f"step {number}: {name}")
         self.assertEqual(steps[0].num_graphs, 1)
         self.assertFalse(any(torch.equal(a, b) for a, b in itertools.pairwise(routings)), "routed alike")
+
+    def test_experts_gathered_blocks_ahead_in_a_cuda_graph(self) -> None:
+        """Three blocks whose experts have communicators of their own, gathered ahead by copy engines or NCCL: under
+        delays, with poison and late ranks, captured steps leave what plain eager ones leave."""
+        mesh = init_weight_mesh("cuda", gtp=self.world_size, ep=1, expert_gtp=self.world_size)
+
+        def train(schedule: SchedulePolicy, is_captured: bool) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Block() for _ in range(3))).cuda()
+            for block in model:
+                gtp_shard(block.experts.mlp, mesh.expert_weights, mp_policy=BF16, schedule=schedule)
+            gtp_shard(model, mesh.weights, mp_policy=BF16, schedule=schedule)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
+
+            def whole(x: torch.Tensor) -> torch.Tensor:
+                output = step(model, x)
+                optimizer.step()
+                optimizer.zero_grad()
+                return output.detach()
+
+            run = capture_step(whole, model, optimizer) if is_captured else whole
+            outputs = []
+            for number in range(8):
+                if number % self.world_size == self.rank:
+                    torch.cuda._sleep(LATE)
+                outputs.append(run(self.tokens(number)).clone())
+            return [*outputs, *(param.to_local() for param in model.parameters())]
+
+        expected = train(SchedulePolicy(prefetch_depth=0), is_captured=False)
+        for schedule, debug, is_captured in itertools.product(
+            (DEFAULT, COPY_ENGINE), ("", "poison,delay=0", "poison,delay=1"), (False, True)
+        ):
+            ahead = replace(schedule, expert_blocks_ahead=2, keep_casts=schedule is COPY_ENGINE)
+            with environment(DTENSOR_GTP_DEBUG=debug):
+                actual = train(ahead, is_captured)
+            for number, (got, want) in enumerate(zip(actual, expected, strict=True)):
+                self.assertTrue(torch.equal(got, want), f"{ahead}, {debug}, captured {is_captured}: {number}")
 
     def test_fewer_tokens_than_were_agreed_on(self) -> None:
         """A gather of tokens pads what a rank lacks: results are those of one process, and in bf16, for which torch has

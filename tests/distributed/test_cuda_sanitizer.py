@@ -1,4 +1,4 @@
-"""The casts' kernels under compute-sanitizer, which comes with the CUDA toolkit: nothing is read or written beyond the
+"""Our kernels under compute-sanitizer, which comes with the CUDA toolkit: nothing is read or written beyond the
 end of a tensor, before it is written, or by two threads at once in shared memory.
 
 The tool instruments every kernel, and not every machine lets it: a minute or two for each tool, so only on demand.
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("sanitize_casts.py")
+SCRIPT = Path(__file__).with_name("sanitize_kernels.py")
 TOOL = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin")
 FOUND = 77  # exit code: the script has succeeded, but the tool has found something
 
@@ -50,6 +50,7 @@ def sanitized(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("memcheck", "overrun", "Invalid __global__ read of size 4 bytes"),
         ("initcheck", "uninitialized", "Uninitialized __global__ memory read"),
+        ("racecheck", "race", "Race reported"),
     ],
 )
 def test_a_planted_mistake_is_found(tool: str, mistake: str, told: str) -> None:
@@ -59,8 +60,8 @@ def test_a_planted_mistake_is_found(tool: str, mistake: str, told: str) -> None:
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_casts(tool: str) -> None:
+def test_kernels(tool: str) -> None:
     result = sanitized(tool)
     assert result.returncode == 0, result.stdout[-5000:]
-    assert "recipes have the bits of the reference" in result.stdout
+    assert "sums have the bits of the reference" in result.stdout
     assert re.search(r"SUMMARY: 0 (errors|hazards)", result.stdout), result.stdout[-2000:]

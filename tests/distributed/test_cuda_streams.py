@@ -385,12 +385,12 @@ class TestStreams(unittest.TestCase):
                 self._captured(mesh, reduce_scatter="all_to_all")
 
     def test_captured_training_steps(self) -> None:
-        """Whole steps by ``capture_step``, with clipping and AdamW: losses and shards are those of eager steps, also
-        where delays and poison are recorded."""
+        """Fifty replays of whole steps by ``capture_step``, with clipping and AdamW: losses and shards are those of
+        eager steps, also where delays and poison are recorded."""
         with one_of(WORLD_SIZE) as mesh:
             for name, schedule in SCHEDULES.items():
                 eager, eager_step = make_job(mesh, is_captured=False, **schedule)
-                expected = [eager_step(tokens_of(index)) for index in range(50)]
+                expected = [eager_step(tokens_of(index)) for index in range(54)]
                 for debug in ("", "poison,delay=0", "poison,delay=1"):
                     with self.subTest(f"{name}, {debug}"):
                         with environment(DTENSOR_GTP_DEBUG=debug):

@@ -1,11 +1,11 @@
-"""Runs every fused cast once over a few awkward matrices, for compute-sanitizer to watch.
+"""Runs every kernel of ours once over a few awkward tensors, for compute-sanitizer to watch: casts, sums over ranks.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 77 \\
-        python tests/distributed/sanitize_casts.py
+        python tests/distributed/sanitize_kernels.py
 
 Without torch's cache each tensor is an allocation of the driver's, which ends with its last element. So what a kernel
 reads or writes beyond an end is an error, and not another tensor's memory. Results are copied to the host, where they
-must have the bits of the reference: a cast that leaves out an element shows to initcheck there.
+must have the bits of the reference: a kernel that leaves out an element shows to initcheck there.
 
 ``--plant`` makes a mistake on purpose, which says whether the tool sees any. ``test_cuda_sanitizer`` runs all of it.
 """
@@ -13,10 +13,12 @@ must have the bits of the reference: a cast that leaves out an element shows to 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from test_cuda_addends import SIZES, addends_of, in_order
 from test_cuda_casts import DEVICE, HAS_GPU, REFERENCE, bits, casts_of, dequantizations_of, hard_matrix, triton_casts
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -103,8 +105,41 @@ def run_recipes() -> int:
     return num
 
 
+def run_sums() -> int:
+    """Of an odd and an even number of ranks, with the own addend among the others or apart; how many."""
+    from dtensor_gtp._runtime.triton_addends import add  # needs Triton
+
+    num = 0
+    dtypes = (torch.bfloat16, torch.float32) if HAS_GPU else (torch.float16,)
+    for num_ranks, sizes, dtype, offset in itertools.product((2, 5), SIZES, dtypes, (0, 1)):
+        rows = addends_of(num_ranks, sum(sizes), dtype, offset)
+        expected = in_order(rows, 1 / num_ranks)
+        for rank in (None, num_ranks - 1):
+            given = rows if rank is None else rows[:rank].clone()
+            own = [] if rank is None else [part.clone() for part in rows[rank].split(sizes)]
+            out = torch.empty(sum(sizes), device=DEVICE)
+            add(out, given, own, rank or 0, num_ranks, 1 / num_ranks)
+            check(out.cpu(), expected.cpu(), (num_ranks, sizes, dtype, offset, rank))
+            num += 1
+    return num
+
+
+_RACE = """
+extern "C" __global__ void neighbours(int* out) {
+    __shared__ int values[64];
+    values[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = values[(threadIdx.x + 32) % 64];  // written by the other warp, without a barrier
+}
+"""
+
+
 def plant(mistake: str) -> None:
-    """Scales of six magnitudes of which there are five, or which nobody has written."""
+    """Scales of six magnitudes of which there are five, or which nobody has written; or warps that do not wait."""
+    if mistake == "race":
+        out = torch.empty(64, dtype=torch.int32, device=DEVICE)
+        torch.cuda._compile_kernel(_RACE, "neighbours")((1, 1, 1), (64, 1, 1), (out,))
+        torch.cuda.synchronize()
+        return
     from dtensor_gtp.quant import triton_kernels as kernels
 
     num = 5 if mistake == "overrun" else 6
@@ -118,14 +153,14 @@ def plant(mistake: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plant", choices=("overrun", "uninitialized"))
+    parser.add_argument("--plant", choices=("overrun", "uninitialized", "race"))
     mistake = parser.parse_args().plant
     if mistake is not None:
         plant(mistake)
         return
     has_float8 = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)
     num = sum(run_casts(hardware) for hardware in ((False, True) if has_float8 else (False,)))
-    print(f"{num} casts and {run_recipes()} recipes have the bits of the reference")
+    print(f"{num} casts, {run_recipes()} recipes and {run_sums()} sums have the bits of the reference")
 
 
 if __name__ == "__main__":
