@@ -55,33 +55,62 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def check_inputs(leaves: list[Any], device: torch.device) -> None:
+    what = "A captured step"
+    check_places(leaves, device, what)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise ValueError(
+                f"{what} expects inputs that need no gradient, but one of shape {tuple(leaf.shape)} does. Pass it "
+                "detached."
+            )
+
+
+def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
+    """What of inputs a replay would not see: values on the host, and tensors within other objects.
+
+    Args:
+        leaves: Of the arguments.
+        device: That of the graph.
+        what: Whose inputs they are, for errors.
+    """
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            _check_other(leaf)
-            continue
-        if leaf.device.type != device.type:
+            _check_other(leaf, what)
+        elif leaf.device.type != device.type:
             raise ValueError(
-                f"A captured step expects tensors on '{device.type}', but got one of shape {tuple(leaf.shape)} on "
+                f"{what} expects tensors on '{device.type}', but got one of shape {tuple(leaf.shape)} on "
                 f"'{leaf.device.type}'. Move it before the call."
             )
-        if leaf.requires_grad:
+
+
+def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.device.type != device.type:
             raise ValueError(
-                f"A captured step expects inputs that need no gradient, but one of shape {tuple(leaf.shape)} does. "
-                "Pass it detached."
+                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}': a graph "
+                "repeats the value that it finds when it is recorded. Move it, or let it be a Python number."
             )
 
 
-def _check_other(leaf: Any) -> None:
+def _check_other(leaf: Any, what: str) -> None:
     attributes = {} if isinstance(leaf, nn.Module) else dict(getattr(leaf, "__dict__", {}))
     slots = (name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ()))
     attributes.update((name, getattr(leaf, name, None)) for name in slots)
     for name, value in attributes.items():
         if next(iter(tensors_in(value)), None) is not None:
             raise ValueError(
-                "A captured step expects tensors in lists, tuples, dicts, or what else torch.utils._pytree goes "
-                f"through, but got a {type(leaf).__name__} with one as '{name}', where nobody would see that it is "
-                "another. Pass its tensors."
+                f"{what} expects tensors in lists, tuples, dicts, or what else torch.utils._pytree goes through, but "
+                f"got a {type(leaf).__name__} with one as '{name}', where nobody would see that it is another. Pass "
+                "its tensors."
             )
 
 
-__all__ = ["check_arguments", "check_at_least", "check_capturable", "check_inputs", "check_state"]
+__all__ = [
+    "check_arguments",
+    "check_at_least",
+    "check_buffers",
+    "check_capturable",
+    "check_inputs",
+    "check_places",
+    "check_state",
+]

@@ -19,21 +19,22 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from . import _torch_compat as compat
-from ._capture_checks import check_at_least
+from ._block_checks import check_apart, check_block, check_window, params_of
+from ._capture_checks import check_at_least, check_places
 from ._recorder import CudaRecorder, Recorder
 from ._runtime.gathered import Version
-from ._runtime.modules import binding_of, unmanaged_params
 from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.recording import Recording, Rings
 from ._runtime.saved import check_unmodified
 from ._runtime.state import Runtime
-from .capture import _runtimes_of, _signature
+from .capture import _MOST_SEEN, _runtimes_of, _signature, _versions_of
 
 logger = logging.getLogger("dtensor_gtp")
 
@@ -64,7 +65,8 @@ def capture_blocks(
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
         blocks: Modules below it that do not contain each other. Their inputs are any trees of tensors, which are
-            copied, and of other values, which are compared; their outputs are copied, too. Tensors that they find
+            copied and only read, and of other values, which are compared; their outputs are copied, too, and backward
+            comes to the same of them as in the eager calls. Tensors that they find
             elsewhere are to stay where they are: parameters and buffers are watched, attributes (a cache) are not.
         warmup_calls: Eager calls of each block before its first recording, at least 2.
         max_graphs: Beyond so many combinations of inputs for one block, further ones run eagerly.
@@ -103,9 +105,9 @@ class CapturedBlocks:
                 f"blocks, but got {[names.get(block, type(block).__name__) for block in blocks]}."
             )
         for block in blocks:
-            _check_block(names[block], block)
-        _check_apart(blocks, names)
-        _check_window(blocks)
+            check_block(names[block], block)
+        check_apart(blocks, names)
+        check_window(blocks)
         # A runtime knows who holds a fixed buffer among its own gathers and reductions, not among those of another.
         rings = {runtime: Rings() for runtime in _runtimes_of(module, "capture_blocks")}
         self._blocks = [_CapturedBlock(names[b], b, rings, recorder, warmup_calls, max_graphs) for b in blocks]
@@ -122,71 +124,19 @@ class CapturedBlocks:
             block.reset()
 
     def remove(self) -> None:
-        """Give the blocks their own ``forward`` back, and free graphs and buffers."""
+        """Give the blocks their own ``forward`` back, and free graphs and buffers.
+
+        Raises:
+            RuntimeError: The backward of a call may still come.
+        """
+        awaiting = [block.name for block in self._blocks if any(g.awaits_backward for g in block.graphs.values())]
+        if awaiting:
+            raise RuntimeError(
+                f"remove() expects no forward whose backward is still to come, but that of block '{awaiting[0]}' may. "
+                "Run it, or drop the loss and all outputs."
+            )
         for block in self._blocks:
             block.remove()
-
-
-def _params_of(block: nn.Module) -> list[ManagedParam]:
-    bindings = [binding for module in block.modules() if (binding := binding_of(module)) is not None]
-    return list(dict.fromkeys(param for binding in bindings for param in binding.params.values()))
-
-
-def _check_block(name: str, block: nn.Module) -> None:
-    params = _params_of(block)
-    weights = [param for param in params if isinstance(param, ShardedWeight)]
-    where = f"capture_blocks does not support block '{name}', a {type(block).__name__}"
-    if not weights:
-        raise ValueError(f"capture_blocks expects blocks with sharded weights, but '{name}' has none.")
-    if len(_runtimes_of(block, "capture_blocks")) > 1:
-        raise NotImplementedError(f"{where}: its weights belong to several gtp_shard calls without one around them.")
-    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in block.modules()):
-        raise NotImplementedError(f"{where}: it is compiled. Compile it, or record it, or record the whole step.")
-    for fqn, owner, local in unmanaged_params(block):
-        param = owner._parameters[local]
-        if param is not None and param.requires_grad:
-            raise NotImplementedError(f"{where}: nobody manages its parameter '{fqn}', whose gradient would be lost.")
-    for managed in params:
-        what = _obstacle(managed)
-        if what is not None:
-            raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {what}. Use capture_step.")
-
-
-def _check_apart(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
-    """Blocks may have modules in common, as a table of rotary embeddings, but no parameters."""
-    owners: dict[ManagedParam, nn.Module] = {}
-    for block in blocks:
-        for param in _params_of(block):
-            if (other := owners.setdefault(param, block)) is not block:
-                raise NotImplementedError(
-                    f"capture_blocks does not support block '{names[block]}', a {type(block).__name__}: its parameter "
-                    f"'{param.fqn}' is one of '{names[other]}', too. Use capture_step."
-                )
-
-
-def _check_window(blocks: Sequence[nn.Module]) -> None:
-    schedule = _runtimes_of(blocks[0], "capture_blocks")[0].schedule
-    sharded = ([param for param in _params_of(block) if isinstance(param, ShardedWeight)] for block in blocks)
-    nbytes = max(sum(weight.kept_nbytes for weight in weights) for weights in sharded)
-    if schedule.prefetch_depth and schedule.prefetch_nbytes < nbytes:
-        logger.warning(
-            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) begins to gather the rest of the %d bytes of a block "
-            "when the one before is complete; let it be as many",
-            schedule.prefetch_nbytes,
-            nbytes,
-        )
-
-
-def _obstacle(param: ManagedParam) -> str | None:
-    if getattr(param, "tp_spec", None) is not None:
-        return "is tensor-parallel"
-    if not isinstance(param, ShardedWeight):
-        return None
-    if param.wire is not None:
-        return "is quantized for its gather"
-    if param.fixed is not None:
-        return "belongs to another recorded block"
-    return "is on the meta device" if param.shard.is_meta else None
 
 
 class _CapturedBlock:
@@ -203,7 +153,7 @@ class _CapturedBlock:
     ) -> None:
         self.name = name
         self.block = block
-        self.params = _params_of(block)
+        self.params = params_of(block)
         self.weights = [param for param in self.params if isinstance(param, ShardedWeight)]
         self.runtime = _runtimes_of(block, "capture_blocks")[0]
         self.recorder = recorder
@@ -212,7 +162,7 @@ class _CapturedBlock:
         self._max_graphs = max_graphs
         self._num_eager = 0
         self._binding: Hashable = None
-        self._seen: set[Hashable] = set()
+        self._seen: dict[Hashable, _Reached] = {}  # in order
         rings[self.runtime].assign(self.weights)
         self.forward = block.forward
         self._had_forward = "forward" in block.__dict__
@@ -244,15 +194,25 @@ class _CapturedBlock:
         key = (str(spec), tuple(map(_key_of, leaves)))
         graph = self.graphs.get(key)
         if graph is None:
-            is_ready = self._num_eager >= self._warmup_calls and key in self._seen
-            if not is_ready or len(self.graphs) >= self._max_graphs:
-                self._num_eager += 1
-                self._seen.add(key)
-                return self.forward(*args, **kwargs)
-            graph = self.graphs[key] = _BlockGraph(self, leaves, spec)
+            check_places(leaves, self.runtime.device, f"A recorded block ('{self.name}')")
+            reached = self._seen.get(key)
+            is_ready = self._num_eager >= self._warmup_calls and reached is not None and reached.is_known
+            if reached is None or not is_ready or len(self.graphs) >= self._max_graphs:
+                return self._run_eagerly(key, args, kwargs)
+            graph = self.graphs[key] = _BlockGraph(self, leaves, spec, reached)
         if graph.awaits_backward:
             return self.forward(*args, **kwargs)
         return graph(leaves)
+
+    def _run_eagerly(self, key: Hashable, args: Any, kwargs: Any) -> Any:
+        """And see which outputs backward comes to."""
+        result = self.forward(*args, **kwargs)
+        self._num_eager += 1
+        reached = self._seen.setdefault(key, _Reached())
+        reached.observe(result)
+        if len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return result
 
     def _can_replay(self) -> bool:
         return (
@@ -290,6 +250,29 @@ class _CapturedBlock:
                 )
 
 
+class _Reached:
+    """Which of the differentiable outputs of eager calls have got a gradient: of what only others depend on, there is
+    none, and a graph must not make zeros of it."""
+
+    def __init__(self) -> None:
+        self.num_outputs = 0
+        self.indices: set[int] = set()
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.indices) or self.num_outputs == 0
+
+    def observe(self, result: Any) -> None:
+        leaves, _ = compat.tree_flatten(result)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self.num_outputs = len(outputs)
+        for index, output in enumerate(outputs):
+            output.register_hook(partial(self._note, index))
+
+    def _note(self, index: int, _: torch.Tensor) -> None:
+        self.indices.add(index)
+
+
 class _BlockGraph:
     """The two graphs of a block for one kind of inputs, with everything that must live as long as they.
 
@@ -297,15 +280,17 @@ class _BlockGraph:
         owner: The block.
         leaves: Inputs of the kind.
         spec: How they make arguments.
+        reached: Which outputs have got gradients so far.
     """
 
-    def __init__(self, owner: _CapturedBlock, leaves: list[Any], spec: Any) -> None:
+    def __init__(self, owner: _CapturedBlock, leaves: list[Any], spec: Any, reached: _Reached) -> None:
         self._owner = owner
         self._leaves = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._spec = spec
         self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         self._forward_pass, self._backward_pass = Recording(), Recording()
         self._differentiable: list[torch.Tensor] = []
+        self._reached = frozenset(reached.indices)
         self.is_differentiable: list[bool] = []
         # Has autograd call backward where no input needs a gradient.
         self._anchor = torch.empty(0, device=owner.runtime.device, requires_grad=True)
@@ -313,7 +298,7 @@ class _BlockGraph:
         self.num_calls = 0
         try:
             self._replay_forward, (self.outputs, self._output_spec) = owner.recorder.record(self._run_forward)
-            self.grad_outputs = [torch.empty_like(output) for output in self._differentiable]
+            self.grad_outputs = {index: torch.empty_like(self._differentiable[index]) for index in self._reached}
             self._replay_backward, self.grads = owner.recorder.record(self._run_backward)
             self._anchor.requires_grad_(any(self.is_differentiable))
         except Exception as error:
@@ -328,8 +313,15 @@ class _BlockGraph:
     def _run_forward(self) -> tuple[list[Any], Any]:
         owner = self._owner
         args, kwargs = compat.tree_unflatten(self._leaves, self._spec)
+        versions = _versions_of(self.inputs)
         with torch.enable_grad(), self._forward_pass.active(owner.runtime, owner.params, is_forward=True):
             outputs, spec = compat.tree_flatten(owner.forward(*args, **kwargs))
+        for index, (before, now) in enumerate(zip(versions, _versions_of(self.inputs), strict=True)):
+            if before != now:
+                raise ValueError(
+                    f"it writes to its input {index}, of shape {tuple(self.inputs[index].shape)}, of which a graph has "
+                    "a copy, so the caller would not see it; return it"
+                )
         tensors = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
         # Holds what is saved, see [Note: memory of a recorded block].
         self._differentiable = [tensor for tensor in tensors if tensor.requires_grad]
@@ -343,8 +335,9 @@ class _BlockGraph:
         for source in sources:
             source.grad = None
         with self._backward_pass.active(owner.runtime, owner.params, is_forward=False):
-            if self._differentiable:
-                torch.autograd.backward(self._differentiable, self.grad_outputs, retain_graph=True)
+            if self._reached:
+                outputs = [self._differentiable[index] for index in self.grad_outputs]
+                torch.autograd.backward(outputs, list(self.grad_outputs.values()), retain_graph=True)
         grads = [source.grad for source in sources]
         for source in sources:
             source.grad = None
@@ -365,10 +358,17 @@ class _BlockGraph:
         call = _Call()
         self._last = weakref.ref(call)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        results: Any = _Replay.apply(self, call, self._anchor, *given)  # type: ignore[no-untyped-call]
+        trained = [param.leaf for param in self.trained()]
+        results: Any = _Replay.apply(self, call, len(given), self._anchor, *given, *trained)  # type: ignore[no-untyped-call]
         remaining = iter(results)
         outputs = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.outputs]
         return compat.tree_unflatten(outputs, self._output_spec)
+
+    def trained(self) -> list[ManagedParam]:
+        """Parameters whose gradients the graphs leave."""
+        written = [one.weight for one in self._backward_pass.written]
+        whole = [use.param for use in self._forward_pass.whole if use.value.requires_grad]
+        return list(dict.fromkeys((*written, *whole)))
 
     def versions(self) -> list[Version]:
         """Of the weights that backward uses."""
@@ -382,21 +382,36 @@ class _BlockGraph:
         # Whoever keeps an output keeps its values.
         return tuple(leaf.clone() for leaf in self.outputs if isinstance(leaf, torch.Tensor))
 
-    def run_backward(self, grads: Sequence[torch.Tensor], versions: list[Version]) -> list[torch.Tensor | None]:
+    def run_backward(
+        self, grads: dict[int, torch.Tensor], versions: list[Version], awaited: set[ManagedParam]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs.
+
+        Args:
+            grads: Of differentiable outputs, by their index.
+            versions: Of the weights, in forward.
+            awaited: Parameters whose gradients this backward wants.
+        """
+        if grads.keys() != self._reached:
+            raise RuntimeError(
+                f"The backward of block '{self.name}' comes to its differentiable outputs {sorted(grads)}, but was "
+                f"recorded for {sorted(self._reached)}. Of what only another output depends on, eager code would leave "
+                "no gradient, and the graph zeros. Use the same outputs in every loss, or leave this block out."
+            )
         runtime = self._owner.runtime
         runtime.note_backward()
         for weight, version in zip(self._backward_pass.used, versions, strict=True):
             check_unmodified(weight, version)
-        for target, source in zip(self.grad_outputs, grads, strict=True):
-            target.copy_(source)
+        for index, grad in grads.items():
+            self.grad_outputs[index].copy_(grad)
         # What is about to be written may still be read by reductions.
         runtime.comm.retire_users([written.buffer for written in self._backward_pass.written])
         self._replay(self._replay_backward, self._backward_pass.used)
-        runtime.grads.submit_recorded(self._backward_pass.written)
+        runtime.grads.submit_recorded([one for one in self._backward_pass.written if one.weight in awaited])
         of_whole = self.grads[len(self.inputs) :]
-        for (param, _), grad in zip(self._forward_pass.whole, of_whole, strict=True):
-            if grad is not None:
-                param.add_local_grad(grad)
+        for (param, _), local in zip(self._forward_pass.whole, of_whole, strict=True):
+            if local is not None and param in awaited:
+                param.add_local_grad(local)
         return [None if grad is None else grad.clone() for grad in self.grads[: len(self.inputs)]]
 
     def _replay(self, replay: Callable[[], None], weights: list[ShardedWeight]) -> None:
@@ -425,9 +440,12 @@ class _Call:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, graph: _BlockGraph, call: _Call, anchor: torch.Tensor, *given: torch.Tensor
+        ctx: Any, graph: _BlockGraph, call: _Call, num_inputs: int, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        results = graph.run_forward(given)
+        """The leaves of trained parameters come after the inputs, to tell whether a backward wants their gradients."""
+        results = graph.run_forward(tensors[:num_inputs])
+        ctx.num_inputs = num_inputs
+        ctx.set_materialize_grads(False)
         ctx.call, ctx.graph, ctx.number, ctx.versions = call, graph, graph.num_calls, graph.versions()
         constants = [r for r, is_one in zip(results, graph.is_differentiable, strict=True) if not is_one]
         ctx.mark_non_differentiable(*constants)
@@ -435,17 +453,21 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         graph: _BlockGraph = ctx.graph
         if graph.num_calls != ctx.number:
             raise RuntimeError(
                 f"The backward of block '{graph.name}' comes after a later forward of it, whose graph has overwritten "
                 "what the first one saved. Run it before, or call remove() on what capture_blocks has returned."
             )
-        wanted = [grad for grad, is_one in zip(grads, graph.is_differentiable, strict=True) if is_one]
-        results = graph.run_backward(wanted, ctx.versions)
+        differentiable = [grad for grad, is_one in zip(grads, graph.is_differentiable, strict=True) if is_one]
+        given = {index: grad for index, grad in enumerate(differentiable) if grad is not None}
+        trained = graph.trained()
+        leaves = range(1 + ctx.num_inputs, 1 + ctx.num_inputs + len(trained))  # behind the anchor and the inputs
+        awaited = {param for param, index in zip(trained, leaves, strict=True) if compat.is_awaited(ctx, index)}
+        results = graph.run_backward(given, ctx.versions, awaited)
         ctx.call = None  # a later forward may overwrite what this one has saved
-        return None, None, None, *results
+        return None, None, None, None, *results, *[None] * len(trained)
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:
