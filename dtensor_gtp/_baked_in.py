@@ -24,9 +24,18 @@ Addresses = dict[tuple[Any, ...], Hashable]
 def addresses(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Addresses:
     """Where a step finds the tensors that it is not given."""
     found: Addresses = {("parameter", name): address(param) for name, param in module.named_parameters()}
+    others = enumerate(params_outside(module, optimizers))
+    found.update((("parameter of an optimizer", index), address(param)) for index, param in others)
     found.update((("buffer", name), address(buffer)) for name, buffer in module.named_buffers())
     found.update((what, address(tensor)) for what, tensor in states_of(optimizers))
     return found
+
+
+def params_outside(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """What optimizers step beside the module's own: of a criterion, say."""
+    own = {id(param) for param in module.parameters()}
+    stepped = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
+    return [param for identity, param in stepped.items() if identity not in own]
 
 
 def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
@@ -44,7 +53,11 @@ def changed(before: Addresses, now: Addresses) -> str | None:
     if before == now:
         return None
     what, name, *_ = next(key for key in (before | now) if before.get(key) != now.get(key))
-    return f"{what} '{name}'" if what in ("parameter", "buffer") else f"'{name}' in the {what}"
+    return (
+        f"{what} '{name}'"
+        if what in ("parameter", "buffer", "parameter of an optimizer")
+        else f"'{name}' in the {what}"
+    )
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:
@@ -73,12 +86,14 @@ class Kept:
     """Which parameters, buffers and state there were, and their memory, to be put back: what a recording that failed
     has made in their place was never computed."""
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         dicts: list[dict[Any, Any]] = [each for m in module.modules() for each in (m._parameters, m._buffers)]
+        outside = params_outside(module, optimizers)
         for optimizer in optimizers:
             dicts += [optimizer.state, *(state for state in optimizer.state.values() if isinstance(state, dict))]
         self._contents = [(one, dict(one)) for one in dicts]
-        tensors = {id(t): t for one in dicts for value in one.values() for t in tensors_in(value) if type(t) in PLAIN}
+        values = [*outside, *(value for one in dicts for value in one.values())]
+        tensors = {id(t): t for value in values for t in tensors_in(value) if type(t) in PLAIN}
         self._memory = [(tensor, tensor.detach()) for tensor in tensors.values()]
 
     def put_back(self) -> None:
@@ -168,6 +183,7 @@ __all__ = [
     "differences",
     "hyperparameters",
     "ids_of_params",
+    "params_outside",
     "states_of",
     "tensors_in",
 ]

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from ._baked_in import tensors_in
+from .placement import GTPShard
 
 
 def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> None:
@@ -36,6 +37,17 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
             raise ValueError(
                 f"capture_step expects optimizers that can be captured, but group {index} of "
                 f"{type(optimizer).__name__} has capturable=False. Create it with capturable=True."
+            )
+
+
+def check_params(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Who gathers a sharded parameter must know of the graph."""
+    own = {id(param) for param in module.parameters()}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if id(param) not in own and any(isinstance(p, GTPShard) for p in getattr(param, "placements", ())):
+            raise ValueError(
+                f"capture_step expects a module that contains all sharded parameters of {type(optimizer).__name__}, "
+                f"but one of shape {tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
             )
 
 
@@ -111,6 +123,7 @@ __all__ = [
     "check_buffers",
     "check_capturable",
     "check_inputs",
+    "check_params",
     "check_places",
     "check_state",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ._baked_in import address, states_of
+from ._baked_in import address, params_outside, states_of
 from ._runtime.state import Runtime
 
 # An object and the name of its attribute that is a gradient or None.
@@ -45,7 +45,8 @@ class Surroundings:
     ) -> None:
         self._module, self._optimizers, self._runtimes = module, optimizers, runtimes
         self._modules = list(module.modules())
-        self._params = list(module.parameters())
+        self._outside = params_outside(module, optimizers)
+        self._params = [*module.parameters(), *self._outside]
         # Of other tensors addresses alone, so that none is kept alive that has been moved away.
         self._addresses = self._located()
         self._binding = self._describe()
@@ -72,6 +73,7 @@ class Surroundings:
         """Where the tensors are that modules have registered, and those of optimizers' states."""
         dicts = [each for m in self._modules for each in (m._parameters, m._buffers)]
         found = [None if tensor is None else address(tensor) for each in dicts for tensor in each.values()]
+        found += map(address, self._outside)
         return found + [address(tensor) for _, tensor in states_of(self._optimizers)]
 
     def _describe(self) -> list[Any]:

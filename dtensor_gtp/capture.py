@@ -39,7 +39,14 @@ from torch.utils.weak import WeakIdRef
 
 from . import _torch_compat as compat
 from ._baked_in import Addresses, Kept, Updates, addresses, changed, differences, hyperparameters, ids_of_params
-from ._capture_checks import check_arguments, check_capturable, check_inputs, check_state
+from ._capture_checks import (
+    check_arguments,
+    check_buffers,
+    check_capturable,
+    check_inputs,
+    check_params,
+    check_state,
+)
 from ._recorder import CudaRecorder, Recorder
 from ._runtime.modules import binding_of
 from ._runtime.optimizer_steps import optimizer_steps
@@ -54,6 +61,11 @@ logger = logging.getLogger(__name__)
 
 # Combinations of shapes, values and gradients that are remembered, so that one that comes again is recorded.
 _MOST_SEEN = 256
+# Steps beyond those of the warm-up after which somebody is told that none was like another.
+_MANY_UNLIKE = 5
+
+# What arguments are like, where there are gradients, and what is switched on.
+_Key = tuple[Hashable, Hashable, Hashable, Hashable]
 
 
 def capture_step(
@@ -87,7 +99,10 @@ def capture_step(
 
     A step may not wait for the GPU (``item()``, ``print`` of a tensor, ``GradScaler``, data-dependent branches), and
     what Python does in it besides (counting, ``LRScheduler.step``) happens only when it is recorded: keep that outside.
-    A learning rate that changes must be a tensor on the GPU. All ranks call alike, as with eager steps.
+    A learning rate that changes must be a tensor on the GPU. ``zero_grad`` belongs to the end of the step, or outside:
+    with the gradients of the step before it, each call would find others. All ranks call alike, as with eager steps,
+    with inputs of the same shapes: where those differ, some ranks would replay what others run, which exchanges of
+    activations do not bear.
 
     Args:
         fn: Positional and keyword arguments: any tree of tensors on the GPU, which are copied and only read, and other
@@ -111,8 +126,10 @@ def capture_step(
             f"capture_step records CUDA graphs, but the weights of the {type(module).__name__} are on '{device.type}'. "
             "Call the step as it is there."
         )
+    check_buffers("capture_step", module, device)
     for one in optimizers:
         check_capturable(one)
+        check_params(one, module)
     return CapturedStep(fn, module, optimizers, runtimes, CudaRecorder(device), warmup_steps, max_graphs)
 
 
@@ -161,8 +178,9 @@ class CapturedStep(Generic[P, R]):
         self._max_graphs = max_graphs
         self._num_eager = 0
         self._around: Surroundings | None = None  # what all graphs find beside their inputs
-        self._seen: dict[Hashable, None] = {}  # in order
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._seen: dict[_Key, None] = {}  # in order
+        self._graphs: dict[_Key, _Graph] = {}
+        self._num_unlike = 0  # eager steps in a row that were like none before
         this = weakref.ref(self)
         for optimizer in optimizers:
             # What is loaded has other addresses.
@@ -204,21 +222,22 @@ class CapturedStep(Generic[P, R]):
         self._graphs.clear()
         self._seen.clear()
         self._num_eager = 0
+        self._num_unlike = 0
         self._around = None
 
     # --- the three ways to run ----------------------------------------------------------------------------------------
 
-    def _run_eagerly(self, key: Hashable, leaves: list[Any], spec: Any, around: Surroundings) -> R:
+    def _run_eagerly(self, key: _Key, leaves: list[Any], spec: Any, around: Surroundings) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
         is_warm = self._num_eager + 1 >= self._warmup_steps
         is_last = is_warm and key in self._seen and len(self._graphs) < self._max_graphs
         if is_warm and len(self._graphs) == self._max_graphs and key not in self._seen:
             logger.warning("capture_step runs eagerly: there are %d graphs already, the most allowed", self._max_graphs)
-        if len(self._graphs) < self._max_graphs:
-            # So its gathers are those of the recording, for which a gather stage cannot grow.
-            self._drop_kept()
+        # So its gathers are those of the recording, for which a gather stage cannot grow, and those of ranks that
+        # record or replay meanwhile.
+        self._drop_kept()
         with self._recorder.eager(is_last=is_last):
-            result: R = compat.tree_map_only(torch.Tensor, torch.Tensor.detach, self._fn(*args, **kwargs))
+            result: R = compat.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), self._fn(*args, **kwargs))
         for optimizer in self._optimizers:
             check_state(optimizer, self._runtimes[0].device)
         if not around.is_in_place():  # a state that a parameter got, or a table that has grown: graphs know the old one
@@ -226,10 +245,25 @@ class CapturedStep(Generic[P, R]):
             self._around = around.moved()
         # A step that raised counts for nothing: it may not have come to where optimizers make their state.
         self._num_eager += 1
+        self._tell_if_never_recorded(key)
         self._seen[key] = None
         if len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
         return result
+
+    def _tell_if_never_recorded(self, key: _Key) -> None:
+        """Once, after many steps of which none was like one before."""
+        self._num_unlike = 0 if self._graphs or key in self._seen else self._num_unlike + 1
+        if self._num_unlike == self._warmup_steps + _MANY_UNLIKE:
+            last = next(reversed(self._seen))
+            parts = ["arguments", "arguments", "gradients that are there before the step", "modes such as autocast"]
+            what = next(part for part, old, new in zip(parts, last, key, strict=True) if old != new)
+            logger.warning(
+                "capture_step has recorded nothing in %d steps: each had other %s than all before%s",
+                self._num_unlike,
+                what,
+                "; call zero_grad() at the end of the step, not at its begin" if what == parts[2] else "",
+            )
 
     def _record(self, leaves: list[Any], spec: Any, places: list[Place]) -> _Graph:
         self._check_pinned()

@@ -58,6 +58,24 @@ class TestGradients:
             step(rows(0, 1), float(index))
         assert len(step._seen) < 300
 
+    def test_gradients_that_are_dropped_at_the_begin_of_a_step_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Each call finds others: it runs eagerly, and says why, once."""
+        setting = Setting()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            setting.optimizers[1].zero_grad()
+            loss = setting.model(x).square().mean()
+            loss.backward()
+            setting.optimizers[1].step()
+            return loss
+
+        captured = capture(setting, step)
+        for seed in range(12):
+            captured(rows(seed))
+        assert set(setting.recorder.events) == {"eager"}
+        assert caplog.text.count("recorded nothing in 7 steps: each had other gradients that are there before") == 1
+        assert "call zero_grad() at the end of the step" in caplog.text
+
     def test_two_captured_steps_of_one_model(self) -> None:
         """One for microbatches, one for the optimizer; eager evaluation, loading and eager steps in between."""
         setting = Setting(is_stepping=False)
