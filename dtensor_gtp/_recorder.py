@@ -10,6 +10,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from . import _torch_compat as compat
+
 R = TypeVar("R")
 
 
@@ -59,6 +61,7 @@ class CudaRecorder:
             ):
                 result = step()
         except BaseException:
+            compat.end_void_recording(self._stream.device, self._pool)
             # The allocator may still hold the pool for the recording that is void, and refuses it to another one.
             self._pool = torch.cuda.graph_pool_handle()
             raise

@@ -80,7 +80,14 @@ from .groups import (
     timeout_of,
     twin_group,
 )
-from .memory import Fetch, RegisteredBuffer, SymmetricBuffer, copy_bytes, symmetric_memory_backend
+from .memory import (
+    Fetch,
+    RegisteredBuffer,
+    SymmetricBuffer,
+    copy_bytes,
+    end_void_recording,
+    symmetric_memory_backend,
+)
 from .meshes import concatenate_meshes, flatten_mesh, is_real_rank, mesh_coordinate, root_mesh, unflatten_mesh
 from .modes import (
     POLICY_MODES,
@@ -152,6 +159,7 @@ __all__ = [
     "distribute_tensor_modules",
     "dtensor_spec",
     "empty_grads_set_aside",
+    "end_void_recording",
     "flatten_mesh",
     "fully_shard_group_class",
     "fully_shard_params",

@@ -116,3 +116,24 @@ def copy_bytes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
     copies = [Copy(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pairs]
     if copies:
         enqueue_copies(copies, torch.cuda.current_stream(targets[0].device))
+
+
+def end_void_recording(device: torch.device, pool: tuple[int, int]) -> None:
+    """After a recording into a CUDA graph that failed: put right what torch has not, if CUDA has ended it as void.
+
+    ``CUDAGraph.capture_end`` raises there before it tells the allocator and the random generator (torch 2.11). The one
+    would never again take memory that a second stream has used, nor free that of the pool; the other refuses to draw.
+
+    Args:
+        pool: That of the recording.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+    except RuntimeError:
+        return  # it has been told
+    torch._C._cuda_releasePool(index, pool)
+    counter = torch.zeros(1, device=device)
+    # A recording that ends in order tells the generator.
+    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        counter.add_(1)

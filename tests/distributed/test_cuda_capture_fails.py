@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Step, local_values, make_parts, one_of, tokens_of
 from torch.testing._internal.common_utils import run_tests
 
@@ -61,6 +62,31 @@ class TestFailedRecordings(unittest.TestCase):
                 self.assertEqual(captured.num_graphs, 1)
                 for got, want in zip(local_values(model), local_values(eager), strict=True):
                     self.assertTrue(torch.equal(got, want), f"void: {is_void}")
+
+    def test_torch_goes_on(self) -> None:
+        """After a recording that waiting has made void, dropout draws, memory that a second stream has used is taken
+        again, and what the recording has taken is given back."""
+        with one_of(WORLD_SIZE) as mesh:
+            model, optimizer, step = make_parts(mesh, **SCHEDULES["one by one"])
+            captured = capture_step(Breaking(model, step, is_void=True), model, optimizer, warmup_steps=2)
+            for index in range(2):
+                captured(tokens_of(index))
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            with self.assertRaisesRegex(RuntimeError, "could not record the step"):
+                captured(tokens_of(2))
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            self.assertEqual(torch.cuda.memory_reserved(), before)
+            self.assertTrue(F.dropout(torch.ones(1024, device="cuda")).eq(0).any())
+            addresses, side = set(), torch.cuda.Stream()
+            for _ in range(4):
+                block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+                addresses.add(block.data_ptr())
+                block.record_stream(side)
+                del block
+                torch.cuda.synchronize()
+            self.assertEqual(len(addresses), 1)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._recorder import CudaRecorder
 
 
@@ -47,6 +48,7 @@ def recorder() -> Iterator[tuple[CudaRecorder, Allocator]]:
         mock.patch("torch.cuda.Stream"),
         mock.patch("torch.cuda.current_stream"),
         mock.patch("torch.cuda.stream", return_value=nullcontext()),
+        mock.patch.object(compat, "end_void_recording"),
     ):
         yield CudaRecorder(torch.device("cuda")), allocator
 
