@@ -11,6 +11,15 @@ buffer can be overwritten under a running GEMM.
 
 On devices without streams (CPU with gloo) the background ``Work`` takes the place of the event.
 
+[Note: several compute streams]
+A model may use weights on streams of its own within a pass (a shared expert beside the others, say), and autograd runs
+the backward of an op on the stream of its forward. "The compute stream" of the rules above is then all streams that
+were current in the pass when the runtime was called. A gather follows the one that launches it. A reduction waits for
+all, whoever wrote the gradients that travel together; and when it is retired, all wait for it, so that none of them
+writes too early where it has read. One that comes anew begins behind the one before it, and so behind what that has
+waited for. Only a gathered weight goes back to the allocator of the stream that launched the gather while another may
+still read it: there ``record_stream`` says so.
+
 [Note: kernels after an exchange]
 Copy engines exchange gradients without a kernel, but the sum that follows is one, which waits behind a GEMM for SMs.
 On the scatter stream the next exchange would wait with it, and the wire would be idle. So all that follows a reduction
@@ -22,7 +31,7 @@ stream, or lets the ring grow, calls ``wait_finished`` before. With any other ki
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,10 +53,14 @@ _GRADIENT_NBYTES = 128 << 20
 
 
 class Done(NamedTuple):
-    """When a collective is complete: an event where there are streams, a background work where there are none."""
+    """When a collective is complete: an event where there are streams, a background work where there are none.
+
+    ``origin`` is the compute stream from which it was launched, whose memory it fills.
+    """
 
     event: torch.Event | None = None
     work: Waitable | None = None
+    origin: torch.Stream | None = None
 
 
 @dataclass(frozen=True)
@@ -80,13 +93,15 @@ class Reduction(NamedTuple):
     """A reduction in flight.
 
     ``complete`` is what is left to do on the host once a background work has ended (None where streams order it).
-    ``keep`` holds the buffers that the communication stream still uses, ``places`` what peers still read.
+    ``keep`` holds the buffers that the communication stream still uses, ``places`` what peers still read. ``origins``
+    are the compute streams whose memory those are.
     """
 
     done: Done
     complete: Callable[[], None] | None
     keep: tuple[torch.Tensor, ...]
     places: Sequence[Place] = ()
+    origins: tuple[torch.Stream, ...] = ()
 
 
 class CommContext:
@@ -113,6 +128,9 @@ class CommContext:
         self.choices: list[str] = []
         self.has_streams = device.type != "cpu"
         self._fork_event = torch.Event(device) if self.has_streams else None
+        # Of this pass, the current one last, see [Note: several compute streams]; and whether that is recorded.
+        self._computing: list[torch.Stream] = []
+        self._is_recorded = False
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
         self._scatter_stream = self._new_stream()
         # What follows an exchange of copy engines, see [Note: kernels after an exchange].
@@ -176,7 +194,33 @@ class CommContext:
         return stream
 
     def _compute_stream(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device.index)
+        stream = torch.accelerator.current_stream(self.device.index)
+        if not self._computing or stream != self._computing[-1]:
+            self._compute_on(stream)
+        return stream
+
+    def _compute_on(self, stream: torch.Stream) -> None:
+        """Compute goes on on this stream, see [Note: several compute streams]."""
+        is_recorded = self.is_capturing
+        if is_recorded != self._is_recorded:
+            self._computing.clear()  # what is recorded cannot wait for what is not, nor the other way round
+            self._is_recorded = is_recorded
+        if stream in self._computing:
+            self._computing.remove(stream)
+        elif self._computing:
+            stream.wait_event(self._computing[-1].record_event())
+        self._computing.append(stream)
+
+    def note_compute(self) -> None:
+        """On the stream that writes gradients, before they are submitted."""
+        if self.has_streams:
+            self._compute_stream()
+
+    def note_reading(self, done: Done, buffers: Iterable[torch.Tensor]) -> None:
+        """The compute stream reads what a gather has filled, and has waited for it: the memory is in use until then."""
+        if done.origin is not None and done.origin != (stream := self._computing[-1]):
+            for buffer in buffers:
+                buffer.record_stream(stream)
 
     @property
     def is_capturing(self) -> bool:
@@ -206,9 +250,14 @@ class CommContext:
         if casting is None:
             yield
             return
-        with self._fork(casting.cast_stream):
-            self.delay()
-            yield
+        with self._fork(stream := casting.cast_stream):
+            # What communicates within follows this stream, and waits on it.
+            outside, self._computing = self._computing, [] if stream is None else [stream]
+            try:
+                self.delay()
+                yield
+            finally:
+                self._computing = outside
 
     def all_gather(
         self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor], contents: list[Content]
@@ -236,6 +285,8 @@ class CommContext:
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """A forward or a backward begins on all ranks; or, on those of ``groups`` alone, a gather outside of them."""
+        if groups is None or self._is_recorded != self.is_capturing:
+            self._computing.clear()
         for name, backend in self._casting_backends.items():
             if groups is None or name == groups.gather_name:
                 backend.begin_pass()
@@ -243,11 +294,20 @@ class CommContext:
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
         """When the gather that was just launched may be read."""
         stream = self._gather_streams.get(groups.gather_name)
-        return Done(work=work) if stream is None else Done(stream.record_event())
+        return Done(work=work) if stream is None else Done(stream.record_event(), None, self._computing[-1])
+
+    def at_once(self) -> Done:
+        """Of a weight that is not gathered but made on the compute stream, as it is on an axis of one rank."""
+        return Done(None, None, self._compute_stream()) if self.has_streams else Done()
 
     def scattering(self) -> AbstractContextManager[Any]:
-        """Context in which any other collective of the scatter group is launched, on the scatter stream."""
-        return self._fork(self._scatter_stream)
+        """Context in which what concerns gradients, and any other collective of the scatter group, runs: on the scatter
+        stream, after all compute streams."""
+        fork = self._fork(self._scatter_stream)
+        if self._scatter_stream is not None:
+            for other in self._computing[:-1]:
+                self._scatter_stream.wait_event(other.record_event())
+        return fork
 
     def scatter_done(self, work: Waitable | None) -> Done:
         """When what was just launched on the scatter stream may be read."""
@@ -259,6 +319,8 @@ class CommContext:
             self._compute_stream().wait_event(done.event)
         elif done.work is not None:
             done.work.wait()
+        elif done.origin is not None and (stream := self._compute_stream()) != done.origin and not self.is_capturing:
+            stream.wait_event(done.origin.record_event())
 
     def wait_finished(self) -> None:
         """Let the scatter stream (without streams: the host) wait for what follows the reductions so far, see [Note:
@@ -313,7 +375,7 @@ class CommContext:
         """Context in which a reduction is launched, on the scatter stream. Bounds how many are in flight."""
         while self._is_bounded and len(self._reductions) >= self._schedule.max_inflight_reduce_scatters:
             self._retire_oldest()
-        return self._fork(self._scatter_stream)
+        return self.scattering()
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:
@@ -348,7 +410,8 @@ class CommContext:
         assert self._finish_stream is not None
         with self._finishing():
             complete()
-        self._reductions.append(Reduction(Done(self._finish_stream.record_event()), None, keep, places))
+        done = Done(self._finish_stream.record_event())
+        self._reductions.append(Reduction(done, None, keep, places, tuple(self._computing)))
 
     @contextmanager
     def _finishing(self) -> Iterator[None]:
@@ -364,10 +427,16 @@ class CommContext:
 
     def _retire_oldest(self) -> None:
         reduction = self._reductions.popleft()
-        # Compute waits for the scatter stream here, so that the memory of `keep` can be reused in compute order.
-        self.wait(reduction.done)
+        self._wait_for(reduction)
         if reduction.complete is not None:
             reduction.complete()
+
+    def _wait_for(self, reduction: Reduction) -> None:
+        # Compute waits for the scatter stream here, so that the memory of `keep` can be reused in compute order.
+        self.wait(reduction.done)
+        if reduction.done.event is not None:
+            for other in {*reduction.origins, *self._computing} - {self._computing[-1]}:
+                other.wait_event(reduction.done.event)
 
     def retire_all(self) -> None:
         """Make compute wait for every reduction in flight and drop their buffers."""
@@ -382,7 +451,7 @@ class CommContext:
     def abandon(self) -> None:
         """After an exception: wait for what was launched, forget its results."""
         while self._reductions:
-            self.wait(self._reductions.popleft().done)
+            self._wait_for(self._reductions.popleft())
         self.forget()
 
     def forget(self) -> None:

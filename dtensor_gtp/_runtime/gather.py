@@ -85,10 +85,10 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     if weight.wire is not None:
         packed = weight.wire.pack(weight, _direction(target), comm)
         own = [plane for _, plane in packed.planes]
-        return _packed(packed, lambda: own, Gathered(as_integers(own[0]), shard, Done(), shard, version, True))
+        return _packed(packed, lambda: own, Gathered(as_integers(own[0]), shard, comm.at_once(), shard, version, True))
     rows = layout.rows_of(shard)
     buffer = rows if rows.dtype == dtype else rows.to(dtype)
-    return Gathered(buffer, layout.full_view(buffer), Done(), shard, version, buffer is rows)
+    return Gathered(buffer, layout.full_view(buffer), comm.at_once(), shard, version, buffer is rows)
 
 
 class _Plane(NamedTuple):
@@ -151,10 +151,10 @@ def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gather
         slots = [plane.layout.rows_of(plane.part) for plane in planes] if comm.casts_shards(groups) else _slots(planes)
         contents = [plane.content for plane in planes]
         done = comm.all_gather(groups, [plane.buffer for plane in planes], slots, contents)
-    return [_gathered(sending, done) for sending in sendings]
+    return [_gathered(sending, done, comm) for sending in sendings]
 
 
-def _gathered(sending: _Sending, done: Done) -> Gathered:
+def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
     weight, planes, packed = sending
     buffers = [plane.buffer for plane in planes]
     full = buffers[0] if packed is not None else weight.layout.full_view(buffers[0])
@@ -164,6 +164,7 @@ def _gathered(sending: _Sending, done: Done) -> Gathered:
     layouts = [(layout, plane.dtype) for layout, plane in packed.planes]
 
     def parts() -> list[torch.Tensor]:
+        comm.note_reading(done, buffers)
         views = zip(layouts, buffers, strict=True)
         return [layout.full_view(buffer).view(dtype) for (layout, dtype), buffer in views]
 

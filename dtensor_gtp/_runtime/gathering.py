@@ -197,6 +197,7 @@ class Gathering:
         gathered.holds += 1
         self.comm.delay()
         self.comm.wait(gathered.done)
+        self.comm.note_reading(gathered.done, (gathered.buffer,))
         return gathered
 
     def using(self, target: Gatherable) -> Use:

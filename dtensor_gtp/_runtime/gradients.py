@@ -154,6 +154,7 @@ class Gradients:
         """A gradient buffer, and whether it holds a gradient already that the new one is to be added to."""
         if self.recording is not None:
             return self.recording.target(weight), False
+        self._comm.note_compute()
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
         ring = self._ring_of(weight)
@@ -181,6 +182,7 @@ class Gradients:
         """
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
+            self._comm.note_compute()
             rows = layout.rows_of(grad)
             self.submit(weight, rows if self.recording is None else self.recording.keep(weight, rows))
             return

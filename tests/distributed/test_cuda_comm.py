@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from common import environment, full
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from test_cuda import Stack, square_loss
@@ -24,7 +25,7 @@ from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, capture_step, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime.copy_engine import CopyEngine
 
@@ -50,6 +51,33 @@ def casts_ahead() -> Iterator[list[bool]]:
 
     with mock.patch.object(CopyEngine, "_fill_ahead", fill_ahead):
         yield seen
+
+
+class Branches(nn.Module):
+    """Blocks with a layer beside the main one; on a stream of its own, that is late, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = (nn.ModuleList([nn.Linear(1024, 1024) for _ in range(6)]) for _ in range(2))
+        self.stream: torch.cuda.Stream | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream, current = self.stream, torch.cuda.current_stream()
+        for main, side in zip(self.main, self.side, strict=True):
+            if stream is None:
+                beside, other = side(x), main(x)
+            else:
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(LATE // 4)
+                    beside = side(x)
+                    beside.register_hook(lambda _: torch.cuda._sleep(LATE // 4))  # on this stream, too
+                x.record_stream(stream)
+                other = main(x)
+                current.wait_stream(stream)
+                beside.record_stream(current)
+            x = F.gelu(x + other + beside)
+        return x
 
 
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
@@ -158,6 +186,40 @@ class TestCudaComm(CudaTest):
                 with environment(DTENSOR_GTP_DEBUG=debug):
                     actual = self.train(self.late, mesh, **COPY_ENGINES, **options)
                 self.assert_same(actual, expected, f"{options}, {debug}")
+
+    def test_layers_on_a_stream_of_their_own(self) -> None:
+        """Their weights are not overwritten while they are read, nor their gradients reduced before they are there."""
+
+        def train(stream: torch.cuda.Stream | None, is_captured: bool = False, **options: Any) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = Branches().cuda()
+            model.stream = stream
+            gtp_shard(model, self.gtp_mesh(), schedule=SchedulePolicy(**options), mp_policy=BF16)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                loss = square_loss(model, x)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            run = capture_step(step, model, optimizer) if is_captured else step
+            losses = [run(self.rows(index)) for index in range(6)]
+            return [*losses, *(param.full_tensor() for param in model.parameters())]
+
+        together = {"coalesce_nbytes": 8 << 20, "coalesce_grad_nbytes": 8 << 20}
+        for options in (
+            {"coalesce_nbytes": 0, "coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1},
+            together,
+            {"wgrad_first": False},
+            {**COPY_ENGINES, **together},
+            {**COPY_ENGINES, "coalesce_grad_nbytes": 0, "keep_casts": True},
+        ):
+            expected = train(None, **options)
+            for is_captured in (False, True):
+                actual = train(torch.cuda.Stream(), is_captured, **options)
+                self.assert_same(actual, expected, f"{options}, captured: {is_captured}")
 
     def test_slow_peer_in_bare_gathers(self) -> None:
         """Gathers of changing values in a row; each rank in turn is late before, between and after."""
