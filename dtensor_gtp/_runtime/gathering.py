@@ -334,7 +334,8 @@ class Gathering:
             weight = target.weight
             if weight.flags.reshard_after_forward and weight.fixed is None and target.index not in turning:
                 sizes[target.index] = target.kept_nbytes
-        return choose_kept(forward, backward, sizes, self.schedule.keep_nbytes)
+        lanes = [traits.lane for traits in self._traits()]
+        return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
 
     def kept_from_forward(self, module: nn.Module | None) -> frozenset[int]:
         """All that is kept from a forward of ``module`` to its backward, for reports."""

@@ -7,9 +7,9 @@ backward, all in one coalesced call for each mesh and dtype. Only then is anythi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -46,12 +46,21 @@ class _Submitted(NamedTuple):
 
     job: _Job
     buffer: torch.Tensor
-    place: Place | None = None  # from where copy engines fetch it, if it has room there
+    place: Place | None  # from where copy engines fetch it, if it has room there
+    bundle: object | None  # of those that travel together whatever they are
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What is alike in gradients that travel together."""
-        return self.job.weight.groups, self.job.weight.reduce_dtype, self.job.scale
+        return self.job.weight.groups, self.job.weight.reduce_dtype, self.job.scale, self.bundle
+
+
+@dataclass
+class _Waiting:
+    """Gradients that are submitted and not launched."""
+
+    submitted: list[_Submitted]
+    nbytes: int
 
 
 class UnequalReplicas(Protocol):
@@ -95,10 +104,11 @@ class Gradients:
         self._comm = comm
         self._kind = kind
         self._wgrad_first = wgrad_first
-        self._together_nbytes: float = together_nbytes
-        # Gradients that wait for others to travel with.
-        self._waiting: list[_Submitted] = []
-        self._waiting_nbytes = 0
+        self._together_nbytes = together_nbytes
+        # Gradients of each scatter group that wait for others to travel with. What is done in another group has no part
+        # in it: its ranks are others, and may have used what these have not.
+        self._waiting: dict[str, _Waiting] = {}
+        self._bundle: object | None = None
         # Set where the mesh is one replica of several that need not be alike.
         self.replicas: UnequalReplicas | None = None
         self._postponed: list[Callable[[], None]] | None = None
@@ -140,13 +150,14 @@ class Gradients:
             with self.recording.together():
                 yield
             return
-        self.launch_waiting()
-        limit, self._together_nbytes = self._together_nbytes, math.inf
+        self._bundle = bundle = object()
         try:
             yield
         finally:
-            self._together_nbytes = limit
-        self.launch_waiting()
+            self._bundle = None
+        for name, waiting in list(self._waiting.items()):
+            if waiting.submitted[0].bundle is bundle:
+                self._launch_waiting_in(name)
 
     # --- sharded weights ----------------------------------------------------------------------------------------------
 
@@ -235,10 +246,12 @@ class Gradients:
         if ring is None or not ring.has_offered(buffer):  # where it has, ``target`` has launched others before
             self._launch_others(weight)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
-        self._waiting.append(_Submitted(job, buffer, place))
-        self._waiting_nbytes += weight.sent_nbytes
+        name = weight.groups.scatter_name
+        waiting = self._waiting.setdefault(name, _Waiting([], 0))
+        waiting.submitted.append(_Submitted(job, buffer, place, self._bundle))
+        waiting.nbytes += weight.sent_nbytes
         if not self._may_wait(weight):
-            self.launch_waiting()
+            self._launch_waiting_in(name)
 
     def _scale(self, weight: ShardedWeight) -> ReduceScale:
         dtype = sum_dtype(self._kind, weight.reduce_dtype)
@@ -246,16 +259,19 @@ class Gradients:
 
     def _may_wait(self, weight: ShardedWeight) -> bool:
         """Whether its gradient may travel with others."""
-        return weight.sent_nbytes < self._together_nbytes and can_travel_together(self._kind, weight.layout.world)
+        is_small = self._bundle is not None or weight.sent_nbytes < self._together_nbytes
+        return is_small and can_travel_together(self._kind, weight.layout.world)
 
     def _launch_others(self, weight: ShardedWeight) -> None:
-        """Launch what waits, unless the gradient of ``weight``, which comes next, may travel with it."""
-        if not self._waiting:
+        """Launch what waits in its scatter group, unless the gradient of ``weight``, which comes next, may travel with
+        it."""
+        waiting = self._waiting.get(weight.groups.scatter_name)
+        if waiting is None:
             return
-        nbytes = weight.sent_nbytes + self._waiting_nbytes
-        is_alike = self._waiting[0].key == (weight.groups, weight.reduce_dtype, self._scale(weight))
-        if not (is_alike and nbytes <= self._together_nbytes and self._may_wait(weight)):
-            self.launch_waiting()
+        is_alike = waiting.submitted[0].key == (weight.groups, weight.reduce_dtype, self._scale(weight), self._bundle)
+        fits = self._bundle is not None or waiting.nbytes + weight.sent_nbytes <= self._together_nbytes
+        if not (is_alike and fits and self._may_wait(weight)):
+            self._launch_waiting_in(weight.groups.scatter_name)
 
     def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that a recorded block has left in these buffers, behind all that follows."""
@@ -275,9 +291,11 @@ class Gradients:
 
     def launch_waiting(self) -> None:
         """Launch what waits for others to travel with."""
-        if self._waiting:
-            waiting, self._waiting, self._waiting_nbytes = self._waiting, [], 0
-            self._launch(waiting)
+        for name in list(self._waiting):
+            self._launch_waiting_in(name)
+
+    def _launch_waiting_in(self, name: str) -> None:
+        self._launch(self._waiting.pop(name).submitted)
 
     def _launch(self, together: list[_Submitted]) -> None:
         comm, (weight, scale, *_) = self._comm, together[0].job
@@ -358,14 +376,13 @@ class Gradients:
             if weight.unsharded_grad is not None:
                 self.submit(weight, weight.unsharded_grad)
         self.launch_waiting()
-        waiting = [w for w in synced if w.flags.requires_all_reduce and w.unreplicated_grad is not None]
-        if not waiting:
-            return
-        self._comm.retire_all()  # a reduction in flight may still take the remainder along
-        for weight in waiting:
-            slot, weight.unreplicated_grad = weight.unreplicated_grad, None
-            if slot is None:
+        if not self._comm.has_streams:
+            self._comm.retire_all()  # only then is there what they leave, and gone what they have taken along
+        for weight in synced:
+            slot = weight.unreplicated_grad
+            if slot is None or not weight.flags.requires_all_reduce:
                 continue
+            weight.unreplicated_grad = None
             factor = weight.flags.gradient_divide_factor
             scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
             share = 1.0 if self.replicas is None else self.replicas.share(factor)
@@ -431,7 +448,6 @@ class Gradients:
     def abandon(self) -> None:
         """After an exception: wait for what was launched, forget its results."""
         self._waiting.clear()
-        self._waiting_nbytes = 0
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()

@@ -269,22 +269,27 @@ class Chain:
         self.begin()
 
 
-def choose_kept(forward: Plan, backward: Plan, sizes: Sequence[int], budget: int) -> tuple[int, ...]:
+def choose_kept(
+    forward: Plan, backward: Plan, sizes: Sequence[int], lanes: Sequence[int], budget: int
+) -> tuple[int, ...]:
     """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
 
     Those that backward uses first, as far as ``budget`` bytes go: at its begin there is the least compute to hide a
-    gather, and they were used last in the forward, so that they are kept for the shortest time.
+    gather, and they were used last in the forward, so that they are kept for the shortest time. Those of the outermost
+    call come before all others: its ranks must choose alike, whatever experts each of them has used.
 
     Args:
         sizes: Bytes of each weight in memory, by index; 0 for those that the choice does not concern.
+        lanes: The lane of each weight, by index; 0 is that of the outermost call.
     """
-    candidates, kept = set(forward.uses), []
-    for use in backward.uses:
-        if use in candidates and 0 < sizes[use] <= budget:
-            candidates.remove(use)
+    candidates = set(forward.uses)
+    order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
+    kept = set()
+    for use in sorted(order, key=lambda use: lanes[use]):
+        if 0 < sizes[use] <= budget:
             budget -= sizes[use]
-            kept.append(use)
-    return tuple(kept)
+            kept.add(use)
+    return tuple(use for use in order if use in kept)
 
 
 def format_plan(name: str, chain: Chain, names: Sequence[str]) -> str:

@@ -58,6 +58,23 @@ class TestSwitches(GlooTest):
             for seed in range(2):
                 check_step(reference, model, mesh, make_tokens(seed), step)
 
+    def test_a_gradient_in_flight_of_a_weight_that_the_last_microbatch_does_not_use(self) -> None:
+        """It waits for its all-reduce, which the last backward launches."""
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+        model: Any = shard_copy(reference, self.hsdp_mesh())
+        for turn in range(2):
+            for index in range(2):
+                x = make_rows(2 * turn + index)
+                square_loss(reference[index], x).backward()
+                model.set_requires_all_reduce(index == 1)
+                model.set_is_last_backward(index == 1)
+                square_loss(model[index], rows_of_rank(x, self.hsdp_mesh())).backward()
+            assert_same_params(model, reference, "grad")
+            assert_idle(model)
+            for module in (model, reference):
+                module.zero_grad()
+
     def test_replicas_are_reduced_in_the_last_microbatch_alone(self) -> None:
         mesh = self.hsdp_mesh()
         torch.manual_seed(1)

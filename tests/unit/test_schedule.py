@@ -325,10 +325,17 @@ class TestKept(TestCase):
         forward, backward = (Plan(uses, [Traits(1)] * 5, Window(1)) for uses in ((0, 1, 2, 3, 4), (4, 3, 3, 2, 1)))
         sizes = [10, 20, 30, 5, 40]
         for budget, kept in ((0, ()), (4, ()), (5, (3,)), (35, (3, 2)), (39, (3, 2)), (40, (4,)), (45, (4, 3))):
-            self.assertEqual(choose_kept(forward, backward, sizes, budget), kept, budget)
+            self.assertEqual(choose_kept(forward, backward, sizes, [0] * 5, budget), kept, budget)
         # 0 is not used in backward at all, and a weight of no size is not to be chosen.
-        self.assertEqual(choose_kept(forward, backward, [10, 20, 30, 0, 40], 1000), (4, 2, 1))
-        self.assertEqual(choose_kept(Plan(), backward, sizes, 1000), ())
+        self.assertEqual(choose_kept(forward, backward, [10, 20, 30, 0, 40], [0] * 5, 1000), (4, 2, 1))
+        self.assertEqual(choose_kept(Plan(), backward, sizes, [0] * 5, 1000), ())
+
+    def test_experts_have_what_others_leave(self) -> None:
+        """What is kept of the outermost call does not depend on them."""
+        forward, backward = (Plan(uses, [Traits(1)] * 4, Window(1)) for uses in ((0, 1, 2, 3), (3, 2, 1, 0)))
+        sizes, lanes = [10, 10, 30, 30], [0, 0, 1, 1]
+        for budget, kept in ((10, (1,)), (20, (1, 0)), (49, (1, 0)), (50, (3, 1, 0)), (80, (3, 2, 1, 0))):
+            self.assertEqual(choose_kept(forward, backward, sizes, lanes, budget), kept, budget)
 
 
 class TestFormatPlan(TestCase):
