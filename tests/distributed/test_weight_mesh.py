@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, shared_directory
-from cuda_common import NUM_GPUS, CudaTest
+from cuda_common import NUM_RANKS, CudaTest
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -292,9 +292,9 @@ def run_job(folder: Path, device_type: str, world_size: int) -> subprocess.Compl
     )
 
 
-@unittest.skipIf(NUM_GPUS < 2, "needs at least 2 GPUs")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCuda(CudaTest):
-    world_size = NUM_GPUS // 2 * 2
+    world_size = NUM_RANKS // 2 * 2
 
     def mesh(self, **arguments: int) -> WeightMesh:
         with environment(LOCAL_RANK=str(self.rank)):
