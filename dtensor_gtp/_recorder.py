@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol, TypeVar
 
 import torch
@@ -61,7 +61,8 @@ class CudaRecorder:
             ):
                 result = step()
         except BaseException:
-            compat.end_void_recording(self._stream.device, self._pool)
+            with suppress(RuntimeError):  # what has failed is told, not what fails after it
+                compat.end_void_recording(self._stream.device, self._pool)
             # The allocator may still hold the pool for the recording that is void, and refuses it to another one.
             self._pool = torch.cuda.graph_pool_handle()
             raise

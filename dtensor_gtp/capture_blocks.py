@@ -206,10 +206,9 @@ class _CapturedBlock:
 
     def _run_eagerly(self, key: Hashable, args: Any, kwargs: Any) -> Any:
         """And see which outputs backward comes to."""
-        result = self.forward(*args, **kwargs)
+        leaves, spec = compat.tree_flatten(self.forward(*args, **kwargs))
         self._num_eager += 1
-        reached = self._seen.setdefault(key, _Reached())
-        reached.observe(result)
+        result = compat.tree_unflatten(self._seen.setdefault(key, _Reached()).observed(leaves), spec)
         if len(self._seen) > _MOST_SEEN:
             del self._seen[next(iter(self._seen))]
         return result
@@ -262,15 +261,21 @@ class _Reached:
     def is_known(self) -> bool:
         return bool(self.indices) or self.num_outputs == 0
 
-    def observe(self, result: Any) -> None:
-        leaves, _ = compat.tree_flatten(result)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        self.num_outputs = len(outputs)
-        for index, output in enumerate(outputs):
-            output.register_hook(partial(self._note, index))
+    def observed(self, leaves: list[Any]) -> list[Any]:
+        """Outputs for the caller. They are views, as those of a graph are copies: a gradient that comes to what they
+        show from within the block is none of theirs."""
+        self.num_outputs, outputs = 0, []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf = leaf.view_as(leaf)
+                leaf.register_hook(partial(self._note, self.num_outputs))
+                self.num_outputs += 1
+            outputs.append(leaf)
+        return outputs
 
-    def _note(self, index: int, _: torch.Tensor) -> None:
-        self.indices.add(index)
+    def _note(self, index: int, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            self.indices.add(index)
 
 
 class _BlockGraph:

@@ -18,7 +18,9 @@ were current in the pass when the runtime was called. A gather follows the one t
 all, whoever wrote the gradients that travel together; and when it is retired, all wait for it, so that none of them
 writes too early where it has read. One that comes anew begins behind the one before it, and so behind what that has
 waited for. Only a gathered weight goes back to the allocator of the stream that launched the gather while another may
-still read it: there ``record_stream`` says so.
+still read it: there ``record_stream`` says so, and in a CUDA graph such memory is not used again within the graph. What
+is made of a gathered weight for a use (dequantized, contiguous) is made on the stream of that use: a weight that stays
+gathered for another use, on another stream of the same pass, must be one that is gathered as it is.
 
 [Note: kernels after an exchange]
 Copy engines exchange gradients without a kernel, but the sum that follows is one, which waits behind a GEMM for SMs.
@@ -216,6 +218,16 @@ class CommContext:
         if self.has_streams:
             self._compute_stream()
 
+    def _is_along(self, stream: torch.Stream) -> bool:
+        """Whether the compute stream and this one may wait for each other: not if only one of them is recorded."""
+        return stream in self._computing or not self.is_capturing
+
+    def _beside(self) -> list[torch.Stream]:
+        """The other compute streams of this pass."""
+        if len(self._computing) > 1 and self._is_recorded != self.is_capturing:
+            del self._computing[:-1]
+        return self._computing[:-1]
+
     def note_reading(self, done: Done, buffers: Iterable[torch.Tensor]) -> None:
         """The compute stream reads what a gather has filled, and has waited for it: the memory is in use until then."""
         if done.origin is not None and done.origin != (stream := self._computing[-1]):
@@ -305,7 +317,7 @@ class CommContext:
         stream, after all compute streams."""
         fork = self._fork(self._scatter_stream)
         if self._scatter_stream is not None:
-            for other in self._computing[:-1]:
+            for other in self._beside():
                 self._scatter_stream.wait_event(other.record_event())
         return fork
 
@@ -319,8 +331,20 @@ class CommContext:
             self._compute_stream().wait_event(done.event)
         elif done.work is not None:
             done.work.wait()
-        elif done.origin is not None and (stream := self._compute_stream()) != done.origin and not self.is_capturing:
+        elif (
+            done.origin is not None
+            and (stream := self._compute_stream()) != done.origin
+            and self._is_along(done.origin)
+        ):
             stream.wait_event(done.origin.record_event())
+
+    def wait_to_drop(self, done: Done, buffer: torch.Tensor) -> None:
+        """Wait for a gather that nobody came for, whose buffer goes."""
+        self.wait(done)
+        if done.event is not None and done.origin is not None and done.origin != self._computing[-1]:
+            if self._is_along(done.origin):
+                done.origin.wait_event(done.event)
+            buffer.record_stream(self._computing[-1])  # which poisons it, perhaps
 
     def wait_finished(self) -> None:
         """Let the scatter stream (without streams: the host) wait for what follows the reductions so far, see [Note:
@@ -435,7 +459,7 @@ class CommContext:
         # Compute waits for the scatter stream here, so that the memory of `keep` can be reused in compute order.
         self.wait(reduction.done)
         if reduction.done.event is not None:
-            for other in {*reduction.origins, *self._computing} - {self._computing[-1]}:
+            for other in {*reduction.origins, *self._beside()} - {self._computing[-1]}:
                 other.wait_event(reduction.done.event)
 
     def retire_all(self) -> None:

@@ -114,18 +114,22 @@ class Gathering:
 
     def _traits(self) -> list[Traits]:
         """What plans must know of each gatherable. The same on all ranks of its mesh."""
-        lanes: dict[Groups, int] = {}
-        for target in reversed(self.gatherables):  # those of the outermost call come last
-            lanes.setdefault(target.weight.groups, len(lanes))
         return [
             Traits(
                 nbytes=target.nbytes,
-                lane=lanes[target.weight.groups],
+                lane=lane,
                 call=target.call,
                 bundle=target.companions[0].index if target.companions else -1,
             )
-            for target in self.gatherables
+            for target, lane in zip(self.gatherables, self._lanes(), strict=True)
         ]
+
+    def _lanes(self) -> list[int]:
+        """A number for the mesh of each gatherable, 0 for that of the outermost call."""
+        lanes: dict[Groups, int] = {}
+        for target in reversed(self.gatherables):  # those of the outermost call come last
+            lanes.setdefault(target.weight.groups, len(lanes))
+        return [lanes[target.weight.groups] for target in self.gatherables]
 
     def _active_chain(self) -> Chain | None:
         return self._backward_chain if self._is_in_backward else self._forward_chain
@@ -312,7 +316,7 @@ class Gathering:
 
     def _discard(self, gathered: Gathered) -> None:
         # Its memory must not be reused, nor the shard be written, while the gather still runs.
-        self.comm.wait(gathered.done)
+        self.comm.wait_to_drop(gathered.done, gathered.buffer)
         self._free(gathered)
 
     # --- keeping ------------------------------------------------------------------------------------------------------
@@ -334,8 +338,7 @@ class Gathering:
             weight = target.weight
             if weight.flags.reshard_after_forward and weight.fixed is None and target.index not in turning:
                 sizes[target.index] = target.kept_nbytes
-        lanes = [traits.lane for traits in self._traits()]
-        return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
+        return choose_kept(forward, backward, sizes, self._lanes(), self.schedule.keep_nbytes)
 
     def kept_from_forward(self, module: nn.Module | None) -> frozenset[int]:
         """All that is kept from a forward of ``module`` to its backward, for reports."""

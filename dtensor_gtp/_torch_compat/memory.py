@@ -135,5 +135,6 @@ def end_void_recording(device: torch.device, pool: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(index, pool)
     counter = torch.zeros(1, device=device)
     # A recording that ends in order tells the generator.
-    with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    graph = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with torch.cuda.stream(torch.cuda.current_stream(device)), graph:
         counter.add_(1)

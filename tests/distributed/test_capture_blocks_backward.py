@@ -11,8 +11,12 @@ import torch.nn as nn
 from test_capture_blocks import VOCABULARY, WIDTH, OnHost, Pair, Wire, one_of, tokens_of, train
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_gtp import SchedulePolicy
 from dtensor_gtp.capture import _MOST_SEEN
 from dtensor_gtp.capture_blocks import CapturedBlocks
+
+# A block is last here, and the last weight of a recorded block is gathered again for backward.
+UNKEPT = SchedulePolicy(min_shard_numel=0, keep_last=False)
 
 
 @pytest.fixture
@@ -46,17 +50,20 @@ class TwoOutputs(nn.Module):
         self.up = nn.Linear(WIDTH, WIDTH)
         self.other = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
+        self.is_routed = False
 
     def forward(self, x: torch.Tensor, count: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if count is not None:
             count.add_(1)
-        return x + torch.tanh(self.up(x)), self.other(self.norm(x))
+        other = self.other(self.norm(x))
+        gate = other.softmax(-1) if self.is_routed else 1
+        return x + torch.tanh(self.up(x)) * gate, other
 
 
 class TestWhatBackwardComesTo:
     def test_outputs_that_no_loss_uses(self, world: Any) -> None:
         """What only they depend on has no gradient, in graphs neither."""
-        pair = Pair(world, Two())
+        pair = Pair(world, Two(), schedule=UNKEPT)
         assert [pair.run(train(seed)) for seed in range(4)][-1] == ["replay"] * 6
         assert all(block.other.weight.grad is None for block in pair.models[1].blocks)
         for model in pair.models:
@@ -71,6 +78,14 @@ class TestWhatBackwardComesTo:
         pair._compares_launches = False  # after a backward that raised, gathers ahead are others
         assert [pair.run(train(seed)) for seed in range(6, 10)][-1] == ["replay"] * 6
 
+    def test_outputs_that_the_block_uses_itself(self, world: Any) -> None:
+        """A gradient that comes to one from within, as to the logits of a router, is none of the loss."""
+        model = Two()
+        for block in model.blocks:
+            block.is_routed = True
+        pair = Pair(world, model, schedule=UNKEPT)
+        assert [pair.run(train(seed)) for seed in range(4)][-1] == ["replay"] * 6
+
     def test_no_graph_before_a_backward(self, world: Any) -> None:
         """Which outputs it comes to is not known."""
         pair = Pair(world)
@@ -83,7 +98,7 @@ class TestWhatBackwardComesTo:
 
     def test_gradients_of_others_alone(self, world: Any) -> None:
         """Of inputs by ``torch.autograd.grad``, of some weights by ``backward(inputs=...)``: the rest gets none."""
-        pair = Pair(world, Two())
+        pair = Pair(world, Two(), schedule=UNKEPT)
         for seed in range(3):
             pair.run(train(seed))
         x = torch.randn(7, WIDTH, requires_grad=True)
@@ -104,7 +119,7 @@ class TestWhatBackwardComesTo:
         assert pair.run(some)[:3] == ["replay"] * 3
 
     def test_a_block_that_writes_to_its_input(self, world: Any) -> None:
-        pair = Pair(world, Two())
+        pair = Pair(world, Two(), schedule=UNKEPT)
         count = torch.zeros(())
         for seed in range(2):
             train(seed, count=count)(pair.models[1])
