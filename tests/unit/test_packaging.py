@@ -294,10 +294,11 @@ def test_stream_scan_sees(source: str, found: set[str]) -> None:
     assert stream_makers(ast.parse(source)) == found
 
 
-def test_streams_and_events_are_made_in_one_place_and_nobody_records_streams() -> None:
+def test_streams_and_events_are_made_in_one_place_which_alone_records_streams() -> None:
     found = {path.relative_to(ROOT).as_posix(): stream_makers(parsed(path)) for path in SOURCES}
     assert {name for name, makers in found.items() if makers} == OWN_STREAMS
-    assert not any("record_stream" in makers for makers in found.values())
+    recorders = {name for name, makers in found.items() if "record_stream" in makers}
+    assert recorders == {"dtensor_gtp/_runtime/comm_context.py"}  # see [Note: several compute streams]
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
