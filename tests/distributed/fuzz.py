@@ -240,6 +240,9 @@ def _problem_of_spans(draw: Draw) -> str:
             return "torch has no second backward through selective checkpointing"
         if span.kind == "selective" and draw.outer_units:
             return "torch counts the ops of fully_shard's hooks in such a region, and they differ in the recomputation"
+        outside = (*draw.order[: span.start], *draw.order[span.stop :])
+        if span.kind == "reentrant" and draw.outer_units and set(draw.order[span.start : span.stop]) & set(outside):
+            return "fully_shard leaves the gradient of a unit unreduced that is used in such a region and outside of it"
         for other in draw.spans:
             is_apart = other.stop <= span.start or span.stop <= other.start
             is_inside = other.start >= span.start and other.stop <= span.stop
