@@ -369,7 +369,9 @@ def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[_O
     specs = [outputs] if isinstance(outputs, DTensorSpec) else list(outputs)
     if len(specs) != len(operands):
         return None
-    restored = [_put_back(o.spec, spec) for o, spec in zip(operands, specs, strict=True)]
+    # A whole scalar among them may count as lying on the mesh of another (``_dtensor_norms``).
+    pairs = zip(operands, specs, strict=True)
+    restored = [_put_back(operand.spec, spec) if has_block(operand.spec) else spec for operand, spec in pairs]
     if any(spec is None for spec in restored):
         return None
     return OutputSharding(restored[0] if isinstance(outputs, DTensorSpec) else tuple(restored))

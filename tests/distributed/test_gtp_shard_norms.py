@@ -34,6 +34,17 @@ class Layers(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Scaled(Layers):
+    """With a parameter of no dim, the first of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
 def fp64_norm(grads: list[torch.Tensor], order: float) -> float:
     return torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]), order).item()
 
@@ -81,6 +92,20 @@ class TestNorms(GlooTest):
             model(rows_of_rank(x, self.gtp_mesh())).square().mean().backward()
             clip(model, reference, order, foreach)
 
+    def test_a_scalar_parameter_beside(self) -> None:
+        """It counts as lying on the mesh of the layer behind it, also beside blocks on either mesh."""
+        for order, foreach, cut in product(ORDERS, (True, False), ("outer", "inner")):
+            torch.manual_seed(0)
+            reference = Scaled()
+            model = copy.deepcopy(reference)
+            blocks = {"shard_placement_fn": blocks_of(2)}
+            gtp_shard(model.plain, self.hsdp_mesh(), schedule=ALL, **(blocks if cut == "inner" else {}))
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL, **(blocks if cut == "outer" else {}))
+            x = torch.randn(8, 8)
+            reference(x).square().mean().backward()
+            model(rows_of_rank(x, self.gtp_mesh())).square().mean().backward()
+            clip(model, reference, order, foreach)
+
     def test_r10_fully_shard_beside(self) -> None:
         for order, foreach in product(ORDERS, (True, False)):
             torch.manual_seed(0)
@@ -112,7 +137,7 @@ class TestNorms(GlooTest):
 
 
 def blocks_of(block_size: int) -> object:
-    return lambda param: GTPShard(0, block_size=block_size)
+    return lambda param: GTPShard(0, block_size=block_size) if param.ndim else None
 
 
 if __name__ == "__main__":
