@@ -53,11 +53,7 @@ def changed(before: Addresses, now: Addresses) -> str | None:
     if before == now:
         return None
     what, name, *_ = next(key for key in (before | now) if before.get(key) != now.get(key))
-    return (
-        f"{what} '{name}'"
-        if what in ("parameter", "buffer", "parameter of an optimizer")
-        else f"'{name}' in the {what}"
-    )
+    return f"'{name}' in the {what}" if what.startswith("state of ") else f"{what} '{name}'"
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ._baked_in import tensors_in
+from ._baked_in import params_outside, tensors_in
 from .placement import GTPShard
 
 
@@ -42,9 +42,8 @@ def check_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 def check_params(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """Who gathers a sharded parameter must know of the graph."""
-    own = {id(param) for param in module.parameters()}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) not in own and any(isinstance(p, GTPShard) for p in getattr(param, "placements", ())):
+    for param in params_outside(module, [optimizer]):
+        if any(isinstance(placement, GTPShard) for placement in getattr(param, "placements", ())):
             raise ValueError(
                 f"capture_step expects a module that contains all sharded parameters of {type(optimizer).__name__}, "
                 f"but one of shape {tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."

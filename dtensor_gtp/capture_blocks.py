@@ -305,6 +305,7 @@ class _BlockGraph:
             self._replay_forward, (self.outputs, self._output_spec) = owner.recorder.record(self._run_forward)
             self.grad_outputs = {index: torch.empty_like(self._differentiable[index]) for index in self._reached}
             self._replay_backward, self.grads = owner.recorder.record(self._run_backward)
+            self.trained = self._trained()
             self._anchor.requires_grad_(any(self.is_differentiable))
         except Exception as error:
             raise RuntimeError(
@@ -363,13 +364,13 @@ class _BlockGraph:
         call = _Call()
         self._last = weakref.ref(call)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        trained = [param.leaf for param in self.trained()]
-        results: Any = _Replay.apply(self, call, len(given), self._anchor, *given, *trained)  # type: ignore[no-untyped-call]
+        leaves_of_trained = [param.leaf for param in self.trained]
+        results: Any = _Replay.apply(self, call, len(given), self._anchor, *given, *leaves_of_trained)  # type: ignore[no-untyped-call]
         remaining = iter(results)
         outputs = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.outputs]
         return compat.tree_unflatten(outputs, self._output_spec)
 
-    def trained(self) -> list[ManagedParam]:
+    def _trained(self) -> list[ManagedParam]:
         """Parameters whose gradients the graphs leave."""
         written = [one.weight for one in self._backward_pass.written]
         whole = [use.param for use in self._forward_pass.whole if use.value.requires_grad]
@@ -467,7 +468,7 @@ class _Replay(torch.autograd.Function):
             )
         differentiable = [grad for grad, is_one in zip(grads, graph.is_differentiable, strict=True) if is_one]
         given = {index: grad for index, grad in enumerate(differentiable) if grad is not None}
-        trained = graph.trained()
+        trained = graph.trained
         leaves = range(1 + ctx.num_inputs, 1 + ctx.num_inputs + len(trained))  # behind the anchor and the inputs
         awaited = {param for param, index in zip(trained, leaves, strict=True) if compat.is_awaited(ctx, index)}
         results = graph.run_backward(given, ctx.versions, awaited)
