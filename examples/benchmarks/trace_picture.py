@@ -55,6 +55,11 @@ class Span(NamedTuple):
     name: str
     launched: float = -math.inf
 
+    @property
+    def since(self) -> float:
+        """When the host has come to it, as far as that is known."""
+        return self.begin if self.launched == -math.inf else self.launched
+
 
 class Range(NamedTuple):
     """A named range on a thread of the host.
@@ -139,14 +144,14 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
     ranges = _ranges(events)
     spans = _gpu_spans(events, ranges) or _cpu_spans(events, ranges)
     steps = [_interval(event) for event in events if event["name"] == STEP_RANGE and event["cat"] == "user_annotation"]
-    if steps:
-        begin = min(step[0] for step in steps)
-        # The host is ahead of the device: what it has launched in the last step ends later.
-        spans = [span for span in spans if span.begin >= begin]
+    begin = min(step[0] for step in steps) if steps else -math.inf
+    before = [span for span in spans if span.since < begin]
+    spans = sorted(span for span in spans if span.since >= begin)
     if not spans:
         raise ValueError("read_timeline expects a trace with kernels or operators, but found none in it.")
-    spans.sort()
-    first = min(step[0] for step in steps) if steps else spans[0].begin
+    # The host is ahead of the device: steps begin when the device has computed what was launched before them, and what
+    # is launched in the last one ends later.
+    first = max([begin, *(span.end for span in before if span.kind == COMPUTE)]) if steps else spans[0].begin
     last = max([span.end for span in spans] + [step[1] for step in steps])
     return Timeline(max(len(steps), 1), (first, last), spans)
 

@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
     add("--trace", type=Path, metavar="DIR", help="write a trace of some steps of each mode, DIR/MODE.T.json")
+    add("--trace-device-only", action="store_true", help="of it: no operators, which delay the host")
     add(
         "--fake-ranks",
         type=_positive,
@@ -138,6 +139,8 @@ def parse_arguments() -> argparse.Namespace:
         arguments.modes = list(dict.fromkeys([*modes, *graphs, *alone]))
     except ValueError as error:
         parser.error(str(error))
+    if arguments.trace_device_only and arguments.trace is None:
+        parser.error("--trace-device-only expects --trace DIR, which says where to")
     if arguments.fake_ranks is not None:
         arguments.full_step = False  # an optimizer would step on what no reduce-scatter has written
     return arguments
@@ -203,7 +206,8 @@ def measure(
     memory = meter.read(step, symmetric_bytes(model, mode), is_graph=mode.endswith(GRAPH))
     phase = FULL_STEP if optimizer else FORWARD_BACKWARD
     if arguments.trace and phase == FORWARD_BACKWARD:
-        trace_steps(step, world, arguments.trace / f"{mode}.T{seq_len}.json")
+        path = arguments.trace / f"{mode}.T{seq_len}.json"
+        trace_steps(step, world, path, device_only=arguments.trace_device_only)
     predicted = explain_peak(model, optimizer, mode, workload, seq_len, world)
     tokens, activations = workload.batch * seq_len, most_activations(workload, seq_len)
     return Measurement(mode, seq_len, phase, samples, tokens, memory, loss, norms[0], predicted, activations)
@@ -312,6 +316,8 @@ def run_sweep(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
 def main() -> None:
     arguments = parse_arguments()
     world = init_world(arguments.device, fake_size=FAKE_WORLD_SIZE if arguments.host_time else arguments.fake_ranks)
+    if arguments.trace_device_only and not world.is_cuda:
+        raise ValueError("--trace-device-only expects GPUs; a CPU's trace has nothing but operators and ranges.")
     if arguments.host_time:
         content = measure_host_time(world, arguments.steps, arguments.trace)
         print_host_time(world, content)

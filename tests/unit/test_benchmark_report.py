@@ -1,12 +1,15 @@
 """The memory columns of the benchmark's table, from numbers that stand for an allocator's."""
 
+import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from torch.profiler import ProfilerActivity, profile, record_function
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 GIB = 2**30
@@ -77,3 +80,22 @@ def test_rounds_report_the_larger_of_each(scripts: Scripts) -> None:
     assert (memory.allocated, memory.reserved, memory.symmetric) == (9 * GIB, 12 * GIB, 2 * GIB)
     graph = measurement(scripts, "gtp-bf16-graph", allocated=None)
     assert graph.merged(graph).memory == graph.memory
+
+
+def test_steps_of_a_trace_without_ranges_are_marked_by_the_clock(scripts: Scripts, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    marks = [time.time_ns()]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(2):
+            with record_function("work"):
+                time.sleep(0.05)
+            marks.append(time.time_ns())
+    profiler.export_chrome_trace(str(path))
+    scripts.harness._mark_steps(path, marks)
+    events = json.loads(path.read_text())["traceEvents"]
+    steps, work = ([e for e in events if e["name"] == name] for name in (scripts.harness.STEP_RANGE, "work"))
+    assert len(steps) == 2
+    for step, inside in zip(steps, work, strict=True):
+        assert step["dur"] >= 50_000  # microseconds, as the profiler writes them
+        middle = inside["ts"] + inside["dur"] / 2
+        assert step["ts"] < middle < step["ts"] + step["dur"]

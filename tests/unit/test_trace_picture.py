@@ -96,6 +96,24 @@ def test_exposed_is_what_no_compute_covers(picture: Any) -> None:
     assert "0.015 ms  2 others" in text
 
 
+def test_steps_begin_when_the_device_comes_to_them(picture: Any) -> None:
+    """The host is ahead: what it has launched before the steps is still computed within them, and is not of them."""
+    events = [
+        event("benchmark::step", "user_annotation", "steps", 1000, 1100),
+        event("benchmark::step", "user_annotation", "steps", 1100, 1200),
+        *launched("gemm", 7, 900, 1150, 800, 1),
+        *launched("ncclDevKernel_AllGather", 20, 1100, 1190, 801, 2),
+        *launched("gemm", 7, 1150, 1160, 802, 3),
+        *launched("gemm", 7, 1165, 1300, 1010, 4),
+        *launched("gemm", 7, 1340, 1560, 1110, 5),
+    ]
+    timeline = picture.read_timeline({"traceEvents": events})
+    assert (timeline.num_steps, timeline.window) == (2, (1160, 1560))
+    assert [(span.begin, span.launched) for span in timeline.spans] == [(1165, 1010), (1340, 1110)]
+    numbers = picture.exposure(timeline)
+    assert (numbers.step, numbers.communication, numbers.host_bound) == (pytest.approx(0.2), 0, 0)
+
+
 def late_host_trace() -> dict[str, Any]:
     """Gaps between GEMMs of one step, each for another reason."""
     events = [
