@@ -8,6 +8,8 @@ it down, and all read it. Clocks are never compared, each rank measures with its
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import threading
 import time
@@ -26,6 +28,15 @@ from .replicas import Place, ReplicaLayout
 if TYPE_CHECKING:
     from .regroup import Survivors
 
+logger = logging.getLogger(__name__)
+
+# Without these, torch's watchdog of NCCL ends a process in which a collective has failed, or sleeps for a minute after
+# the failure, which who leaves the process group waits for, or ends the process when it has waited for a dump.
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 # Beats, and looks at the beats of others, within a limit.
 _BEATS_PER_LIMIT = 6
 # Ranks of the ring that each one listens to: so many that fail together are all found.
@@ -52,6 +63,17 @@ class RanksLostError(RuntimeError):
         named = [f"{format_place(rank, place)} {reasons[rank]}" for rank, place in self.lost.items()]
         super().__init__(
             f"{'; '.join(named)}. Hold the state and regroup without what is gone, or start again from a checkpoint."
+        )
+
+
+def _warn_of_watchdog() -> None:
+    """Where torch's watchdog of NCCL would be in the way of a recovery."""
+    missing = [f"{name}={value}" for name, value in _WATCHDOG.items() if os.environ.get(name) != value]
+    if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
+        logger.warning(
+            "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may end "
+            "this process, or hold it for minutes, when a peer is gone.",
+            ", ".join(missing),
         )
 
 
@@ -111,6 +133,7 @@ class RankWatch:
         self.limit = limit.total_seconds()
         if self.limit <= 0:
             raise ValueError(f"RankWatch expects a positive limit, but got {limit}.")
+        _warn_of_watchdog()
         self._interval = self.limit / _BEATS_PER_LIMIT
         self._listener: _Listener | None = None
         self.move_to(layout, rank, generation)

@@ -49,6 +49,12 @@ TIMEOUT = timedelta(seconds=6)
 # Of a rank that is silent. Threads of processes that share two cores with others may be late by a second.
 LIMIT = timedelta(seconds=3)
 GRACE = timedelta(seconds=60)
+# What docs/fault_tolerance.md asks for where NCCL communicates.
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 # Between the steps of a job without an end.
 PAUSE = 0.2
 POINTS = ("forward", "backward", "sync", "optimizer", "updated", "checkpoint")
@@ -276,7 +282,7 @@ def run_rank(setup: Setup, rank: int | None, place: int) -> None:
     torch.set_num_threads(1)
     if setup.device == "cuda":
         take_gpu(place)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends a process whose peer is gone
+        os.environ.update(WATCHDOG)
         torch.zeros(1, device="cuda")  # to start CUDA may hold the thread that beats for seconds
     if setup.num_steps is None or setup.device == "cuda":
         torch.set_default_dtype(torch.float64)  # over many steps another order of sums would show

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -276,6 +277,37 @@ class TestWatch(TestCase):
             RankWatch(self.LAYOUT, 0, dist.HashStore(), limit=timedelta(0))
         with self.assertRaisesRegex(TimeoutError, "no rank of the job took this process in within 0.1 seconds"):
             join(dist.HashStore(), grace=timedelta(seconds=0.1), backend="gloo")
+
+    def test_a_watchdog_that_would_be_in_the_way_is_told(self) -> None:
+        wanted = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        }
+        cases = (
+            ("cpu:gloo,cuda:nccl", {}, list(wanted)),
+            ("cpu:gloo,cuda:nccl", wanted | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, ["TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+            ("cpu:gloo,cuda:nccl", wanted, []),
+            ("cpu:gloo,cuda:gloo", {}, []),
+        )
+        for backends, environment, missing in cases:
+            with (
+                self.subTest(backends=backends, environment=environment),
+                mock.patch.dict(os.environ, environment),
+                mock.patch.object(dist, "is_initialized", return_value=True),
+                mock.patch.object(dist, "get_backend_config", return_value=backends),
+            ):
+                for name in wanted.keys() - environment.keys():
+                    os.environ.pop(name, None)
+                if not missing:
+                    with self.assertNoLogs("dtensor_gtp.elastic.watch"):
+                        self.watches()
+                    continue
+                with self.assertLogs("dtensor_gtp.elastic.watch") as logs:
+                    self.watches()
+                told = "RankWatch expects " + ", ".join(f"{name}=0" for name in missing) + " in the environment"
+                self.assertEqual(len(logs.output), 4, logs.output)
+                self.assertIn(told, logs.output[0])
 
     def test_who_waits_to_join_is_counted_until_it_gives_up(self) -> None:
         store = dist.HashStore()
