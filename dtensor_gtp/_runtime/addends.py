@@ -42,7 +42,7 @@ class Sum(Protocol):
             out: The result, shape ``(numel,)``, float32.
             rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or ``(num_ranks - 1, numel)``, without
                 that of this rank.
-            own: This rank's addend if it is not in ``rows``: parts in one dim, one behind the other in ``out``.
+            own: This rank's addend if it is not in ``rows``: contiguous parts, one behind the other in ``out``.
             rank: This rank.
         """
 

@@ -290,40 +290,36 @@ class CopyEngine(PeerCopies, CastingBackend):
         ready: torch.Event | None = None,
         contents: Sequence[Content] | None = None,
     ) -> None:
-        rows = [output.shape[0] // self._num_ranks for output in outputs]
-        parts = [output.narrow(0, self._rank * n, n) for output, n in zip(outputs, rows, strict=True)]
-        stage, begins, is_fresh, is_free = self._places([part.nbytes for part in parts], contents)
+        # By addresses: each view of a tensor takes the host microseconds, for each weight.
+        sizes = [output.nbytes // self._num_ranks for output in outputs]
+        stage, begins, is_there, is_free = self._places(sizes, contents)
         self._num_gathers += 1
-        places = [
-            stage.view(self._rank, begin, part.shape, part.dtype).narrow(0, 0, shard.shape[0])
-            for begin, part, shard in zip(begins, parts, shards, strict=True)
-        ]
         stale = [
-            (place, shard) for place, shard, is_there in zip(places, shards, is_fresh, strict=True) if not is_there
+            (stage.view(self._rank, begin, shard.shape, output.dtype), shard)
+            for begin, shard, output, there in zip(begins, shards, outputs, is_there, strict=True)
+            if not there and shard.shape[0]
         ]
         filled = self._fill_ahead(ready, stale) if is_free and stale else None
         stage.barrier(0)
         self._fill(stale, filled, ready)
         stage.barrier(1)
+        parts = [
+            compat.Fetch(begin, output.data_ptr(), nbytes, nbytes)
+            for begin, output, nbytes in zip(begins, outputs, sizes, strict=True)
+        ]
         own = [
-            (part.narrow(0, 0, shard.shape[0]), place)
-            for part, place, shard in zip(parts, places, shards, strict=True)
-            if part.data_ptr() != shard.data_ptr()
+            part
+            for part, shard in zip(parts, shards, strict=True)
+            if part.target + self._rank * part.stride != shard.data_ptr()
         ]
-        taken = self._take_beside(own)
-        pairs = list(zip(begins, parts, outputs, strict=True))
-        fetches = [
-            compat.Fetch(rank, begin, output.data_ptr() + rank * part.nbytes, part.nbytes)
-            for rank in self._peers()
-            for begin, part, output in pairs
-        ]
+        taken = self._take_beside(stage, own)
         try:
-            stage.fetch(fetches)
+            stage.fetch([(rank, rank) for rank in self._peers()], parts)
         finally:
             if taken is not None:
                 torch.accelerator.current_stream(self._device.index).wait_event(taken)
-        if taken is None:
-            _copy(own)
+        if taken is None and own:
+            stage.fetch([(self._rank, self._rank)], own)
 
     def _places(
         self, sizes: list[int], contents: Sequence[Content] | None
@@ -394,14 +390,14 @@ class CopyEngine(PeerCopies, CastingBackend):
         self.cast_stream.wait_event(ready)  # a graph may not know that stream yet
         torch.accelerator.current_stream(self._device.index).wait_event(self.cast_stream.record_event())
 
-    def _take_beside(self, own: list[_Pair]) -> torch.Event | None:
+    def _take_beside(self, stage: compat.SymmetricBuffer, own: list[compat.Fetch]) -> torch.Event | None:
         """Copy what is this rank's own out of its stage beside what comes from peers, if there is a stream for it; when
         that is done, and all that was made there."""
         if self.cast_stream is None or self._last_passed is None or not own:
             return None
         self.cast_stream.wait_event(self._last_passed)
         with self.cast_stream:
-            _copy(own)
+            stage.fetch([(self._rank, self._rank)], own)
         return self.cast_stream.record_event()
 
     def _cast(self, pairs: list[_Pair]) -> None:

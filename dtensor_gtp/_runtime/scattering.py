@@ -90,8 +90,8 @@ def make_scattering(
         return _Alone(fulls[0], dtype)
     rooms: Sequence[torch.Tensor | None] = [None] * len(fulls)
     if sending is not None:
-        pairs = zip(sending.places, fulls, strict=True)
-        rooms = [sending.ring.room(place, full.shape, wire_dtype) for place, full in pairs]
+        ring, pairs = sending.ring, zip(sending.places, fulls, strict=True)
+        rooms = [None if ring.is_in(place, full) else ring.room(place, full.shape, wire_dtype) for place, full in pairs]
     parcels = [_Parcel(full, wire_dtype, room) for full, room in zip(fulls, rooms, strict=True)]
     if kind == "ring":
         return _Ring(parcels, num_ranks)
@@ -103,10 +103,8 @@ class _Parcel:
     that follows; in ``room``, if it has to be there."""
 
     def __init__(self, full: torch.Tensor, dtype: torch.dtype, room: torch.Tensor | None) -> None:
-        if room is not None:
-            is_ready = room.data_ptr() == full.data_ptr()
-        else:
-            is_ready = full.is_contiguous() and full.dtype == dtype
+        is_ready = room is None and full.is_contiguous() and full.dtype == dtype
+        if room is None:
             room = full if is_ready else torch.empty(full.shape, dtype=dtype, device=full.device)
         self._sent = room
         self._source = None if is_ready else full
@@ -119,6 +117,11 @@ class _Parcel:
     def slot_shape(self, num_ranks: int) -> torch.Size:
         """Of the rows of one rank."""
         return torch.Size((self._sent.shape[0] // num_ranks, *self._sent.shape[1:]))
+
+    def row(self, rank: int, num_ranks: int) -> torch.Tensor:
+        """The rows of one rank, as they are sent."""
+        num_rows = self._sent.shape[0] // num_ranks
+        return self._sent.narrow(0, rank * num_rows, num_rows)
 
     @property
     def is_packed(self) -> bool:
@@ -181,15 +184,15 @@ class _Exchange:
         self._parcels = parcels
         self._num_ranks = num_ranks
         shapes = [parcel.slot_shape(num_ranks) for parcel in parcels]
-        sizes = [shape.numel() for shape in shapes]
+        self._sizes = sizes = [shape.numel() for shape in shapes]
         sent = parcels[0].keep[0]
         self._add = fused_sum(sent, num_ranks)
         self._sum = sent.new_empty(sum(sizes), dtype=dtype)
         num_rows = num_ranks if sending is None or self._add is None else num_ranks - 1
         self._received = sent.new_empty(num_rows, sum(sizes))
         self._sending = sending
-        self._parts = [] if sending is None else list(self._received.split(sizes, 1))  # of each gradient
-        self.slots = [part.view(shape) for part, shape in zip(self._sum.split(sizes), shapes, strict=True)]
+        parts = self._sum.split(sizes) if len(sizes) > 1 else [self._sum]
+        self.slots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @property
     def keep(self) -> tuple[torch.Tensor, ...]:
@@ -204,24 +207,18 @@ class _Exchange:
             (only,) = sent
             sent_rows = only.view_as(self._received)
             return collectives.all_to_all(self._received, sent_rows, groups.scatter, comm.has_streams)
-        self._sending.ring.exchange(self._parts, self._sending.places)
+        self._sending.ring.exchange(self._received, self._sizes, self._sending.places)
         return None
 
     def finish(self, scale: ReduceScale) -> None:
         is_mean = scale.op == dist.ReduceOp.AVG
         rank = 0 if self._sending is None else self._sending.ring.rank
-        own = self._own(rank)
+        own = [] if self._sending is None else [parcel.row(rank, self._num_ranks) for parcel in self._parcels]
         if self._add is not None:
             factor = 1 / self._num_ranks if is_mean else 1.0
             self._add(self._sum, self._received, own, rank, self._num_ranks, factor)
             return
-        for part, row in zip(self._parts, own, strict=True):
-            part[rank].copy_(row)
+        if own:
+            for part, row in zip(self._received[rank].split(self._sizes), own, strict=True):
+                part.copy_(row.view(-1))
         (torch.mean if is_mean else torch.sum)(self._received, 0, dtype=self._sum.dtype, out=self._sum)
-
-    def _own(self, rank: int) -> list[torch.Tensor]:
-        """This rank's addends, where they were sent, of what copy engines fetch."""
-        if self._sending is None:
-            return []
-        pairs = zip(self._parcels, self._parts, strict=True)
-        return [parcel.keep[0].view(self._num_ranks, part.shape[1])[rank] for parcel, part in pairs]

@@ -145,8 +145,13 @@ class SendRing(PeerCopies):
         return [self._new(begin, end) for begin, end in pairwise(ends)]
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
-        begin = self.room(Place(0, 1), torch.Size((1,)), torch.uint8).data_ptr()
+        begin = 0 if self._stage is None else self._stage.address(self._rank)
         return begin <= tensor.data_ptr() < begin + self._nbytes
+
+    def is_in(self, place: Place, full: torch.Tensor) -> bool:
+        """Whether a gradient was written to its place to begin with: it was offered."""
+        assert self._stage is not None
+        return full.data_ptr() == self._stage.address(self._rank) + place.begin
 
     def room(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The memory of a place, on this rank: a tensor object of its own each time."""
@@ -174,27 +179,28 @@ class SendRing(PeerCopies):
 
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
-    def exchange(self, outputs: list[torch.Tensor], places: Sequence[Place]) -> None:
+    def exchange(self, received: torch.Tensor, sizes: Sequence[int], places: Sequence[Place]) -> None:
         """Copy the row for this rank out of every peer's gradients, on the current stream.
 
         Args:
-            outputs: Shape ``(world, numel)``; row i comes from rank i, and that of this rank is left out. Or shape
-                ``(world - 1, numel)``, which has no such row. Each row contiguous.
-            places: Where gradients of shape ``(world, numel)`` lie; row i is for rank i. All that wait.
+            received: Shape ``(world, numel)``, contiguous; row i comes from rank i, and that of this rank is left out.
+                Or shape ``(world - 1, numel)``, which has no such row. What comes of each gradient lies in a row one
+                behind the other.
+            sizes: Elements of a row of each gradient; their sum is ``numel``.
+            places: Where gradients of shape ``(world, size)`` lie; row i is for rank i. All that wait.
         """
         assert places == self._waiting, "gradients are launched in the order in which they were submitted"
         self._waiting = []
         stage = self._used_stage()
         stage.barrier(0)
-        fetches = []
-        for rank in self._peers():
-            for output, place in zip(outputs, places, strict=True):
-                row_nbytes = output.shape[1] * output.itemsize
-                has_own = output.shape[0] == self._num_ranks
-                row = rank if has_own or rank < self._rank else rank - 1
-                target = output.data_ptr() + row * output.stride(0) * output.itemsize
-                fetches.append(compat.Fetch(rank, place.begin + self._rank * row_nbytes, target, row_nbytes))
-        stage.fetch(fetches)
+        item, target = received.itemsize, received.data_ptr()
+        stride, fetches = received.shape[1] * item, []
+        for size, place in zip(sizes, places, strict=True):
+            nbytes = size * item
+            fetches.append(compat.Fetch(place.begin + self._rank * nbytes, target, stride, nbytes))
+            target += nbytes
+        has_own = received.shape[0] == self._num_ranks
+        stage.fetch([(rank, rank if has_own or rank < self._rank else rank - 1) for rank in self._peers()], fetches)
         stage.barrier(1)
 
 

@@ -118,7 +118,7 @@ def add(
     is_aligned = is_aligned and all(begin % _ALIGNMENT == 0 for begin in begins)
     for at in range(0, len(sizes), _PARCELS):
         missing = _PARCELS - len(own[at : at + _PARCELS])
-        blocks = [triton.cdiv(size, _BLOCK) for size in sizes[at : at + _PARCELS]]
+        blocks = [-(-size // _BLOCK) for size in sizes[at : at + _PARCELS]]
         _, *firsts, num_blocks = accumulate([*blocks, *[0] * missing], initial=0)
         if num_blocks == 0:
             continue

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -23,6 +22,10 @@ _FLAG_NBYTES = 4
 _IN_ORDER_OF_STREAM = 1  # CUmemcpySrcAccessOrder
 _NOT_SUPPORTED = 801  # CUresult
 _DEFAULT_KIND = ctypes.c_int(4)  # cudaMemcpyKind: by the addresses
+
+# Target, source and number of bytes: from an address of GPU memory, of this or another GPU of the host, to one of this
+# GPU. (A class with names takes the host longer to make.)
+Copy = tuple[int, int, int]
 
 
 class _Operation(ctypes.Structure):
@@ -50,14 +53,6 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
-class Copy(NamedTuple):
-    """Bytes from one address of GPU memory, of this or another GPU of the host, to one of this GPU."""
-
-    target: int
-    source: int
-    nbytes: int
-
-
 @functools.cache
 def _driver() -> ctypes.CDLL:
     """Raises:
@@ -66,19 +61,25 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def enqueue_operations(operations: ctypes.Array[_Operation], stream: torch.cuda.Stream) -> None:
-    """Give ``stream`` these operations, to be executed in their order.
+def raw_stream(device: torch.device) -> int:
+    """The handle of the current stream of a GPU that is in use, without an object for it, which takes microseconds."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def enqueue_operations(operations: ctypes.Array[_Operation], stream: int) -> None:
+    """Give the stream of this handle these operations, to be executed in their order.
 
     Raises:
         RuntimeError: The driver refuses.
     """
-    code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), len(operations), operations, 0)
+    code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(operations), operations, 0)
     if code:
         raise RuntimeError(f"cuStreamBatchMemOp failed with CUresult {code}")
 
 
-def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
-    """Give ``stream``, which is the current one, these copies, of different memory each.
+def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
+    """Give the stream of this handle, which is the current one, these copies, of different memory each.
 
     They are one call of the driver where that can be (``cuMemcpyBatchAsync``, CUDA 13; it cannot be recorded into a
     graph): a copy by ``Tensor.copy_`` takes the host several microseconds. While a profiler records, each is a call of
@@ -87,8 +88,8 @@ def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
     Raises:
         RuntimeError: The driver or the runtime refuses.
     """
-    driver, handle = _driver(), ctypes.c_void_p(stream.cuda_stream)
-    copies = [copy for copy in copies if copy.nbytes]
+    driver, handle = _driver(), ctypes.c_void_p(stream)
+    copies = [copy for copy in copies if copy[2]]
     if is_profiling() and (runtime := _runtime()) is not None:
         for target, source, nbytes in copies:
             arguments = ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), _DEFAULT_KIND, handle
@@ -96,14 +97,15 @@ def enqueue_copies(copies: Sequence[Copy], stream: torch.cuda.Stream) -> None:
             if code:
                 raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
         return
-    if len(copies) > 1 and stream.cuda_stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
+    if len(copies) > 1 and stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
         number = len(copies)
         addresses, sizes = ctypes.c_uint64 * number, ctypes.c_size_t * number
+        targets, sources, nbytes_of_each = zip(*copies, strict=True)
         attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
         code = driver.cuMemcpyBatchAsync_v2(
-            addresses(*[copy.target for copy in copies]),
-            addresses(*[copy.source for copy in copies]),
-            sizes(*[copy.nbytes for copy in copies]),
+            addresses(*targets),
+            addresses(*sources),
+            sizes(*nbytes_of_each),
             ctypes.c_size_t(number),
             ctypes.byref(attributes),
             ctypes.byref(first),
@@ -166,8 +168,9 @@ class SignalBarrier:
     def __init__(self, flags: Sequence[int], rank: int) -> None:
         self._turns = [_barrier(flags, rank, turn) for turn in range(2)]
 
-    def wait(self, turn: int, stream: torch.cuda.Stream) -> None:
-        """Let ``stream`` wait until those of all ranks have come here; ``turn`` is 0 and 1 in alternation."""
+    def wait(self, turn: int, stream: int) -> None:
+        """Let the stream of this handle wait until those of all ranks have come here; ``turn`` is 0 and 1 in
+        alternation."""
         enqueue_operations(self._turns[turn], stream)
 
 

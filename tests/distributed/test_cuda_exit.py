@@ -46,7 +46,7 @@ class FetchesLate(SendRing):
         if self._rank == 0:
             torch.cuda._sleep(VERY_LATE)
         yield from super()._peers()
-        # After the copies, before the signal that they are done.
+        # Before the copies, which are short, and the signal that they are done.
         self.fetched = torch.cuda.current_stream().record_event()
 
 
@@ -76,12 +76,12 @@ def _leave_an_exchange(rank: int, results: Any) -> None:
             gradient[peer] = 10 * (rank + 1) + peer
         place = ring.take(gradient, torch.float32)
         assert place is not None
-        ring.exchange([output], [place])
+        ring.exchange(output, [NUMEL], [place])
 
     exchange()
     if rank == 1:
         ring.fetched.synchronize()
-        time.sleep(0.1)  # its signal, which comes next, is on its way
+        time.sleep(0.1)  # they are done, and its signal is on its way
         os._exit(0)
     results.put(("read", output[1].unique().tolist()))  # this rank's own row is left out
     exchange()

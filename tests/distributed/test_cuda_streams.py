@@ -420,11 +420,11 @@ class TestSignals(unittest.TestCase):
     def exchange(self, rank: int, sent: torch.Tensor, results: torch.Tensor) -> None:
         """Tell a value, and read the other's."""
         with torch.cuda.stream(self.streams[rank]):
-            self.barriers[rank].wait(0, self.streams[rank])
+            self.barriers[rank].wait(0, self.streams[rank].cuda_stream)
             if rank == 0:
                 torch.cuda._sleep(2_000_000)
             self.values[rank].copy_(sent[rank])
-            self.barriers[rank].wait(1, self.streams[rank])
+            self.barriers[rank].wait(1, self.streams[rank].cuda_stream)
             results[rank].copy_(self.values[1 - rank])
 
     def test_eager(self) -> None:
@@ -461,16 +461,16 @@ class TestSignals(unittest.TestCase):
         x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
         ends = [torch.cuda.Event(), torch.cuda.Event()]
         for barrier, stream in zip(self.barriers, self.streams, strict=True):  # the first call loads what it needs
-            barrier.wait(0, stream)
+            barrier.wait(0, stream.cuda_stream)
         for barrier, stream in zip(self.barriers, self.streams, strict=True):
-            barrier.wait(1, stream)
+            barrier.wait(1, stream.cuda_stream)
         torch.cuda.synchronize()
         for _ in range(20):
             x @ x
         after = torch.cuda.current_stream().record_event()
         for turn in range(2):
             for barrier, stream in zip(self.barriers, self.streams, strict=True):
-                barrier.wait(turn, stream)
+                barrier.wait(turn, stream.cuda_stream)
         for end, stream in zip(ends, self.streams, strict=True):
             end.record(stream)
             end.synchronize()

@@ -118,9 +118,13 @@ class MappedFile:
         begin = rank * self.nbytes + offset
         return self.memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def fetch(self, fetches: Sequence[compat.Fetch]) -> None:
-        for rank, offset, target, nbytes in fetches:
-            ctypes.memmove(target, self.memory.data_ptr() + rank * self.nbytes + offset, nbytes)
+    def address(self, rank: int) -> int:
+        return self.memory.data_ptr() + rank * self.nbytes
+
+    def fetch(self, rows: Sequence[tuple[int, int]], fetches: Sequence[compat.Fetch]) -> None:
+        for rank, row in rows:
+            for offset, target, stride, nbytes in fetches:
+                ctypes.memmove(target + row * stride, self.address(rank) + offset, nbytes)
 
     def barrier(self, turn: int) -> None:
         dist.barrier(group=self.group)

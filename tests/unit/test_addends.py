@@ -19,12 +19,17 @@ from dtensor_gtp._runtime.addends import _Key
 BF16 = torch.bfloat16
 
 
+def joined(own: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's addend as a row."""
+    return torch.cat([part.reshape(-1) for part in own])[None]
+
+
 def add(
     out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
 ) -> None:
     """What the kernel does, by torch."""
     if own:
-        rows = torch.cat([rows[:rank], torch.cat(list(own))[None], rows[rank:]])
+        rows = torch.cat([rows[:rank], joined(own), rows[rank:]])
     assert rows.shape == (num_ranks, out.numel())
     (torch.sum if factor == 1 else torch.mean)(rows, 0, dtype=out.dtype, out=out)
 
@@ -110,7 +115,7 @@ def test_the_probe_sees_the_order_of_additions() -> None:
     def one_by_one(
         out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
     ) -> None:
-        rows = torch.cat([rows[:rank], torch.cat(list(own))[None], rows[rank:]]) if own else rows
+        rows = torch.cat([rows[:rank], joined(own), rows[rank:]]) if own else rows
         out.zero_()
         for row in rows:
             out += row

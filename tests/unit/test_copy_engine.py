@@ -100,9 +100,13 @@ class Shared:
         stage = self.group.ranks.memory[rank, self.nbytes]
         return stage[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def fetch(self, fetches: Sequence[compat.Fetch]) -> None:
-        for rank, offset, target, nbytes in fetches:
-            ctypes.memmove(target, self.group.ranks.memory[rank, self.nbytes].data_ptr() + offset, nbytes)
+    def address(self, rank: int) -> int:
+        return self.group.ranks.memory[rank, self.nbytes].data_ptr()
+
+    def fetch(self, rows: Sequence[tuple[int, int]], fetches: Sequence[compat.Fetch]) -> None:
+        for rank, row in rows:
+            for offset, target, stride, nbytes in fetches:
+                ctypes.memmove(target + row * stride, self.address(rank) + offset, nbytes)
 
     def barrier(self, turn: int) -> None:
         assert turn == self.num_barriers % 2
@@ -223,7 +227,10 @@ def add(
 ) -> None:
     """What the kernel does, ``addends.Sum``."""
     assert rows.shape == (num_ranks - 1, out.numel())
-    out.copy_(torch.cat([rows[:rank], torch.cat(list(own))[None], rows[rank:]]).float().sum(0) * factor)
+    out.copy_(
+        torch.cat([rows[:rank], torch.cat([part.reshape(-1) for part in own])[None], rows[rank:]]).float().sum(0)
+        * factor
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

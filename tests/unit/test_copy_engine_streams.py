@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -112,12 +113,14 @@ class Stage:
         nbytes = shape.numel() * dtype.itemsize
         return self.machine.stages[rank][offset : offset + nbytes].view(dtype).view(shape)
 
-    def fetch(self, fetches: Sequence[compat.Fetch]) -> None:
-        stages = self.machine.stages
-        for one in fetches:
-            self.machine.queue(
-                lambda one=one: ctypes.memmove(one.target, stages[one.rank].data_ptr() + one.offset, one.nbytes)
-            )
+    def fetch(self, rows: Sequence[tuple[int, int]], fetches: Sequence[compat.Fetch]) -> None:
+        for rank, row in rows:
+            for one in fetches:
+                self.machine.queue(partial(self._copy, rank, row, one))
+
+    def _copy(self, rank: int, row: int, one: compat.Fetch) -> None:
+        source = self.machine.stages[rank].data_ptr() + one.offset
+        ctypes.memmove(one.target + row * one.stride, source, one.nbytes)
 
     def barrier(self, turn: int) -> None:
         number, arrived = self._num_barriers, self.machine.arrived

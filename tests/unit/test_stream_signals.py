@@ -84,12 +84,9 @@ def test_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         def cuStreamBatchMemOp_v2(*arguments: Any) -> int:
             return 801
 
-    class Stream:
-        cuda_stream = 7
-
     monkeypatch.setattr(driver, "_driver", Refuses)
     with pytest.raises(RuntimeError, match="failed with CUresult 801"):
-        SignalBarrier([0, 1000], 0).wait(0, Stream())  # type: ignore[arg-type]
+        SignalBarrier([0, 1000], 0).wait(0, 7)
 
 
 @pytest.mark.parametrize(("code", "is_capturing", "calls"), [(0, False, "b"), (801, False, "bcc"), (0, True, "cc")])
@@ -110,14 +107,11 @@ def test_copies_are_one_call_where_that_can_be(
             called.append(("c", [target.value, source.value, nbytes.value]))
             return 0
 
-    class Stream:
-        cuda_stream = 7
-
     monkeypatch.setattr(driver, "_driver", Driver)
     monkeypatch.setattr(driver, "_has_batches", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    copies = [driver.Copy(1, 11, 5), driver.Copy(2, 12, 0), driver.Copy(3, 13, 6)]
-    driver.enqueue_copies(copies, Stream())  # type: ignore[arg-type]
+    copies = [(1, 11, 5), (2, 12, 0), (3, 13, 6)]
+    driver.enqueue_copies(copies, 7)
     assert "".join(name for name, _ in called) == calls
     if calls[0] == "b":
         assert called[0][1] == [2, 1, 3, 11, 13, 5, 6]
@@ -143,19 +137,16 @@ def test_copies_are_calls_of_the_runtime_while_a_profiler_records(
             called.append(("runtime", [target.value, source.value, nbytes.value, kind.value]))
             return 1 if nbytes.value == 99 else 0
 
-    class Stream:
-        cuda_stream = 7
-
     monkeypatch.setattr(driver, "_driver", Library)
     monkeypatch.setattr(driver, "_runtime", Library if has_runtime else lambda: None)
     monkeypatch.setattr(driver, "_has_batches", lambda: False)
-    copies = [driver.Copy(1, 11, 5), driver.Copy(2, 12, 0), driver.Copy(3, 13, 6)]
+    copies = [(1, 11, 5), (2, 12, 0), (3, 13, 6)]
     with torch.profiler.profile():
-        driver.enqueue_copies(copies, Stream())  # type: ignore[arg-type]
-    driver.enqueue_copies(copies[:1], Stream())  # type: ignore[arg-type]
+        driver.enqueue_copies(copies, 7)
+    driver.enqueue_copies(copies[:1], 7)
     if not has_runtime:
         assert called == [("driver", [1, 11, 5]), ("driver", [3, 13, 6]), ("driver", [1, 11, 5])]
         return
     assert called == [("runtime", [1, 11, 5, 4]), ("runtime", [3, 13, 6, 4]), ("driver", [1, 11, 5])]
     with torch.profiler.profile(), pytest.raises(RuntimeError, match="cudaMemcpyAsync failed with error 1"):
-        driver.enqueue_copies([driver.Copy(1, 11, 99)], Stream())  # type: ignore[arg-type]
+        driver.enqueue_copies([(1, 11, 99)], 7)
