@@ -206,7 +206,9 @@ def _passes(binding: Binding) -> tuple[PassReport, ...]:
         for cursor in range(len(plan.uses) + 1):
             used = frozenset(plan.uses[:cursor])
             held = kept - used if key.is_backward else kept & used
-            ahead = {plan.uses[position] for positions in plan.window(cursor) for position in positions} | held
+            ahead = {
+                plan.uses[position] for positions in plan.window(plan.cursors(cursor)) for position in positions
+            } | held
             between.append(sum(targets[index].kept_nbytes for index in ahead))
             if cursor:
                 during.append(sum(targets[index].kept_nbytes for index in {plan.uses[cursor - 1], *ahead}))

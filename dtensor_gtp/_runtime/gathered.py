@@ -111,6 +111,7 @@ class Gatherable:
     def __init__(self) -> None:
         self.index = -1
         self.call = -1  # number of the gtp_shard call
+        self.lane = 0  # number of the mesh, see ``schedule``
         # What is always gathered together, itself included, in order of use; empty if it is alone.
         self.companions: tuple[Gatherable, ...] = ()
         self.num_gathers = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ class Gathering:
             schedule.expert_blocks_ahead,
         )
         self._num_calls = 0
-        self._has_gaps = False
+        self._gaps: set[int] = set()  # lanes of which something is to be launched again
         # By mesh, weights whose ranks have yet to agree on a statistic; and the meshes of which some have done so since
         # the last forward began.
         self._disagreeing: dict[Groups, list[ShardedWeight]] = {}
@@ -117,19 +117,18 @@ class Gathering:
         return [
             Traits(
                 nbytes=target.nbytes,
-                lane=lane,
+                lane=target.lane,
                 call=target.call,
                 bundle=target.companions[0].index if target.companions else -1,
             )
-            for target, lane in zip(self.gatherables, self._lanes(), strict=True)
+            for target in self.gatherables
         ]
 
-    def _lanes(self) -> list[int]:
-        """A number for the mesh of each gatherable, 0 for that of the outermost call."""
+    def _number_lanes(self) -> None:
+        """Give the mesh of each gatherable a number, 0 for that of the outermost call."""
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # those of the outermost call come last
-            lanes.setdefault(target.weight.groups, len(lanes))
-        return [lanes[target.weight.groups] for target in self.gatherables]
+            target.lane = lanes.setdefault(target.weight.groups, len(lanes))
 
     def _active_chain(self) -> Chain | None:
         return self._backward_chain if self._is_in_backward else self._forward_chain
@@ -142,22 +141,26 @@ class Gathering:
         chain = self._active_chain()
         if chain is None:
             return
-        if not chain.advance(target.index):
+        lane = target.lane
+        if not chain.advance(target.index, lane):
             logger.debug(
                 "use of %s was not expected next; %d deviations so far", target.weight.fqn, chain.num_deviations
             )
             self._drop_prefetched(chain, target)
-            self._fill(chain)
-        elif self._has_gaps:
-            self._fill(chain)
-        else:
-            for launch in chain.due():
-                self._prefetch(chain, launch.positions)
+            self._fill(chain, None if lane == 0 else (lane,))
+            return
+        if self._gaps:
+            self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
+        for launch in chain.due():
+            self._prefetch(chain, launch.positions)
 
-    def _fill(self, chain: Chain) -> None:
-        """Launch all that the plan expects to be in flight by now."""
-        self._has_gaps = False
-        for positions in chain.expected():
+    def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:
+        """Launch all that the plan expects to be in flight by now; of some lanes, or of all."""
+        if lanes is None:
+            self._gaps.clear()
+        else:
+            self._gaps.difference_update(lanes)
+        for positions in chain.expected(lanes):
             self._prefetch(chain, positions)
 
     def _prefetch(self, chain: Chain, positions: Sequence[int]) -> None:
@@ -166,7 +169,7 @@ class Gathering:
         for position in positions:
             target = self.gatherables[chain.plan.uses[position]]
             if target.weight.is_cut_again and not target.weight.is_readable:
-                self._has_gaps = True  # until an outer fully_shard has gathered it
+                self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif target.is_absent or self._is_missing(chain, target, position):
                 missing.append(target)
         if missing:
@@ -295,15 +298,18 @@ class Gathering:
 
     def _drop_prefetched(self, chain: Chain | None = None, used: Gatherable | None = None) -> None:
         """Drop gathers that nobody came for, except those that ``chain`` still expects, and those that came with what
-        is ``used`` now."""
+        is ``used`` now: of its own lane alone, unless that is the outermost one. Other ranks of another mesh may use
+        something else now."""
         expected: Counter[int] = Counter()
         if chain is not None:
             expected.update(chain.plan.uses[position] for positions in chain.expected() for position in positions)
         if used is not None:
             expected.update(other.index for other in used.companions)
         for target in self.gatherables:
+            if used is not None and used.lane not in (0, target.lane):
+                continue
             while len(target.pending) > expected[target.index]:
-                self._has_gaps = True  # for the pass, if any, that this one interrupts
+                self._gaps.add(target.lane)  # for the pass, if any, that this one interrupts
                 self._discard(target.pending.pop())
 
     def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
@@ -311,7 +317,7 @@ class Gathering:
         for param in params:
             for target in param.gatherables if isinstance(param, ShardedWeight) else ():
                 while target.pending:
-                    self._has_gaps = True
+                    self._gaps.add(target.lane)
                     self._discard(target.pending.pop())
 
     def _discard(self, gathered: Gathered) -> None:
@@ -322,10 +328,13 @@ class Gathering:
     # --- keeping ------------------------------------------------------------------------------------------------------
 
     def _turning_point(self, module: nn.Module | None) -> tuple[Plan, Plan, tuple[int, ...]]:
-        """The plans of a forward of ``module`` and of its backward, and the weight that is last in one and first in the
-        other, if there is one: ``keep_last`` alone says whether that is kept."""
+        """The plans of a forward of ``module`` and of its backward, and the weights that are last in one and first in
+        the other, as far as the ranks of their mesh use weights alike: ``keep_last`` alone says whether they are kept.
+        """
         forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
-        return forward, backward, backward.uses[:1] if backward.uses[:1] == forward.uses[-1:] else ()
+        first = ((lane, backward.first(lane)) for lane in backward.lanes)
+        turning = tuple(use for lane, use in first if use is not None and use == forward.last(lane))
+        return forward, backward, turning
 
     def kept_until_backward(self, module: nn.Module | None) -> tuple[int, ...]:
         """What the policy keeps from a forward of ``module`` to its backward, beside what the user has said of single
@@ -338,7 +347,8 @@ class Gathering:
             weight = target.weight
             if weight.flags.reshard_after_forward and weight.fixed is None and target.index not in turning:
                 sizes[target.index] = target.kept_nbytes
-        return choose_kept(forward, backward, sizes, self._lanes(), self.schedule.keep_nbytes)
+        lanes = [target.lane for target in self.gatherables]
+        return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
 
     def kept_from_forward(self, module: nn.Module | None) -> frozenset[int]:
         """All that is kept from a forward of ``module`` to its backward, for reports."""
@@ -373,11 +383,11 @@ class Gathering:
         # The last weight of the forward is the first of backward: to free it between the two puts a gather that
         # nothing hides at the turning point.
         chain = self._forward_chain
-        is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end
+        is_last = chain is not None and chain is self._differentiable_chain and chain.is_at_end(target.lane)
         if not is_last:
             return False
-        first = self._backward_plan().uses[:1]
-        return first == (target.index,) or any(first == (other.index,) for other in target.companions)
+        first = self._backward_plan().first(target.lane)
+        return first == target.index or any(first == other.index for other in target.companions)
 
     def _backward_plan(self) -> Plan:
         """That of the backward which follows the present forward."""

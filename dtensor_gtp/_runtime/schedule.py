@@ -2,7 +2,7 @@
 
 A *use* is one consumption of a weight and is named by the weight's index. A chain records the uses of one pass in the
 order in which they happen, and takes them as the plan of the next pass. The order is re-checked at every use. A pass
-that deviates is never wrong, only slower: the cursor moves to where the plan meets reality again; a use that the plan
+that deviates is never wrong, only slower: a cursor moves to where the plan meets reality again; a use that the plan
 does not have is gathered on demand and moves nothing.
 
 There is one chain for each kind of pass: the forward of each outermost module, with and without gradients, and the
@@ -10,7 +10,9 @@ backward. Recomputation in backward (activation checkpointing) is part of the ba
 backward really interleaves it.
 
 [Note: what is gathered when]
-The uses of a plan are divided into *lanes*, one for each mesh, in which gathers are launched in order of use.
+The uses of a plan are divided into *lanes*, one for each mesh, in which gathers are launched in order of use. Ranks of
+a mesh use its weights alike, and those of the outermost call, but perhaps other experts. So what is launched, dropped
+or kept of a lane follows from uses of that lane and of the outermost one alone: each has a cursor of its own.
 
 In the lane of the outermost call a use is gathered ahead if it is one of the next ``depth`` uses, or if the uses before
 it weigh less than ``nbytes``, or than itself: compute takes time in proportion to the bytes of the weights that it
@@ -20,7 +22,7 @@ ones, and a very large one (a head) is begun as many bytes ahead as it takes to 
 Other lanes (experts on a mesh of their own) look whole blocks ahead, a block being the consecutive uses of one
 ``gtp_shard`` call: a use is gathered when the use at its place in the block before happens. Where there is no block
 before, it is gathered as many uses ahead as blocks are apart; with a single block in the pass, as in the first lane,
-but counting the uses of all lanes.
+but counting the uses of both.
 
 Consecutive uses of a lane that together weigh at most ``together_nbytes`` are one launch, begun when the first of them
 is due. At the begin of a pass nothing hides a gather, so the first launches are no larger than what was launched before
@@ -32,8 +34,8 @@ No torch in here.
 from __future__ import annotations
 
 import textwrap
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -101,6 +103,8 @@ class Launch(NamedTuple):
 class Plan:
     """The uses of a pass in order, and what is launched when.
 
+    ``lanes`` are the positions of each lane; a launch is begun by a use of its own lane or of the first.
+
     Args:
         uses: Indices of weights.
         traits: Of each weight, by index.
@@ -109,47 +113,97 @@ class Plan:
 
     def __init__(self, uses: Sequence[int] = (), traits: Sequence[Traits] = (), window: Window = Window(0)) -> None:
         self.uses = tuple(uses)
+        self.lanes: dict[int, list[int]] = {}
+        self._places: list[tuple[int, int]] = []  # of each position: its lane, and which of it
+        for position, use in enumerate(self.uses):
+            own = self.lanes.setdefault(traits[use].lane, [])
+            self._places.append((traits[use].lane, len(own)))
+            own.append(position)
+        self._uses_of = {lane: tuple(self.uses[p] for p in positions) for lane, positions in self.lanes.items()}
         # By step; one more than there are uses.
         self.launches: list[tuple[Launch, ...]] = [()] * (len(self.uses) + 1)
-        # For each step, where the last use ends that has been launched by then.
-        self._ends = [0] * (len(self.uses) + 1)
         self._launch_of: dict[int, Launch] = {}
-        launches = _plan_launches(self.uses, traits, window) if window.depth else []
+        launches = _plan_launches(self.uses, self.lanes, traits, window) if window.depth else []
         for launch in launches:
             self.launches[launch.step] += (launch,)
-            self._ends[launch.step] = max(self._ends[launch.step], launch.positions[-1] + 1)
             self._launch_of.update(dict.fromkeys(launch.positions, launch))
-        self._ends = list(accumulate(self._ends, max))
 
-    def window(self, cursor: int) -> list[tuple[int, ...]]:
-        """What has been launched by the step ``cursor`` for uses from there on, as positions; as launched together."""
+    def uses_of(self, lane: int) -> tuple[int, ...]:
+        """The uses of a lane in order."""
+        return self._uses_of.get(lane, ())
+
+    def place(self, position: int) -> tuple[int, int]:
+        """The lane of a position, and how many of the lane are before it."""
+        return self._places[position]
+
+    def first(self, lane: int) -> int | None:
+        """The first use of the lane, if none of the outermost lane is before it."""
+        positions = [self.lanes[one][0] for one in {0, lane} if one in self.lanes]
+        return self._if_of(lane, min(positions, default=None))
+
+    def last(self, lane: int) -> int | None:
+        """The last use of the lane, if none of the outermost lane is behind it."""
+        positions = [self.lanes[one][-1] for one in {0, lane} if one in self.lanes]
+        return self._if_of(lane, max(positions, default=None))
+
+    def _if_of(self, lane: int, position: int | None) -> int | None:
+        return self.uses[position] if position is not None and self._places[position][0] == lane else None
+
+    def cursors(self, step: int) -> dict[int, int]:
+        """How many uses of each lane are among the first ``step``."""
+        return {lane: bisect_left(positions, step) for lane, positions in self.lanes.items()}
+
+    def window(self, cursors: Mapping[int, int], lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
+        """What has been launched for uses to come, as positions; as launched together.
+
+        Args:
+            cursors: How many uses of each lane there were.
+            lanes: Which ones; None for all.
+        """
         found: dict[Launch, list[int]] = {}
-        for position in range(cursor, self._ends[cursor]):
-            launch = self._launch_of[position]
-            if launch.step <= cursor:
+        for lane, positions in self.lanes.items():
+            if lanes is not None and lane not in lanes:
+                continue
+            step = max(self._step(0, cursors), self._step(lane, cursors))
+            for position in positions[self.num_past(lane, cursors) :]:
+                launch = self._launch_of.get(position)
+                if launch is None or launch.step > step:
+                    break
                 found.setdefault(launch, []).append(position)
-        return [tuple(positions) for positions in found.values()]
+        return [tuple(positions) for _, positions in sorted(found.items())]
+
+    def num_past(self, lane: int, cursors: Mapping[int, int]) -> int:
+        """How many uses of a lane are past, or were left out: the outermost lane is beyond them."""
+        return max(cursors.get(lane, 0), bisect_left(self.lanes[lane], self._step(0, cursors)))
+
+    def _step(self, lane: int, cursors: Mapping[int, int]) -> int:
+        """How far the plan is where a lane stands."""
+        cursor = cursors.get(lane, 0)
+        return self.lanes[lane][cursor - 1] + 1 if cursor else 0
 
 
-def _plan_launches(uses: tuple[int, ...], traits: Sequence[Traits], window: Window) -> list[Launch]:
+def _plan_launches(
+    uses: tuple[int, ...], lanes: Mapping[int, list[int]], traits: Sequence[Traits], window: Window
+) -> list[Launch]:
     """All launches of a pass, in order."""
-    lanes: dict[int, list[int]] = {}
-    for position, use in enumerate(uses):
-        lanes.setdefault(traits[use].lane, []).append(position)
     launches: list[Launch] = []
     for lane, positions in lanes.items():
-        blocks = [list(block) for _, block in groupby(positions, lambda position: traits[uses[position]].call)]
+        # What the ranks of the lane's mesh do alike, and which of that are its own.
+        alike = positions if lane == 0 else sorted([*lanes.get(0, ()), *positions])
+        own = [bisect_left(alike, position) for position in positions]
+        blocks = [list(block) for _, block in groupby(own, lambda number: traits[uses[alike[number]]].call)]  # noqa: B023
         borders: set[int] = set()
         if lane == 0 or window.num_blocks == 0:
-            steps = _steps_by_size([traits[uses[p]].nbytes for p in positions], window)
-            # From the number of uses of the lane to that of all.
-            steps = [0 if step == 0 else positions[step - 1] + 1 for step in steps]
+            steps = _steps_by_size([traits[uses[position]].nbytes for position in positions], window)
+            # From the number of uses of the lane to that of those alike.
+            steps = [0 if step == 0 else own[step - 1] + 1 for step in steps]
         elif len(blocks) == 1:
-            of_all = _steps_by_size([traits[use].nbytes for use in uses], window)
-            steps = [of_all[position] for position in positions]
+            of_all = _steps_by_size([traits[uses[position]].nbytes for position in alike], window)
+            steps = [of_all[number] for number in own]
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
-            borders.update(block[0] for block in blocks)
+            borders.update(alike[block[0]] for block in blocks)
+        steps = [0 if step == 0 else alike[step - 1] + 1 for step in steps]
         launches += _put_together(uses, positions, steps, borders, traits, window.together_nbytes)
     return sorted(launches)
 
@@ -218,45 +272,52 @@ class Chain:
     def __init__(self, window: Window, traits: Callable[[], Sequence[Traits]]) -> None:
         self.window = window
         self.plan = Plan()
-        self.cursor = 0
         self.num_deviations = 0
         self._traits = traits
         self._observed: list[int] = []
+        self._cursors: dict[int, int] = {}  # by lane
+        self._step: int | None = 0  # of the plan, at the last use that it expected
 
     def begin(self) -> None:
         """Start a pass."""
         self._observed = []
-        self.cursor = 0
+        self._cursors = {}
+        self._step = 0
 
-    def advance(self, use: int) -> bool:
-        """Record a use; returns whether the plan expected it now."""
+    def advance(self, use: int, lane: int = 0) -> bool:
+        """Record a use; returns whether the plan expected it now, in its lane."""
         self._observed.append(use)
-        uses, cursor = self.plan.uses, self.cursor
+        uses, cursor = self.plan.uses_of(lane), self._cursors.get(lane, 0)
         if cursor < len(uses) and uses[cursor] == use:
-            self.cursor = cursor + 1
+            self._cursors[lane] = cursor + 1
+            self._step = self.plan.lanes[lane][cursor] + 1
             return True
         self.num_deviations += 1
+        self._step = None
         # Uses of the plan in between, if it is found, did not happen this time.
         if use in uses[cursor:]:
-            self.cursor = uses.index(use, cursor) + 1
+            self._cursors[lane] = uses.index(use, cursor) + 1
         return False
 
     def due(self) -> tuple[Launch, ...]:
-        """What is to be launched after the last use, if all that was due before has been."""
-        return self.plan.launches[self.cursor]
+        """What is to be launched after the last use, if the plan expected it and all that was due before has been."""
+        return () if self._step is None else self.plan.launches[self._step]
 
-    def expected(self) -> list[tuple[int, ...]]:
-        """All that should be in memory or in flight for uses to come, as positions, as launched together."""
-        return self.plan.window(self.cursor)
+    def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
+        """All that should be in memory or in flight for uses to come, as positions, as launched together; of some
+        lanes, or of all."""
+        return self.plan.window(self._cursors, lanes)
 
     def num_expected(self, use: int, position: int) -> int:
         """How many of the uses to come, up to ``position``, are ``use``."""
-        return self.plan.uses[self.cursor : position + 1].count(use)
+        lane, number = self.plan.place(position)
+        return self.plan.uses_of(lane)[self.plan.num_past(lane, self._cursors) : number + 1].count(use)
 
-    @property
-    def is_at_end(self) -> bool:
-        """Whether the plan expects no further use in this pass."""
-        return bool(self.plan.uses) and self.cursor == len(self.plan.uses)
+    def is_at_end(self, lane: int = 0) -> bool:
+        """Whether the plan has uses of a lane, and expects none of it or of the outermost one any more in this pass."""
+        return lane in self.plan.lanes and all(
+            self._cursors.get(one, 0) == len(self.plan.uses_of(one)) for one in (0, lane)
+        )
 
     def end(self) -> None:
         """The pass is complete: what was seen is the plan of the next one."""
@@ -275,8 +336,9 @@ def choose_kept(
     """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
 
     Those that backward uses first, as far as ``budget`` bytes go: at its begin there is the least compute to hide a
-    gather, and they were used last in the forward, so that they are kept for the shortest time. Those of the outermost
-    call come before all others: its ranks must choose alike, whatever experts each of them has used.
+    gather, and they were used last in the forward, so that they are kept for the shortest time. The ranks of a mesh
+    must choose alike, whatever each of them has used of others: so those of the outermost call come before all others,
+    and other meshes share in equal parts what these leave.
 
     Args:
         sizes: Bytes of each weight in memory, by index; 0 for those that the choice does not concern.
@@ -285,10 +347,18 @@ def choose_kept(
     candidates = set(forward.uses)
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
     kept = set()
-    for use in sorted(order, key=lambda use: lanes[use]):
-        if 0 < sizes[use] <= budget:
-            budget -= sizes[use]
-            kept.add(use)
+
+    def choose(lane: int, left: int) -> int:
+        for use in order:
+            if lanes[use] == lane and 0 < sizes[use] <= left:
+                left -= sizes[use]
+                kept.add(use)
+        return left
+
+    left = choose(0, budget)
+    others = {lane for lane in lanes if lane != 0}
+    for lane in others:
+        choose(lane, left // len(others))
     return tuple(use for use in order if use in kept)
 
 

@@ -224,6 +224,7 @@ class Runtime(Gathering):
             )
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
+        self._number_lanes()
         sent: Counter[str] = Counter()
         for target in self.gatherables:
             sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES

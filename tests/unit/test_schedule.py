@@ -136,7 +136,7 @@ plan [0, 9, 1, 2, 3]""",
         self.assertFalse(chain.advance(0))
         self.assertEqual(expected_uses(chain), [3])
         self.assertTrue(chain.advance(3))
-        self.assertTrue(chain.is_at_end)
+        self.assertTrue(chain.is_at_end())
 
     def test_reversed_pass_is_learned(self) -> None:
         chain = make_chain(depth=1)
@@ -195,7 +195,7 @@ plan [0, 9, 1, 2, 3]""",
             for position, use in enumerate(uses):
                 self.assertIn(position, in_flight, "launched before its use")
                 in_flight.remove(position)
-                self.assertTrue(chain.advance(use))
+                self.assertTrue(chain.advance(use, traits[use].lane))
                 in_flight += [p for launch in chain.due() for p in launch.positions]
                 self.assertEqual(sorted(in_flight), sorted(p for launch in chain.expected() for p in launch))
             for _, lane in enumerate((0, 1)):
@@ -318,6 +318,94 @@ class TestLanes(TestCase):
     def test_backward_goes_the_other_way(self) -> None:
         steps = launched(range(8, -1, -1), self.traits, Window(1))
         self.assertEqual(steps, ["8 7 6", "5", "4", "3", "2", "1", "0", "", "", ""])
+
+
+class TestRanksOfAMesh(TestCase):
+    """Ranks of a mesh use its weights alike, and those of the outermost call. What they use of others is their own
+    matter: rank A has uses of a third mesh, rank B has none, or deviates elsewhere."""
+
+    def setUp(self) -> None:
+        self.rng = random.Random(0)
+
+    def draw(self) -> tuple[list[Traits], Window, list[int]]:
+        rng = self.rng
+        num = rng.randrange(3, 9)
+        traits = [
+            Traits(rng.choice((1, 2, 5, 40)), rng.randrange(3), rng.randrange(3), rng.choice((-1, -1, 0)))
+            for _ in range(num)
+        ]
+        window = Window(rng.randrange(1, 4), rng.choice((0, 7, 30)), rng.choice((0, 5, 50)), rng.randrange(3))
+        return traits, window, [rng.randrange(num) for _ in range(rng.randrange(1, 25))]
+
+    def seen(self, chain: Chain, traits: Sequence[Traits], uses: Sequence[int], lanes: set[int]) -> list[list[str]]:
+        """What is expected of some lanes at the begin of a pass, and after each of their uses; and where they end."""
+
+        def expected() -> list[str]:
+            launches = ([chain.plan.uses[position] for position in launch] for launch in chain.expected(lanes))
+            return sorted(map(str, launches))
+
+        chain.begin()
+        found = [expected()]
+        for use in uses:
+            chain.advance(use, traits[use].lane)
+            if traits[use].lane in lanes:
+                found.append([*expected(), *(str(chain.is_at_end(lane)) for lane in sorted(lanes))])
+        chain.end()
+        return found
+
+    def test_expect_the_same_of_it(self) -> None:
+        for _ in range(300):
+            traits, window, uses = self.draw()
+            later = list(uses)
+            for _ in range(self.rng.randrange(3)):  # uses that are left out, or come anew
+                if later and self.rng.random() < 0.5:
+                    later.pop(self.rng.randrange(len(later)))
+                later.insert(self.rng.randrange(len(later) + 1), self.rng.randrange(len(traits)))
+            for lane in range(3):
+                lanes = {0, lane}
+                a, b = Chain(window, lambda: traits), Chain(window, lambda: traits)  # noqa: B023
+                for one in (uses, later, uses):
+                    own = [use for use in one if traits[use].lane in lanes]
+                    self.assertEqual(self.seen(a, traits, one, lanes), self.seen(b, traits, own, lanes))
+
+    def test_launch_in_the_same_order(self) -> None:
+        """And whatever begins a launch is a use of theirs."""
+        for _ in range(300):
+            traits, window, uses = self.draw()
+            for lane in range(3):
+                lanes = {0, lane}
+                own = [position for position, use in enumerate(uses) if traits[use].lane in lanes]
+                whole, part = Plan(uses, traits, window), Plan([uses[position] for position in own], traits, window)
+                order = []
+                for launches in whole.launches:
+                    for step, positions in launches:
+                        if traits[uses[positions[0]]].lane == lane:
+                            self.assertTrue(step == 0 or traits[uses[step - 1]].lane in lanes)
+                            order.append((step, positions))
+                expected = [
+                    (0 if step == 0 else own[step - 1] + 1, tuple(own[position] for position in positions))
+                    for launches in part.launches
+                    for step, positions in launches
+                    if traits[uses[own[positions[0]]]].lane == lane
+                ]
+                self.assertEqual(order, expected)
+                self.assertEqual((whole.first(lane), whole.last(lane)), (part.first(lane), part.last(lane)))
+
+    def test_keep_the_same_of_it(self) -> None:
+        for _ in range(300):
+            traits, window, uses = self.draw()
+            sizes, lanes = [trait.nbytes for trait in traits], [trait.lane for trait in traits]
+            budget = self.rng.randrange(100)
+            backward = uses[::-1]
+            everything = choose_kept(Plan(uses, traits, window), Plan(backward, traits, window), sizes, lanes, budget)
+            self.assertLessEqual(sum(sizes[use] for use in everything), budget)
+            for lane in range(3):
+                plans = [
+                    Plan([use for use in one if lanes[use] in (0, lane)], traits, window) for one in (uses, backward)
+                ]
+                kept = choose_kept(*plans, sizes, lanes, budget)
+                own, expected = ([use for use in one if lanes[use] == lane] for one in (kept, everything))
+                self.assertEqual(own, expected)
 
 
 class TestKept(TestCase):
