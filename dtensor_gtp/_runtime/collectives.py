@@ -38,7 +38,7 @@ class Works:
         self._works.clear()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a factor may be another one in each step
 def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
     """Average over ``num_ranks``, or divide the sum by ``factor`` if one is given.
 

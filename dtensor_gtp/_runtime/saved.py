@@ -39,6 +39,7 @@ class _Watched(NamedTuple):
     part: int
     begin: int
     end: int
+    dtype: torch.dtype
 
 
 class _Handle(NamedTuple):
@@ -129,7 +130,7 @@ class SavedWeights:
         for index, part in enumerate(_parts_of(gathered.contiguous()).values()):
             watched = self._uses.setdefault(part.untyped_storage().data_ptr(), [])
             if all(other.begin != part.storage_offset() for other in watched):
-                watched.append(_Watched(use, index, int(part.storage_offset()), _end_of(part)))
+                watched.append(_Watched(use, index, int(part.storage_offset()), _end_of(part), part.dtype))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
@@ -151,14 +152,17 @@ class SavedWeights:
 
     def _handle(self, part: torch.Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
         watched = self._uses.get(part.untyped_storage().data_ptr())
-        if watched is None:
+        if watched is None or part.is_conj() or part.is_neg():
             return None
         offset = int(part.storage_offset())
-        for use, index, begin, end in watched:
+        for use, index, begin, end, dtype in watched:
+            # Offsets of a view in another dtype count other elements.
+            if dtype != part.dtype:
+                continue
             # Alone in its storage, a weight also has the padding behind it.
             if len(watched) == 1 or (begin <= offset and _end_of(part) <= end):
                 return _Handle(use, index, part.size(), part.stride(), offset - begin, spec)
-        return None  # of several weights at once
+        return None  # of several weights at once, or in another dtype: kept as it is
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Delegated):
@@ -169,7 +173,7 @@ class SavedWeights:
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
             compose: Any = packed.like.__tensor_unflatten__  # type: ignore[attr-defined]
             view = compose(parts, packed.context, packed.size, packed.stride)
-        elif packed.use.weight.wire is None and compat.ignores_saved_weight():
+        elif packed.use.weight.wire is None and compat.ignores_saved_weight(packed.use.weight):
             weight = packed.use.weight
             view = torch.empty_strided(
                 packed.size, packed.stride, dtype=weight.compute_dtype, device=weight.shard.device

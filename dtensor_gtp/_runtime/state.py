@@ -26,7 +26,7 @@ from ..policy import SchedulePolicy
 from . import collectives
 from .comm_context import CommContext
 from .debug import DebugFlags
-from .gathered import Gathered
+from .gathered import Gathered, Version
 from .gathering import ChainKey, Gathering
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
@@ -47,7 +47,7 @@ class Frame:
     """One running forward of a module, and the weights it holds."""
 
     def __init__(self) -> None:
-        self.values: dict[tuple[ManagedParam, bool], torch.Tensor] = {}
+        self.values: dict[tuple[ManagedParam, bool], tuple[Version, torch.Tensor]] = {}
         self.held: list[tuple[ShardedWeight, Gathered]] = []
         self.saved: SavedWeights | None = None
         self.reads_weights = False
@@ -85,18 +85,25 @@ class Runtime(Gathering):
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
+        # For optimizer steps: parameters by the ids of their objects, which may be replaced; empty: to be made.
+        self._by_id: dict[int, ManagedParam] = {}
+        self._is_cut_again = False
         optimizer_steps().tell(self)
 
     def note_step(self, updated: set[int]) -> None:
-        """An optimizer has written to the parameters with these ids."""
-        # An optimizer holds what an outer fully_shard has made of our parameters.
-        self.num_steps += any(id(param.param) in updated or param.is_cut_again for param in self.params)
-        for weight in self.weights:
-            if id(weight.param) in updated:
-                weight.num_updates += 1
-                self.drop_kept(weight)
-        for param in self.whole:
-            if id(param.param) in updated:
+        """An optimizer has written to the parameters with these ids: perhaps one of very many optimizers."""
+        if not self._by_id:
+            self._by_id = {id(param.param): param for param in self.params}
+            # An optimizer holds what an outer fully_shard has made of our parameters.
+            self._is_cut_again = any(param.is_cut_again for param in self.params)
+        found = (self._by_id.get(one) for one in updated)
+        written = [param for param in found if param is not None and id(param.param) in updated]
+        self.num_steps += bool(written) or self._is_cut_again
+        for param in written:
+            if isinstance(param, ShardedWeight):
+                param.num_updates += 1
+                self.drop_kept(param)
+            elif isinstance(param, WholeParam):
                 torch.autograd.graph.increment_version(param.leaf)
 
     def add(self, params: Sequence[ManagedParam]) -> None:
@@ -104,6 +111,7 @@ class Runtime(Gathering):
         of the outermost call come last."""
         weights = [param for param in params if isinstance(param, ShardedWeight)]
         self.weights += weights
+        self._by_id = {}
         self._add_gatherables(weights)
         for param in params:
             if isinstance(param, WholeParam):
@@ -196,6 +204,8 @@ class Runtime(Gathering):
         is_captured = self.comm.is_capturing
         for param in self.params:
             param.begin_forward(is_captured)
+            if self._by_id and self._by_id.get(id(param.param)) is not param:
+                self._by_id = {}
         self._begin_quantized()
         self._forward_module = module
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
@@ -277,12 +287,12 @@ class Runtime(Gathering):
         assert isinstance(param, ShardedWeight)
         frame = self._frames[-1] if self._frames else self._backward_frame
         is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
-        value = frame.values.get((param, is_differentiable))
-        if value is None:
+        version, value = frame.values.get((param, is_differentiable), (None, None))
+        if value is None or version != param.version:  # an optimizer may step in the middle of a forward
             if not self._frames and compat.current_graph_task_id() != -1:
                 self.note_backward()
             value = self._materialize(param, frame, is_differentiable)
-            frame.values[(param, is_differentiable)] = value
+            frame.values[(param, is_differentiable)] = param.version, value
         return value
 
     def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> torch.Tensor:
@@ -354,16 +364,29 @@ class Runtime(Gathering):
         """Reduce what is left to reduce; all gradients are in ``.grad`` when this returns, after the last backward."""
         self.grads.launch_waiting()
         if self.is_last_backward:
-            self.grads.flush(self.weights)
-            self.grads.reduce_whole(self.whole)
-            self.grads.publish(self.params)
+            with self._forgetting_on_error():
+                self.grads.flush(self.weights)
+                self.grads.reduce_whole(self.whole)
+                self.grads.publish(self.params)
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """Complete the gradients of ``params`` now, within backward: an outer ``fully_shard`` is about to read them."""
         if self.is_last_backward:
-            self.grads.flush([param for param in params if isinstance(param, ShardedWeight)])
-            self.grads.reduce_whole([param for param in params if isinstance(param, WholeParam)])
-            self.grads.publish(params)
+            with self._forgetting_on_error():
+                self.grads.flush([param for param in params if isinstance(param, ShardedWeight)])
+                self.grads.reduce_whole([param for param in params if isinstance(param, WholeParam)])
+                self.grads.publish(params)
+
+    @contextmanager
+    def _forgetting_on_error(self) -> Iterator[None]:
+        """If a user's hook raises, the gradients that were not yet handed out are not those of a later backward."""
+        try:
+            yield
+        except BaseException:
+            self.grads.abandon()
+            for param in self.params:
+                param.reset_grads()
+            raise
 
     @property
     def has_gradients_in_flight(self) -> bool:
@@ -402,7 +425,11 @@ class Runtime(Gathering):
         self.abandon()
 
     def _abandon_backward(self) -> None:
-        logger.warning("the last backward did not complete; its gradients are dropped")
+        sums = (grad for weight in self.weights for grad in (weight.unsharded_grad, weight.unreplicated_grad))
+        has_earlier = self.has_gradients_in_flight or any(grad is not None for grad in sums)
+        others = ", with those of earlier microbatches that were not synced" if has_earlier else ""
+        text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
+        logger.warning(text, others, dist.get_rank())
         self._is_in_backward = False
         self.grads.abandon()
         self._release_read_in_backward()

@@ -12,11 +12,19 @@ PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
 
-def ignores_saved_weight() -> bool:
-    """Whether the node of autograd's graph that runs now is a convolution's whose input needs no gradient: it unpacks
-    the weight that it has saved, and does not look at the values."""
+def ignores_saved_weight(weight: object) -> bool:
+    """Whether the node of autograd's graph that runs now is a convolution's with this weight, and its input needs no
+    gradient: it unpacks the weight that it has saved, and does not look at the values.
+
+    Args:
+        weight: What the function that has made the tensor calls ``ctx.weight``. A weight may also be saved as the input
+            of a convolution with another one, which does look at it.
+    """
     node = torch._C._current_autograd_node()
-    return node is not None and node.name().startswith("ConvolutionBackward") and node.next_functions[0][0] is None
+    if node is None or not node.name().startswith("ConvolutionBackward"):
+        return False
+    (of_input, _), (of_weight, _), *_ = node.next_functions
+    return of_input is None and getattr(of_weight, "weight", None) is weight
 
 
 def current_graph_task_id() -> int:

@@ -1,0 +1,168 @@
+"""Weights in places where models rarely have them, and what happens in the middle of a pass: views in another dtype,
+tables that are convolved, optimizer steps within a forward, hooks that raise, an optimizer for each parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
+from runtime_common import WIDTH, assert_idle, make_rows, square_loss
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import gtp_shard
+
+
+class Filter(nn.Module):
+    """A filter of frequencies whose complex weight is kept as pairs of real numbers, as GFNet has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.fft(x) * torch.view_as_complex(self.weight)
+        return torch.fft.ifft(spectrum * torch.view_as_complex(self.weight).conj()).real
+
+
+class ConvolvedTable(nn.Module):
+    """A table that is the input of a convolution; ``weight_of`` is what is done with it before."""
+
+    def __init__(self, weight_of: Callable[[torch.Tensor], torch.Tensor], is_trained: bool) -> None:
+        super().__init__()
+        self.weight_of = weight_of
+        self.table = nn.Parameter(torch.randn(WIDTH, 6), requires_grad=is_trained)
+        self.filters = nn.Parameter(torch.randn(4, WIDTH, 3))
+        self.out = nn.Linear(4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.conv1d(self.weight_of(self.table)[None], self.filters, padding=1)
+        return x + self.out(y[0].t()).mean(0)
+
+
+class StepsWithin(nn.Module):
+    """Trains a weight in the middle of a forward that has read it, and reads it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = x @ self.weight
+        if self.optimizer is not None:
+            before.square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return x @ self.weight
+
+
+class SkipError(Exception):
+    """What a user raises to skip a step."""
+
+
+class TestReads(GlooTest):
+    def check(self, model: nn.Module) -> None:
+        mesh = self.gtp_mesh()
+        sharded = check_training(
+            model,
+            lambda model: gtp_shard(model, mesh, schedule=ALL),
+            mesh,
+            lambda generator: torch.randn(2 * mesh.size(), WIDTH, generator=generator),
+            square_loss,
+            tolerance={"atol": 1e-4, "rtol": 1e-4},
+        )
+        assert_idle(sharded)
+
+    def test_views_in_another_dtype(self) -> None:
+        torch.manual_seed(0)
+        self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), Filter(), nn.Linear(WIDTH, WIDTH)))
+
+    def test_tables_that_are_convolved(self) -> None:
+        def same(table: torch.Tensor) -> torch.Tensor:
+            return table
+
+        for weight_of, is_trained in ((torch.clone, True), (same, True), (same, False), (torch.detach, True)):
+            torch.manual_seed(0)
+            self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), ConvolvedTable(weight_of, is_trained)))
+
+    def test_step_in_the_middle_of_a_forward(self) -> None:
+        torch.manual_seed(0)
+        mesh = self.gtp_mesh()
+        reference = StepsWithin()
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        batch = make_rows(0)
+        for one in (reference, model):
+            one.optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        expected, actual = reference(batch), model(rows_of_rank(batch, mesh))
+        assert_same_params(model, reference)
+        torch.testing.assert_close(actual, rows_of_rank(expected, mesh))
+
+    def test_hook_that_raises_leaves_no_gradient_for_the_next_step(self) -> None:
+        mesh = self.gtp_mesh()
+        batches = [make_rows(seed) for seed in range(2)]
+        for method in ("register_post_accumulate_grad_hook", "register_hook"):
+            torch.manual_seed(0)
+            reference = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+
+            def skip(_: torch.Tensor) -> None:
+                raise SkipError
+
+            handle = getattr(model[0].weight, method)(skip)
+            with self.assertRaises(SkipError):
+                square_loss(model, 100 * rows_of_rank(batches[0], mesh)).backward()
+            handle.remove()
+            model.zero_grad()
+            square_loss(model, rows_of_rank(batches[1], mesh)).backward()
+            square_loss(reference, batches[1]).backward()
+            assert_same_params(model, reference, "grad")
+            assert_idle(model)
+
+    def test_a_broken_backward_says_what_else_is_lost(self) -> None:
+        mesh = self.gtp_mesh()
+        x = rows_of_rank(make_rows(0), mesh)
+
+        def fail(_: torch.Tensor) -> None:
+            raise SkipError
+
+        for is_synced in (True, False):
+            model = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), mesh, schedule=ALL)
+            model.set_requires_gradient_sync(is_synced)
+            square_loss(model, x).backward()
+            output = model(x)
+            output.register_hook(fail)
+            with self.assertRaises(SkipError):
+                output.sum().backward()
+            model.set_requires_gradient_sync(True)
+            with self.assertLogs("dtensor_gtp._runtime.state", "WARNING") as logs:
+                model(x)
+            self.assertEqual("with those of earlier microbatches that were not synced" in logs.output[0], not is_synced)
+
+    def test_an_optimizer_for_each_parameter(self) -> None:
+        """Each step costs what it updates, and parameters that were replaced are known."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model.set_reshard_after_backward(False)  # stays gathered: a step that is not seen leaves old weights
+        batch = make_rows(0)
+        for round_ in range(2):
+            if round_:
+                model.load_state_dict({n: p.detach().clone() for n, p in model.state_dict().items()}, assign=True)
+            pairs = [[torch.optim.SGD([p], lr=0.1) for p in one.parameters()] for one in (reference, model)]
+            for _ in range(2):
+                square_loss(reference, batch).backward()
+                square_loss(model, rows_of_rank(batch, mesh)).backward()
+                for optimizer in (*pairs[0], *pairs[1]):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference)
+                torch.testing.assert_close(full(model(batch)), reference(batch))
+
+
+if __name__ == "__main__":
+    run_tests()
