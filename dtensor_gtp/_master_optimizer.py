@@ -15,10 +15,13 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from .quant.base import Quantized
 from .quant.native import NativeWeight, native_of
 from .quant.native_parts import groups_of, quantize_parts
 
 _KEY = "master"
+# Of a parameter, and of this rank's part of it.
+_Version = tuple[int, int]
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -56,6 +59,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._initial = dict(masters or {})
         # What the stock optimizer steps in the place of a native weight.
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        # Versions of weight and master when the one was last made of the other.
+        self._versions: dict[nn.Parameter, tuple[_Version, _Version]] = {}
         for param in (param for group in groups for param in group["params"]):
             if native_of(param) is not None and param.requires_grad:
                 self._add_master(param)
@@ -86,6 +91,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 value, compat.make_spec(spec.mesh, spec.placements, torch.Size(spec.shape), torch.float32)
             )
         self._masters[param] = nn.Parameter(value)
+        self._note(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimizer."""
@@ -108,6 +114,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_weights()
         self._hand_over()
         trained = [param for param, master in self._masters.items() if master.grad is not None]
         self._inner.step()
@@ -116,7 +123,28 @@ class MasterOptimizer(torch.optim.Optimizer):
         still = {id(param) for group in self.param_groups if _is_zero(group.get("lr")) for param in group["params"]}
         self._write_back([param for param in trained if id(param) not in still])
         self._take_back()
+        for param in self._masters:
+            self._note(param)
         return loss
+
+    def _note(self, param: nn.Parameter) -> None:
+        self._versions[param] = _version_of(param), _version_of(self._masters[param])
+
+    def _follow_weights(self) -> None:
+        """Go on from weights that somebody has written to since the last step (a state dict was loaded), unless the
+        state of this optimizer has come with them. Where a weight is that of the master after all, because it was
+        swapped for a while, the master stays. On all ranks alike."""
+        written = []
+        for param, master in self._masters.items():
+            of_weight, of_master = self._versions[param]
+            given = self.state.get(param, {}).get(_KEY)
+            is_loaded = of_master != _version_of(master) or (given is not None and _address(given) != _address(master))
+            if of_weight != _version_of(param) and not is_loaded:
+                written.append(param)
+        for param, native, quantized in self._quantized(written):
+            pairs = zip(native.quantized.planes, quantized.planes, strict=True)
+            if not all(torch.equal(mine.view(torch.uint8), made.view(torch.uint8)) for mine, made in pairs):
+                self._local_values(self._masters[param]).copy_(native.dequantized_to(torch.float32))
 
     def _hand_over(self) -> None:
         """Gradients, options and state, which others may have changed, to the stock optimizer."""
@@ -153,14 +181,18 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _local_values(master: torch.Tensor) -> torch.Tensor:
         return compat.local_tensor(master) if isinstance(master, DTensor) else master.detach()
 
-    def _write_back(self, params: list[nn.Parameter]) -> None:
+    def _quantized(self, params: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, NativeWeight, Quantized]]:
+        """Each with what its master is in its format."""
         natives = [cast("NativeWeight", native_of(param)) for param in params]
         infos = [
             native.info._replace(groups=groups_of(param, native.recipe))
             for param, native in zip(params, natives, strict=True)
         ]
         values = [self._local_values(self._masters[param]) for param in params]
-        for param, native, quantized in zip(params, natives, quantize_parts(values, infos), strict=True):
+        return zip(params, natives, quantize_parts(values, infos), strict=True)
+
+    def _write_back(self, params: list[nn.Parameter]) -> None:
+        for param, native, quantized in self._quantized(params):
             native.write(quantized)
             torch.autograd.graph.increment_version(param)
 
@@ -232,6 +264,11 @@ def _like(master: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return grad.to(torch.float32)
     assert isinstance(grad, DTensor)
     return compat.wrap_local(compat.local_tensor(grad).to(torch.float32), compat.dtensor_spec(master))
+
+
+def _version_of(tensor: torch.Tensor) -> _Version:
+    local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return tensor._version, local._version
 
 
 def _address(tensor: torch.Tensor) -> int:

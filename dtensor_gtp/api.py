@@ -131,6 +131,7 @@ def _shard(
         for site in decision.sites:
             owned.setdefault(site.module, {})[site.name] = param
     runtime.add(group.params)
+    runtime.groups.append(group)
     classes: dict[tuple[Any, ...], type] = {}
     for submodule in list(module.modules()):
         if submodule in nested or not (submodule is module or _contains_managed(submodule, owned, nested)):
@@ -159,10 +160,12 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     nested = {m: name for name, m in module.named_modules() if binding_of(m) is not None}
     tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks (a set of modules has none): it becomes the order of collectives.
-    groups = {id(b.group): b.group for m in (*nested, *tied) if (b := binding_of(m)) is not None}
-    for group in groups.values():
-        runtime.add(group.params)
-        group.runtime = runtime
+    found = [b.group.runtime for m in (*nested, *tied) if (b := binding_of(m)) is not None]
+    for earlier in dict.fromkeys(found):
+        for group in earlier.groups:  # all of them: a weight with two runtimes would be reduced by both
+            runtime.add(group.params)
+            group.runtime = runtime
+        runtime.groups += earlier.groups
     names: dict[ManagedParam, str] = {}
     for submodule, prefix in nested.items():
         binding = binding_of(submodule)

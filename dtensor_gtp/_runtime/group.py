@@ -32,7 +32,7 @@ class ShardGroup:
         self.params: list[ManagedParam] = []
         # Parameters below the module that nobody manages, as gtp_shard found them: the ignored ones.
         self.unmanaged: set[Site] = set()
-        self.is_checked = False
+        self.num_registrations = -1  # when it was last looked for others; see ``registrations``
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = self.mp_policy.param_dtype

@@ -31,6 +31,7 @@ from ..ops.grouped_several import several_grouped_linear
 from ..ops.linear import linear, parallel_linear
 from .gathered import gather_together
 from .param import ManagedParam, ShardedWeight, Site
+from .registrations import registrations
 from .split_backward import follow_pipelining
 from .whole import WholeParam
 from .wire import HookWire
@@ -274,8 +275,9 @@ def _call_in_frame(module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: 
     if binding is None:
         return _call_compiled(call, args, kwargs, compiler)
     group, runtime = binding.group, binding.group.runtime
-    if not group.is_checked:
+    if group.num_registrations != (number := registrations().number):
         _refuse_added_params(group)
+        group.num_registrations = number
     frame = runtime.enter(module, binding.may_read_weights)
     is_complete = False
     try:
@@ -317,7 +319,8 @@ def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _refuse_added_params(group: ShardGroup) -> None:
-    """First forward: a parameter that nobody manages nor ignores would train on this rank's data alone, silently."""
+    """First forward, and later where any module has been given something since: a parameter that nobody manages nor
+    ignores would train on this rank's data alone, silently."""
     for fqn, owner, name in unmanaged_params(group.module):
         param = owner._parameters[name]
         if param is not None and param.requires_grad and Site(owner, name) not in group.unmanaged:
@@ -326,7 +329,6 @@ def _refuse_added_params(group: ShardGroup) -> None:
                 f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
                 "before gtp_shard, and pass the parameter in ignored_params if it is to stay local."
             )
-    group.is_checked = True
 
 
 def _runtimes_below(module: nn.Module) -> list[Runtime]:

@@ -12,6 +12,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
@@ -27,12 +28,29 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        # Parameters that are registered nowhere any more, by their ids, with their names.
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
         register_optimizer_step_post_hook(torch.compiler.disable(self._note_step))
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for one in updated & self._replaced.keys():
+            self._refuse(optimizer, one)
         for watcher in self._watchers:
             watcher.note_step(updated)
+
+    def note_replaced(self, param: nn.Parameter, fqn: str) -> None:
+        """``fully_shard`` has put another parameter in the place of this one: to step it has no effect."""
+        number, replaced = id(param), self._replaced
+        replaced[number] = weakref.ref(param, lambda _: replaced.pop(number, None)), fqn
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        param, fqn = self._replaced[number]
+        if (shape := getattr(param(), "shape", None)) is not None:
+            raise RuntimeError(
+                f"A {type(optimizer).__name__} optimizer has stepped parameter '{fqn}' of shape {tuple(shape)} to no "
+                "effect, because fully_shard has put another one in its place. Create the optimizer after fully_shard."
+            )
 
     def tell(self, watcher: Watcher) -> None:
         """Tell ``watcher`` from now on."""

@@ -29,6 +29,7 @@ from .. import _torch_compat as compat
 from .._dtensor_layout import has_torch_chunks
 from ..placement import GTPShard
 from .modules import binding_of
+from .optimizer_steps import optimizer_steps
 from .param import ManagedParam, Site
 from .state import Runtime
 
@@ -54,6 +55,9 @@ def install() -> None:
         for managed in _by_runtime(group).values():
             for param in managed:
                 param.is_cut_again = True
+                module, name = param.sites[0]
+                if module._parameters.get(name) is not param.param:
+                    optimizer_steps().note_replaced(param.param, param.fqn)
 
     @functools.wraps(stock_post_backward)
     def post_backward(group: Any, *unused: Any) -> None:

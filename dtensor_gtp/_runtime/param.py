@@ -237,7 +237,7 @@ class ManagedParam:
     def publish_grad(self) -> None:
         """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks."""
         reduced, self.reduced = self.reduced, None
-        if reduced is None:
+        if reduced is None or not self.param.requires_grad:  # frozen since its forward, as autograd looks at leaves
             return
         reduced = run_tensor_hooks(self.param, reduced, self._spec)
         grad, dtype = self.param.grad, compat.grad_dtype(self.param)

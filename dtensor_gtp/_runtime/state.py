@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from .param import ManagedParam, ShardedWeight
 from .saved import SavedWeights, check_differentiable
 from .whole import WholeParam
 from .wire import QuantizedWire, agree_on_amax
+
+if TYPE_CHECKING:
+    from .group import ShardGroup
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ class Runtime(Gathering):
         super().__init__(CommContext(device, schedule, debug), schedule, debug)
         self.device = device
         self.grads = Gradients(self.comm, schedule.reduce_scatter, schedule.coalesce_grad_nbytes, schedule.wgrad_first)
+        self.groups: list[ShardGroup] = []  # of the calls that it serves
         self.weights: list[ShardedWeight] = []
         self.whole: list[WholeParam] = []
         self.is_last_backward = True

@@ -87,7 +87,8 @@ def _losses(
         return _cross_entropy(logits, targets, label_smoothing)
     runtime = binding.group.runtime
     weight.follow(Site(linear, "weight"))
-    exchange = loss_exchange(runtime, weight) if torch.is_grad_enabled() and weight.layout.world > 1 else None
+    can_exchange = torch.is_grad_enabled() and weight.layout.world > 1 and not _trains_own_bias(linear, binding)
+    exchange = loss_exchange(runtime, weight) if can_exchange else None
     losses = None
     if exchange is not None:
         hidden = hidden.to(_compute_dtype(hidden, weight))
@@ -112,6 +113,13 @@ def _compute_dtype(hidden: torch.Tensor, weight: ShardedWeight) -> torch.dtype:
             "called on, whose policy casts."
         )
     return hidden.dtype
+
+
+def _trains_own_bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> bool:
+    """Whether the layer has a bias that nobody manages: its gradient is to be that of this rank's tokens, and of the
+    whole vocabulary, but in an exchange a rank has rows for the tokens of all."""
+    bias = linear._parameters.get("bias")
+    return bias is not None and "bias" not in binding.params and bias.requires_grad
 
 
 def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> torch.Tensor | None:

@@ -413,6 +413,22 @@ class TestOrder(unittest.TestCase):
             self.assertEqual(sorted(seen), sorted(f"{name} True" for name, _ in model.named_parameters()))
             seen.clear()
 
+    def test_optimizer_of_before_is_refused(self) -> None:
+        """It holds parameters in whose place fully_shard has put others."""
+        root = self.mesh
+        model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), root["gtp"], schedule=ALL)
+        early = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        fully_shard(model, mesh=root["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        with self.assertRaisesRegex(
+            RuntimeError, r"SGD optimizer has stepped parameter '1\..*Create the optimizer after"
+        ):
+            early.step()
+        del early
+        optimizer.step()
+
     def test_use_outside_of_its_unit_is_refused(self) -> None:
         model = both(self.mesh, reshard_after_forward=True)(make())
         model(self.tokens)

@@ -13,7 +13,8 @@ from common import ALL, GlooTest, assert_same_params, check_training, full, rows
 from runtime_common import WIDTH, assert_idle, make_rows, square_loss
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp._runtime.modules import binding_of
 
 
 class Filter(nn.Module):
@@ -122,6 +123,36 @@ class TestReads(GlooTest):
             assert_same_params(model, reference, "grad")
             assert_idle(model)
 
+    def test_frozen_between_forward_and_backward(self) -> None:
+        """As autograd does: the gradient of a leaf that is frozen by then is dropped, and flows on through it."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        batch = make_rows(0)
+        for one, rows in ((reference, batch), (model, rows_of_rank(batch, mesh))):
+            loss = square_loss(one, rows)
+            for frozen in (one[1], one[2]):
+                frozen.requires_grad_(False)
+            loss.backward()
+        assert_same_params(model, reference, "grad")
+        self.assertEqual([p.grad is None for p in model.parameters()], [False, False, True, True, True, True])
+
+    def test_what_is_added_after_the_first_forward_is_refused(self) -> None:
+        mesh = self.gtp_mesh()
+        x = rows_of_rank(make_rows(0), mesh)
+        model = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)), mesh, schedule=ALL)
+        model(x)
+        model[2] = nn.Linear(WIDTH, 3)
+        with self.assertRaisesRegex(RuntimeError, "Parameter '2.weight' of shape .* was added after gtp_shard"):
+            model(x)
+        model[2] = nn.Identity()
+        model[1] = nn.Sequential(nn.Tanh())
+        model(x)
+        model[1][0] = nn.PReLU()
+        with self.assertRaisesRegex(RuntimeError, r"Parameter '1\.0\.weight' of shape .* was added after gtp_shard"):
+            model(x)
+
     def test_a_broken_backward_says_what_else_is_lost(self) -> None:
         mesh = self.gtp_mesh()
         x = rows_of_rank(make_rows(0), mesh)
@@ -162,6 +193,32 @@ class TestReads(GlooTest):
                     optimizer.zero_grad()
                 assert_same_params(model, reference)
                 torch.testing.assert_close(full(model(batch)), reference(batch))
+
+    def test_tie_to_a_module_of_several_calls(self) -> None:
+        """One runtime serves them all: with two, both would reduce the weight that they share."""
+        mesh = self.gtp_mesh()
+        alone = SchedulePolicy(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=1)
+
+        def tied() -> nn.ModuleList:
+            torch.manual_seed(0)
+            first = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+            second = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+            second[0].weight = first[3][0].weight
+            return nn.ModuleList([second, first])
+
+        reference, model = tied(), tied()
+        for module in (model[1][3], model[1], model[0]):
+            gtp_shard(module, mesh, schedule=alone)
+        self.assertEqual(len({id(binding_of(part).group.runtime) for part in (*model, model[1][3])}), 1)
+        seen = []
+        model[0][0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(full(param.grad).clone()))
+        batch = make_rows(0)
+        for part in (reference, model):
+            rows = batch if part is reference else rows_of_rank(batch, mesh)
+            square_loss(nn.Sequential(*part), rows).backward()
+        self.assertEqual(len(seen), 1)
+        torch.testing.assert_close(seen[0], reference[0][0].weight.grad)
+        assert_same_params(model, reference, "grad")
 
 
 if __name__ == "__main__":

@@ -204,6 +204,20 @@ class TestVocabularyParallel(GlooTest):
         with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
             loss.backward()
 
+    def test_bias_that_nobody_manages(self) -> None:
+        """Its gradient is that of this rank's tokens alone, whatever the policy says of the head."""
+        mesh = self.gtp_mesh()
+        for head in ("exchange", "gather"):
+            torch.manual_seed(0)
+            reference = LM()
+            model = copy.deepcopy(reference)
+            schedule = SchedulePolicy(min_shard_numel=0, head=head)
+            gtp_shard(model, mesh, schedule=schedule, ignored_params={model.head.bias})
+            tokens = rows_of_rank(make_tokens(), mesh)
+            call(model, tokens).backward()
+            stock_loss(reference, tokens).backward()
+            torch.testing.assert_close(model.head.bias.grad, reference.head.bias.grad)
+
     def test_checkpointed_compiled_and_inside_of_fully_shard(self) -> None:
         mesh = self.gtp_mesh()
         tokens = make_tokens()
