@@ -228,14 +228,16 @@ class GTPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather all weights below this module and keep them gathered until :meth:`reshard`.
 
-        Until then ``submodule.weight`` reads as the full weight outside of a forward, too.
+        Until then ``submodule.weight`` reads as the full weight outside of a forward, too, and a parameter that is not
+        sharded (``submodule.bias``) as a plain tensor.
 
         Args:
             async_op: Do not wait; returns a handle to wait on.
         """
         runtime, weights = self._runtime(), self._weights()
+        for param in self._params(True):
+            param.is_pinned = True
         for weight in weights:
-            weight.is_pinned = True
             runtime.gather_kept(weight)
         handle = UnshardHandle(runtime, weights)
         if async_op:
@@ -245,8 +247,9 @@ class GTPModule:
 
     def reshard(self) -> None:
         """Free the gathered weights below this module."""
+        for param in self._params(True):
+            param.is_pinned = False
         for weight in self._weights():
-            weight.is_pinned = False
             self._runtime().drop_kept(weight)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -120,9 +120,10 @@ class ParamAccess:
             # Not gathered by the outer fully_shard: it is the one who asks.
             is_absent = managed.is_cut_again and not managed.is_readable
             return registered if is_absent else runtime.read(managed)
-        if isinstance(managed, ShardedWeight) and managed.is_pinned:
-            return runtime.read_pinned(managed)
-        return registered
+        if not managed.is_pinned:
+            return registered
+        managed.follow(Site(module, self._name))
+        return runtime.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.read(managed)
 
 
 class FlatWeights:

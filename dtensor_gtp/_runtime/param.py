@@ -100,6 +100,7 @@ class ManagedParam:
         self._extent = Extent.of(param, self.shard)
         # What stands for the parameter in autograd's graph.
         self.leaf: torch.Tensor
+        self.is_pinned = False  # by ``unshard``: modules see the full parameter outside of forwards, too
         # An outer fully_shard manages the parameter: what is registered is ours only while it is gathered.
         self.is_cut_again = False
         self._mp_policy = mp_policy
@@ -318,7 +319,6 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.unreplicated_grad: torch.Tensor | None = None
         # How linear layers multiply with it; None for ordinary GEMMs of the full weight.
         self.gemms: Float8GEMMs | None = None
-        self.is_pinned = False
         self.fixed: FixedBuffers | None = None  # of a weight of a recorded block
         # Of a table that is looked up by exchange of activations, and of a head with a vocabulary-parallel loss.
         self.lookups: TokenExchange | None = None

@@ -26,6 +26,7 @@ from ..policy import SchedulePolicy
 from . import collectives
 from .comm_context import CommContext
 from .debug import DebugFlags
+from .equal_values import refuse_unequal_values
 from .gathered import Gathered, Version
 from .gathering import ChainKey, Gathering
 from .gradients import Gradients
@@ -221,13 +222,28 @@ class Runtime(Gathering):
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
         if self._is_initialized:
             return
+        # One rank alone may have materialized its parameters, or not: it must not wait for the others in a collective.
+        self._on_all_ranks(self._check_materialized)
+        for param in self.params:
+            param.groups = self.comm.groups(param.mesh)
+        self._number_lanes()
+        self._on_all_ranks(lambda: refuse_unequal_values(self.params, self.device))
+        sent: Counter[str] = Counter()
+        for target in self.gatherables:
+            sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES
+        self.comm.expect(sent)
+        self._is_initialized = True
+
+    def _on_all_ranks(self, check: Callable[[], None]) -> None:
+        """Raises:
+        RuntimeError: ``check`` has raised one on this rank, or on another one.
+        """
         error: RuntimeError | None = None
         try:
-            self._check_materialized()
+            check()
         except RuntimeError as caught:
             error = caught
         meshes = dict.fromkeys(param.mesh for param in self.params)
-        # One rank alone may have materialized its parameters, or not: it must not wait for the others in a collective.
         failed = collectives.failed_rank(error is not None, meshes, self.device)
         if error is not None:
             raise error
@@ -236,14 +252,6 @@ class Runtime(Gathering):
                 f"The first forward failed on rank {failed}, whose error says why, so it fails on all ranks of mesh "
                 f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in meshes)} (rank {dist.get_rank()})."
             )
-        for param in self.params:
-            param.groups = self.comm.groups(param.mesh)
-        self._number_lanes()
-        sent: Counter[str] = Counter()
-        for target in self.gatherables:
-            sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES
-        self.comm.expect(sent)
-        self._is_initialized = True
 
     def _check_materialized(self) -> None:
         """Raises:
