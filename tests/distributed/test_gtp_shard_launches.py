@@ -147,7 +147,6 @@ use 2.o
 use 2.experts.up
 use 2.experts.down
   gather 2.experts.up
-  gather 2.o
 use 2.experts.down
   gather 1.experts.down
 use 2.experts.up
@@ -172,7 +171,7 @@ use 0.q""",
         )
         assert_idle(model)
         used = num_gathers(model)
-        self.assertEqual(set(used.values()) - {4}, {3}, "one each way; the last of the forward is kept")
+        self.assertEqual(set(used.values()) - {4}, {3}, "one each way; the last of the forward is kept, of each mesh")
 
     def test_a_trace_shows_experts_behind_a_whole_block(self) -> None:
         """What the profiler records between the launch of a gather and the use of the weight, in both directions."""
