@@ -26,7 +26,6 @@ from ..policy import SchedulePolicy
 from . import collectives
 from .comm_context import CommContext
 from .debug import DebugFlags
-from .equal_values import refuse_unequal_values
 from .gathered import Gathered, Version
 from .gathering import ChainKey, Gathering
 from .gradients import Gradients
@@ -227,7 +226,6 @@ class Runtime(Gathering):
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
         self._number_lanes()
-        self._on_all_ranks(lambda: refuse_unequal_values(self.params, self.device))
         sent: Counter[str] = Counter()
         for target in self.gatherables:
             sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES
