@@ -144,7 +144,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         for param, native, quantized in self._quantized(written):
             pairs = zip(native.quantized.planes, quantized.planes, strict=True)
             if not all(torch.equal(mine.view(torch.uint8), made.view(torch.uint8)) for mine, made in pairs):
-                self._local_values(self._masters[param]).copy_(native.dequantized_to(torch.float32))
+                _local(self._masters[param]).copy_(native.dequantized_to(torch.float32))
 
     def _hand_over(self) -> None:
         """Gradients, options and state, which others may have changed, to the stock optimizer."""
@@ -177,10 +177,6 @@ class MasterOptimizer(torch.optim.Optimizer):
                 if state:
                     self.state[param] = state
 
-    @staticmethod
-    def _local_values(master: torch.Tensor) -> torch.Tensor:
-        return compat.local_tensor(master) if isinstance(master, DTensor) else master.detach()
-
     def _quantized(self, params: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, NativeWeight, Quantized]]:
         """Each with what its master is in its format."""
         natives = [cast("NativeWeight", native_of(param)) for param in params]
@@ -188,7 +184,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             native.info._replace(groups=groups_of(param, native.recipe))
             for param, native in zip(params, natives, strict=True)
         ]
-        values = [self._local_values(self._masters[param]) for param in params]
+        values = [_local(self._masters[param]).detach() for param in params]
         return zip(params, natives, quantize_parts(values, infos), strict=True)
 
     def _write_back(self, params: list[nn.Parameter]) -> None:
@@ -266,13 +262,17 @@ def _like(master: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return compat.wrap_local(compat.local_tensor(grad).to(torch.float32), compat.dtensor_spec(master))
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def _version_of(tensor: torch.Tensor) -> _Version:
-    local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return tensor._version, local._version
+    return tensor._version, _local(tensor)._version
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).data_ptr()
+    return _local(tensor).data_ptr()
 
 
 def _is_zero(lr: Any) -> bool:

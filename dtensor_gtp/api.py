@@ -235,7 +235,7 @@ class GTPModule:
             async_op: Do not wait; returns a handle to wait on.
         """
         runtime, weights = self._runtime(), self._weights()
-        for param in self._params(True):
+        for param in self._params():
             param.is_pinned = True
         for weight in weights:
             runtime.gather_kept(weight)
@@ -247,7 +247,7 @@ class GTPModule:
 
     def reshard(self) -> None:
         """Free the gathered weights below this module."""
-        for param in self._params(True):
+        for param in self._params():
             param.is_pinned = False
         for weight in self._weights():
             self._runtime().drop_kept(weight)

@@ -401,17 +401,12 @@ class CopyEngine(PeerCopies, CastingBackend):
         return self.cast_stream.record_event()
 
     def _cast(self, pairs: list[_Pair]) -> None:
-        """Into the stage, from shards."""
-        _copy(pairs)
-
-
-def _copy(pairs: list[_Pair]) -> None:
-    """Each source to the target before it, which may be of another dtype."""
-    plain = [pair for pair in pairs if _is_copied_as_bytes(*pair)]
-    cast = [pair for pair in pairs if not _is_copied_as_bytes(*pair)] if len(plain) < len(pairs) else []
-    for some, copy in ((plain, compat.copy_bytes), (cast, compat.copy_all)):
-        if some:
-            copy([target for target, _ in some], [source for _, source in some])
+        """Into the stage, from shards, which may be of another dtype."""
+        plain = [pair for pair in pairs if _is_copied_as_bytes(*pair)]
+        cast = [pair for pair in pairs if not _is_copied_as_bytes(*pair)] if len(plain) < len(pairs) else []
+        for some, copy in ((plain, compat.copy_bytes), (cast, compat.copy_all)):
+            if some:
+                copy([target for target, _ in some], [source for _, source in some])
 
 
 def _is_copied_as_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:

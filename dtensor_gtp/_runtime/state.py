@@ -89,20 +89,20 @@ class Runtime(Gathering):
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
-        # For optimizer steps: parameters by the ids of their objects, which may be replaced; empty: to be made.
+        # For optimizer steps: parameters by the ids of their objects, as they were when it was last looked.
         self._by_id: dict[int, ManagedParam] = {}
-        self._is_cut_again = False
         optimizer_steps().tell(self)
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has written to the parameters with these ids: perhaps one of very many optimizers."""
-        if not self._by_id:
+        written = [param for one in updated if (param := self._by_id.get(one)) is not None and id(param.param) == one]
+        is_of_outer = False
+        if len(written) < len(updated):  # of others, or objects that have come in the place of those known
             self._by_id = {id(param.param): param for param in self.params}
+            written = [self._by_id[one] for one in updated & self._by_id.keys()]
             # An optimizer holds what an outer fully_shard has made of our parameters.
-            self._is_cut_again = any(param.is_cut_again for param in self.params)
-        found = (self._by_id.get(one) for one in updated)
-        written = [param for param in found if param is not None and id(param.param) in updated]
-        self.num_steps += bool(written) or self._is_cut_again
+            is_of_outer = any(param.is_cut_again for param in self.params)
+        self.num_steps += bool(written) or is_of_outer
         for param in written:
             if isinstance(param, ShardedWeight):
                 param.num_updates += 1
@@ -115,7 +115,6 @@ class Runtime(Gathering):
         of the outermost call come last."""
         weights = [param for param in params if isinstance(param, ShardedWeight)]
         self.weights += weights
-        self._by_id = {}
         self._add_gatherables(weights)
         for param in params:
             if isinstance(param, WholeParam):
@@ -208,8 +207,6 @@ class Runtime(Gathering):
         is_captured = self.comm.is_capturing
         for param in self.params:
             param.begin_forward(is_captured)
-            if self._by_id and self._by_id.get(id(param.param)) is not param:
-                self._by_id = {}
         self._begin_quantized()
         self._forward_module = module
         self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
@@ -221,27 +218,13 @@ class Runtime(Gathering):
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
         if self._is_initialized:
             return
-        # One rank alone may have materialized its parameters, or not: it must not wait for the others in a collective.
-        self._on_all_ranks(self._check_materialized)
-        for param in self.params:
-            param.groups = self.comm.groups(param.mesh)
-        self._number_lanes()
-        sent: Counter[str] = Counter()
-        for target in self.gatherables:
-            sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES
-        self.comm.expect(sent)
-        self._is_initialized = True
-
-    def _on_all_ranks(self, check: Callable[[], None]) -> None:
-        """Raises:
-        RuntimeError: ``check`` has raised one on this rank, or on another one.
-        """
         error: RuntimeError | None = None
         try:
-            check()
+            self._check_materialized()
         except RuntimeError as caught:
             error = caught
         meshes = dict.fromkeys(param.mesh for param in self.params)
+        # One rank alone may have materialized its parameters, or not: it must not wait for the others in a collective.
         failed = collectives.failed_rank(error is not None, meshes, self.device)
         if error is not None:
             raise error
@@ -250,6 +233,14 @@ class Runtime(Gathering):
                 f"The first forward failed on rank {failed}, whose error says why, so it fails on all ranks of mesh "
                 f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in meshes)} (rank {dist.get_rank()})."
             )
+        for param in self.params:
+            param.groups = self.comm.groups(param.mesh)
+        self._number_lanes()
+        sent: Counter[str] = Counter()
+        for target in self.gatherables:
+            sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES
+        self.comm.expect(sent)
+        self._is_initialized = True
 
     def _check_materialized(self) -> None:
         """Raises:
@@ -393,10 +384,14 @@ class Runtime(Gathering):
         try:
             yield
         except BaseException:
-            self.grads.abandon()
-            for param in self.params:
-                param.reset_grads()
+            self._forget_gradients()
             raise
+
+    def _forget_gradients(self) -> None:
+        """After an exception: wait for what was launched, and drop all that no ``.grad`` has."""
+        self.grads.abandon()
+        for param in self.params:
+            param.reset_grads()
 
     @property
     def has_gradients_in_flight(self) -> bool:
@@ -415,9 +410,7 @@ class Runtime(Gathering):
     def abandon(self) -> None:
         """After an exception: forget a backward that broke off, and gradients in flight."""
         self.drop_broken_backward()
-        self.grads.abandon()
-        for param in self.params:
-            param.reset_grads()
+        self._forget_gradients()
 
     def forget_recording(self) -> None:
         """After a recording into a CUDA graph that failed: what it has gathered and reduced was never computed, and
@@ -441,13 +434,11 @@ class Runtime(Gathering):
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
         self._is_in_backward = False
-        self.grads.abandon()
+        self._forget_gradients()
         self._release_read_in_backward()
         self._backward_chain.cancel()
         self._drop_prefetched()
         self._end_keeps()
-        for param in self.params:
-            param.reset_grads()
 
 
 class Materialize(torch.autograd.Function):

@@ -218,6 +218,19 @@ class TestReads(GlooTest):
                 assert_same_params(model, reference)
                 torch.testing.assert_close(full(model(batch)), reference(batch))
 
+    def test_a_step_on_what_was_replaced_and_unsharded_before_any_forward(self) -> None:
+        mesh = self.gtp_mesh()
+        model = gtp_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh, schedule=ALL)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.load_state_dict({n: p.detach().clone() for n, p in model.state_dict().items()}, assign=True)
+        model.unshard()
+        (param,) = model.parameters()
+        expected = full(param).detach() - 0.5
+        param.grad = torch.full_like(param, 0.5)
+        torch.optim.SGD([param], lr=1.0, fused=True).step()  # which leaves no trace in the tensor
+        torch.testing.assert_close(model(torch.eye(WIDTH)), expected.t())
+
     def test_tie_to_a_module_of_several_calls(self) -> None:
         """One runtime serves them all: with two, both would reduce the weight that they share."""
         mesh = self.gtp_mesh()

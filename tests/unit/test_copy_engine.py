@@ -227,10 +227,8 @@ def add(
 ) -> None:
     """What the kernel does, ``addends.Sum``."""
     assert rows.shape == (num_ranks - 1, out.numel())
-    out.copy_(
-        torch.cat([rows[:rank], torch.cat([part.reshape(-1) for part in own])[None], rows[rank:]]).float().sum(0)
-        * factor
-    )
+    row = torch.cat([part.reshape(-1) for part in own])
+    out.copy_(torch.cat([rows[:rank], row[None], rows[rank:]]).float().sum(0) * factor)
 
 
 @pytest.mark.parametrize("seed", range(8))
