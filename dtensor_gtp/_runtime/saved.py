@@ -173,7 +173,7 @@ class SavedWeights:
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
             compose: Any = packed.like.__tensor_unflatten__  # type: ignore[attr-defined]
             view = compose(parts, packed.context, packed.size, packed.stride)
-        elif packed.use.weight.wire is None and compat.ignores_saved_weight(packed.use.weight):
+        elif packed.use.weight.wire is None and compat.is_ignored_weight(packed):
             weight = packed.use.weight
             view = torch.empty_strided(
                 packed.size, packed.stride, dtype=weight.compute_dtype, device=weight.shard.device

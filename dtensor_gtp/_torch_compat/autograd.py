@@ -12,19 +12,18 @@ PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
 
-def ignores_saved_weight(weight: object) -> bool:
-    """Whether the node of autograd's graph that runs now is a convolution's with this weight, and its input needs no
-    gradient: it unpacks the weight that it has saved, and does not look at the values.
+def is_ignored_weight(packed: object) -> bool:
+    """Whether the node of autograd's graph that runs now is a convolution's whose input needs no gradient, and it asks
+    for its weight: it unpacks that, and does not look at the values.
 
     Args:
-        weight: What the function that has made the tensor calls ``ctx.weight``. A weight may also be saved as the input
-            of a convolution with another one, which does look at it.
+        packed: What a saved-tensor hook has made of the tensor that is asked for now. It may also be the input, even
+            one that is the weight itself, as a constant.
     """
     node = torch._C._current_autograd_node()
-    if node is None or not node.name().startswith("ConvolutionBackward"):
+    if node is None or not node.name().startswith("ConvolutionBackward") or node.next_functions[0][0] is not None:
         return False
-    (of_input, _), (of_weight, _), *_ = node.next_functions
-    return of_input is None and getattr(of_weight, "weight", None) is weight
+    return getattr(node._raw_saved_weight, "data", None) is packed  # type: ignore[attr-defined]
 
 
 def current_graph_task_id() -> int:

@@ -45,6 +45,17 @@ class ConvolvedTable(nn.Module):
         return x + self.out(y[0].t()).mean(0)
 
 
+class ConvolvedWithItself(nn.Module):
+    """A filter whose correlation with itself, as a constant, is penalized (orthogonality of filters)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * F.conv1d(self.weight.detach(), self.weight, padding=2).sum(0).mean(1)
+
+
 class StepsWithin(nn.Module):
     """Trains a weight in the middle of a forward that has read it, and reads it again."""
 
@@ -90,6 +101,8 @@ class TestReads(GlooTest):
         for weight_of, is_trained in ((torch.clone, True), (same, True), (same, False), (torch.detach, True)):
             torch.manual_seed(0)
             self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), ConvolvedTable(weight_of, is_trained)))
+        torch.manual_seed(0)
+        self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), ConvolvedWithItself()))
 
     def test_step_in_the_middle_of_a_forward(self) -> None:
         torch.manual_seed(0)
