@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 
@@ -54,23 +53,6 @@ def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> Re
     while factor % predivide == 0 and factor / predivide > predivide:
         predivide *= 2
     return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
-
-
-def failed_rank(has_failed: bool, meshes: Iterable[DeviceMesh], device: torch.device) -> int | None:
-    """A rank of ``meshes`` on which something has failed, known to all of its peers there; None if there is none.
-
-    Args:
-        has_failed: Whether it has on this rank.
-        meshes: In the same order on all of their ranks.
-        device: Where the backends of their groups expect tensors.
-    """
-    failed = torch.tensor(dist.get_rank() if has_failed else -1, device=device)
-    for mesh in meshes:
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:
-                dist.all_reduce(failed, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    rank = int(failed)
-    return None if rank < 0 else rank
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:

@@ -23,7 +23,7 @@ import torch.nn as nn
 
 from .. import _torch_compat as compat
 from ..policy import SchedulePolicy
-from . import collectives
+from . import first_forward
 from .comm_context import CommContext
 from .debug import DebugFlags
 from .gathered import Gathered, Version
@@ -223,16 +223,18 @@ class Runtime(Gathering):
             self._check_materialized()
         except RuntimeError as caught:
             error = caught
-        meshes = dict.fromkeys(param.mesh for param in self.params)
         # One rank alone may have materialized its parameters, or not: it must not wait for the others in a collective.
-        failed = collectives.failed_rank(error is not None, meshes, self.device)
+        told = first_forward.tell(error is not None, self.params, self.device)
         if error is not None:
             raise error
-        if failed is not None:
+        if told.failed_rank is not None:
+            meshes = dict.fromkeys(param.mesh for param in self.params)
             raise RuntimeError(
-                f"The first forward failed on rank {failed}, whose error says why, so it fails on all ranks of mesh "
-                f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in meshes)} (rank {dist.get_rank()})."
+                f"The first forward failed on rank {told.failed_rank}, whose error says why, so it fails on all ranks "
+                f"of mesh axes {' and '.join(str(mesh.mesh_dim_names) for mesh in meshes)} (rank {dist.get_rank()})."
             )
+        if told.unequal:
+            raise first_forward.refusal(told.unequal)
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
         self._number_lanes()

@@ -392,6 +392,8 @@ class TestOneRankFails(GlooTest):
                     use()
             if self.rank != 0:
                 net.to_empty(device="cpu")
+            for param in net.parameters():
+                nn.init.ones_(param)
             net(torch.randn(2, 6)).sum().backward()
 
     def test_r26_first_forward_of_two_meshes(self) -> None:

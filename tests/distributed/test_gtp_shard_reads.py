@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
@@ -151,6 +152,23 @@ class TestReads(GlooTest):
             loss.backward()
         assert_same_params(model, reference, "grad")
         self.assertEqual([p.grad is None for p in model.parameters()], [False, False, True, True, True, True])
+
+    def test_ranks_that_begin_with_other_values_are_refused(self) -> None:
+        """On all ranks, by name: a bias that one rank has drawn alone, and a weight along replicas."""
+        told = "'{}' of shape .* has other values on some ranks .* Seed all ranks alike"
+        for mesh, name in ((self.gtp_mesh(), "1.bias"), (self.hsdp_mesh(), "1.bias"), (self.hsdp_mesh(), "0.weight")):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+            with torch.no_grad():
+                model.get_parameter(name).add_(float(self.rank == 1))
+            gtp_shard(model, mesh, schedule=ALL)
+            with self.assertRaisesRegex(RuntimeError, told.format(name)):
+                model(torch.ones(1, WIDTH))
+            with torch.no_grad():
+                param = model.get_parameter(name)
+                for axis in reversed(range(mesh.ndim)) if name == "1.bias" else (0,):
+                    dist.broadcast(param.to_local(), group_src=0, group=mesh.get_group(axis))
+            model(torch.ones(1, WIDTH))
 
     def test_unsharded_parameters_outside_of_a_forward(self) -> None:
         """Weights and parameters that stay whole read as what code computes with, and train."""

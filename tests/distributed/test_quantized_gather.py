@@ -113,6 +113,7 @@ class TestGathered(GlooTest):
         nn.init.ones_(model.weight)
         quantize_(model, "float8_tensorwise")
         gtp_shard(model, mesh, schedule=ALL)
+        model(torch.ones(1, 8))
         replica, rank = mesh.get_local_rank("replicate"), mesh.get_local_rank("gtp")
         with torch.no_grad():
             model.weight.to_local().mul_(1 + replica * 4 + rank)
