@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .param import ManagedParam
 from .whole import WholeParam
 
+_WORD = torch.int64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,7 +44,7 @@ def tell(has_failed: bool, params: Sequence[ManagedParam], device: torch.device)
     for mesh, members in by_mesh.items():
         whole = [param for param in members if isinstance(param, WholeParam)]
         shards = [param for param in members if not isinstance(param, WholeParam)] if _has_replicas(mesh) else []
-        sums = torch.zeros(len(whole + shards), dtype=torch.int64, device=device)
+        sums = torch.zeros(len(whole + shards), dtype=_WORD, device=device)
         if not has_failed:
             for place, param in enumerate(whole + shards):
                 sums[place] = _sum_of_bits(param)
@@ -92,7 +93,12 @@ def _sum_of_bits(param: ManagedParam) -> torch.Tensor | int:
         return 0
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    return values.contiguous().view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64)
+    flat = values.contiguous().flatten()
+    if flat.nbytes % _WORD.itemsize:
+        return flat.view(_INTEGERS[flat.itemsize]).sum(dtype=_WORD)
+    # Integers of another size would be converted before they are summed, all of them at once.
+    is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
+    return (flat if is_aligned else flat.clone()).view(_WORD).sum()
 
 
 def refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
