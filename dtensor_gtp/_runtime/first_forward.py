@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,50 +13,95 @@ from .param import ManagedParam
 from .whole import WholeParam
 
 _WORD = torch.int64
+_Sums = dict[DeviceMesh, list[torch.Tensor | int]]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Told(NamedTuple):
-    """What all ranks of a mesh know then.
+class _Compared(NamedTuple):
+    """What the ranks of a mesh are to have alike: parameters that stay whole on all of them, shards on replicas."""
 
-    ``failed_rank`` is one that cannot begin. The values of ``unequal`` differ between ranks that are to have the same:
-    all ranks of the mesh where a parameter stays whole, the replicas of a shard.
-    """
+    whole: list[ManagedParam]
+    shards: list[ManagedParam]
 
-    failed_rank: int | None
-    unequal: list[ManagedParam]
+    @property
+    def params(self) -> list[ManagedParam]:
+        return self.whole + self.shards
 
 
-def tell(has_failed: bool, params: Sequence[ManagedParam], device: torch.device) -> Told:
-    """One small all-reduce for each axis of their meshes, and a wait for the results: on all ranks alike.
+def agree_to_begin(params: Sequence[ManagedParam], check: Callable[[], None], device: torch.device) -> None:
+    """One small all-reduce for each axis of the meshes (two where there are several meshes), and a wait for the result:
+    on all ranks alike.
 
     Args:
-        has_failed: Whether this rank cannot begin.
         params: Of all meshes, in the same order on all ranks.
+        check: Raises a RuntimeError if this rank cannot begin.
         device: Where the backends of the meshes expect tensors.
+
+    Raises:
+        RuntimeError: This rank or another one cannot begin, or the values of a parameter differ. Raised on all ranks
+            that a mesh of ``params`` connects.
     """
-    by_mesh: dict[DeviceMesh, list[ManagedParam]] = {}
+    compared = _by_mesh(params)
+    error: RuntimeError | None = None
+    sums: _Sums = {mesh: [0] * len(some.params) for mesh, some in compared.items()}
+    try:
+        check()
+        sums = {mesh: [_sum_of_bits(param) for param in some.params] for mesh, some in compared.items()}
+    except RuntimeError as caught:  # the others wait to be told
+        error = caught
+    told = _tell(error is not None, compared, sums, device)
+    if error is not None:
+        raise error
+    if type(told) is not torch.Tensor:
+        return  # a fake one
+    rank, *differ = told.tolist()
+    everything = [param for some in compared.values() for param in some.params]
+    unequal = [param for param, differs in zip(everything, differ, strict=True) if differs]
+    if unequal:
+        raise _refusal(unequal)
+    if rank >= 0:
+        raise RuntimeError(
+            f"The first forward failed on rank {rank}, whose error says why, so it fails on all ranks of mesh axes "
+            f"{' and '.join(str(mesh.mesh_dim_names) for mesh in compared)} (rank {dist.get_rank()})."
+        )
+
+
+def _by_mesh(params: Sequence[ManagedParam]) -> dict[DeviceMesh, _Compared]:
+    compared: dict[DeviceMesh, _Compared] = {}
     for param in params:
-        by_mesh.setdefault(param.mesh, []).append(param)
-    failed = torch.tensor([dist.get_rank() if has_failed else -1], device=device)
-    compared: list[ManagedParam] = []
-    results: list[torch.Tensor] = []
-    for mesh, members in by_mesh.items():
-        whole = [param for param in members if isinstance(param, WholeParam)]
-        shards = [param for param in members if not isinstance(param, WholeParam)] if _has_replicas(mesh) else []
-        sums = torch.zeros(len(whole + shards), dtype=_WORD, device=device)
-        if not has_failed:
-            for place, param in enumerate(whole + shards):
-                sums[place] = _sum_of_bits(param)
-        failed, is_unequal = _over_axes(mesh, failed, sums, len(whole))
-        compared += whole + shards
-        results.append(is_unequal)
-    rank, *differ = torch.cat([failed, *results]).tolist()
-    return Told(None if rank < 0 else rank, [param for param, differs in zip(compared, differ, strict=True) if differs])
+        whole, shards = compared.setdefault(param.mesh, _Compared([], []))
+        if isinstance(param, WholeParam):
+            whole.append(param)
+        elif _has_replicas(param.mesh):
+            shards.append(param)
+    return compared
 
 
 def _has_replicas(mesh: DeviceMesh) -> bool:
     return mesh.ndim == 2 and mesh.size(0) > 1
+
+
+def _tell(
+    has_failed: bool,
+    compared: dict[DeviceMesh, _Compared],
+    sums: _Sums,
+    device: torch.device,
+) -> torch.Tensor:
+    """A rank that cannot begin or has found values that differ, or -1; then, for each that is compared, whether it
+    does. What a rank has failed to sum differs from nothing."""
+    failed = torch.tensor([dist.get_rank() if has_failed else -1], device=device)
+    results = []
+    for mesh, some in compared.items():
+        numbers = torch.zeros(len(some.params), dtype=_WORD, device=device)
+        for place, number in enumerate(sums[mesh]):
+            numbers[place] = number
+        failed, differs = _over_axes(mesh, failed, numbers, len(some.whole))
+        differs &= failed < 0
+        failed = torch.where(differs.any(), dist.get_rank(), failed)
+        results.append(differs)
+    for mesh in list(compared)[-2::-1]:  # what was found on later ones
+        failed, _ = _over_axes(mesh, failed, failed[:0], 0)
+    return torch.cat([failed, *results])
 
 
 def _over_axes(
@@ -75,7 +120,7 @@ def _over_axes(
             shards = extremes[:, num_whole:]
             shards[0] = _differs(shards)
             shards[1] = ~0
-    return failed, _differs(extremes).to(sums.dtype)
+    return failed, _differs(extremes)
 
 
 def _differs(extremes: torch.Tensor) -> torch.Tensor:
@@ -89,7 +134,7 @@ def _sum_of_bits(param: ManagedParam) -> torch.Tensor | int:
     several tensors (a quantized weight).
     """
     values = param.shard.detach()
-    if param.is_cut_again or type(values) is not torch.Tensor:
+    if param.is_cut_again or type(values) is not torch.Tensor or values.is_quantized:
         return 0
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -101,17 +146,16 @@ def _sum_of_bits(param: ManagedParam) -> torch.Tensor | int:
     return (flat if is_aligned else flat.clone()).view(_WORD).sum()
 
 
-def refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
-    """What to raise where ``unequal`` is not empty."""
+def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
     param, *others = unequal
     more = f" and {len(others)} more" if others else ""
     return RuntimeError(
         f"Parameter '{param.fqn}' of shape {tuple(param.param.shape)}{more} has other values on some ranks of mesh "
         f"axes {param.mesh.mesh_dim_names} than on others, with placements {param.placements} (rank "
         f"{dist.get_rank()}): each would train another model. Seed all ranks alike before the model is built or "
-        "initialized (torch.manual_seed), load the same state dict on all of them, or pass a parameter that is to be "
-        "each rank's own in ignored_params."
+        "initialized (torch.manual_seed), initialize all that to_empty() has made, load the same state dict on all "
+        "ranks, or pass a parameter that is to be each rank's own in ignored_params."
     )
 
 
-__all__ = ["Told", "refusal", "tell"]
+__all__ = ["agree_to_begin"]

@@ -52,7 +52,8 @@ def install() -> None:
         cut = compat.FullyShardCut.from_arguments(stock_init, group, params, modules, *args, **kwargs)
         _check_cuts(params, modules, cut)
         stock_init(group, params, modules, *args, **kwargs)
-        for managed in _by_runtime(group).values():
+        for runtime, managed in _by_runtime(group).items():
+            runtime.forget_objects()
             for param in managed:
                 param.is_cut_again = True
                 module, name = param.sites[0]

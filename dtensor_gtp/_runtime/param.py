@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,6 +97,7 @@ class ManagedParam:
         self.groups: Groups  # set before the first forward, when the communicators exist
         self.param = param
         self.replaced: ReplacedParam | None = None
+        self.on_replaced: Callable[[], None] | None = None  # by another parameter object
         self.shard = compat.local_tensor(_as_dtensor(param))
         self._extent = Extent.of(param, self.shard)
         # What stands for the parameter in autograd's graph.
@@ -154,6 +156,8 @@ class ManagedParam:
         self.param = current
         self.shard = compat.local_tensor(current)
         self._extent = Extent.of(current, self.shard)
+        if self.on_replaced is not None:
+            self.on_replaced()
         if not self.is_cut_again:
             for other in self.sites:
                 other.module._parameters[other.name] = current
@@ -269,13 +273,19 @@ class ManagedParam:
         """
         if any(name not in module._parameters for module, name in self.sites):
             raise refusals.removed(self._expected)
+        self.check_memory()
+        if self._wide_grad is not None and self.param.grad is None:
+            self._wide_grad = None
+        self._follow_frozen()
+
+    def check_memory(self) -> None:
+        """Raises:
+        RuntimeError: The shard is of another size than it was, or has no memory.
+        """
         # An outer fully_shard frees what it has gathered; another shard is followed when it is used.
         is_same = not self.is_cut_again and self.shard is compat.local_tensor(self.param)  # type: ignore[arg-type]
         if is_same and not self._extent.is_kept_by(self.param, self.shard):
             raise refusals.resized(self._expected, self.param, self.shard, self._extent)
-        if self._wide_grad is not None and self.param.grad is None:
-            self._wide_grad = None
-        self._follow_frozen()
 
     def _follow_frozen(self) -> None:
         if self.leaf.requires_grad != self.param.requires_grad:

@@ -173,7 +173,7 @@ class SavedWeights:
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
             compose: Any = packed.like.__tensor_unflatten__  # type: ignore[attr-defined]
             view = compose(parts, packed.context, packed.size, packed.stride)
-        elif packed.use.weight.wire is None and compat.is_ignored_weight(packed):
+        elif packed.use.weight.wire is None and _is_ignored(packed):
             weight = packed.use.weight
             view = torch.empty_strided(
                 packed.size, packed.stride, dtype=weight.compute_dtype, device=weight.shard.device
@@ -217,6 +217,15 @@ for _hook in (SavedWeights._pack, SavedWeights._unpack):
     compat.skip_code(_hook.__code__, recursive=True)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_ignored(handle: _Handle) -> bool:
+    """Whether who asks for it does not look at the values: as a convolution's weight, not as its input, which may be of
+    the same weight."""
+    packed = compat.ignored_saved_weight()
+    while isinstance(packed, _Delegated):  # by the frames within that of the handle
+        packed = packed.packed
+    return packed is handle
 
 
 def _end_of(tensor: torch.Tensor) -> int:

@@ -89,20 +89,19 @@ class Runtime(Gathering):
         self._backward_frame = Frame()
         self._backward_saved: list[SavedWeights] = []
         self._is_initialized = False
-        # For optimizer steps: parameters by the ids of their objects, as they were when it was last looked.
+        # For optimizer steps: parameters by the ids of their objects; empty: to be made.
         self._by_id: dict[int, ManagedParam] = {}
+        self._is_cut_again = False
         optimizer_steps().tell(self)
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has written to the parameters with these ids: perhaps one of very many optimizers."""
-        written = [param for one in updated if (param := self._by_id.get(one)) is not None and id(param.param) == one]
-        is_of_outer = False
-        if len(written) < len(updated):  # of others, or objects that have come in the place of those known
+        if not self._by_id:
             self._by_id = {id(param.param): param for param in self.params}
-            written = [self._by_id[one] for one in updated & self._by_id.keys()]
             # An optimizer holds what an outer fully_shard has made of our parameters.
-            is_of_outer = any(param.is_cut_again for param in self.params)
-        self.num_steps += bool(written) or is_of_outer
+            self._is_cut_again = any(param.is_cut_again for param in self.params)
+        written = [self._by_id[one] for one in updated & self._by_id.keys()]
+        self.num_steps += bool(written) or self._is_cut_again
         for param in written:
             if isinstance(param, ShardedWeight):
                 param.num_updates += 1
@@ -110,13 +109,19 @@ class Runtime(Gathering):
             elif isinstance(param, WholeParam):
                 torch.autograd.graph.increment_version(param.leaf)
 
+    def forget_objects(self) -> None:
+        """Other parameter objects have come in the place of some, or an outer ``fully_shard`` now manages them."""
+        self._by_id = {}
+
     def add(self, params: Sequence[ManagedParam]) -> None:
         """Take over the parameters of one ``gtp_shard`` call, also of a nested one that had a runtime of its own; those
         of the outermost call come last."""
         weights = [param for param in params if isinstance(param, ShardedWeight)]
         self.weights += weights
         self._add_gatherables(weights)
+        self.forget_objects()
         for param in params:
+            param.on_replaced = self.forget_objects
             if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)
@@ -218,23 +223,7 @@ class Runtime(Gathering):
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
         if self._is_initialized:
             return
-        error: RuntimeError | None = None
-        try:
-            self._check_materialized()
-        except RuntimeError as caught:
-            error = caught
-        # One rank alone may have materialized its parameters, or not: it must not wait for the others in a collective.
-        told = first_forward.tell(error is not None, self.params, self.device)
-        if error is not None:
-            raise error
-        if told.failed_rank is not None:
-            meshes = dict.fromkeys(param.mesh for param in self.params)
-            raise RuntimeError(
-                f"The first forward failed on rank {told.failed_rank}, whose error says why, so it fails on all ranks "
-                f"of mesh axes {' and '.join(str(mesh.mesh_dim_names) for mesh in meshes)} (rank {dist.get_rank()})."
-            )
-        if told.unequal:
-            raise first_forward.refusal(told.unequal)
+        first_forward.agree_to_begin(self.params, self._check_materialized, self.device)
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
         self._number_lanes()
@@ -246,10 +235,13 @@ class Runtime(Gathering):
 
     def _check_materialized(self) -> None:
         """Raises:
-        RuntimeError: Parameters are on the meta device, or are not those that ``gtp_shard`` has registered.
+        RuntimeError: Parameters are on the meta device, have no memory, or are not those that ``gtp_shard`` has
+            registered.
         """
         meta = [param for param in self.params if self._is_meta(param)]
         if not meta:
+            for param in self.params:
+                param.check_memory()
             return
         named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MOST_NAMED]]
         more = f" and {len(meta) - _MOST_NAMED} more" if len(meta) > _MOST_NAMED else ""

@@ -12,18 +12,13 @@ PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
 
-def is_ignored_weight(packed: object) -> bool:
-    """Whether the node of autograd's graph that runs now is a convolution's whose input needs no gradient, and it asks
-    for its weight: it unpacks that, and does not look at the values.
-
-    Args:
-        packed: What a saved-tensor hook has made of the tensor that is asked for now. It may also be the input, even
-            one that is the weight itself, as a constant.
-    """
+def ignored_saved_weight() -> object:
+    """What a saved-tensor hook has made of the weight of a convolution whose input needs no gradient, if that is the
+    node of autograd's graph that runs now: it unpacks the weight, and does not look at the values. None elsewhere."""
     node = torch._C._current_autograd_node()
     if node is None or not node.name().startswith("ConvolutionBackward") or node.next_functions[0][0] is not None:
-        return False
-    return getattr(node._raw_saved_weight, "data", None) is packed  # type: ignore[attr-defined]
+        return None
+    return getattr(node._raw_saved_weight, "data", None)  # type: ignore[attr-defined]
 
 
 def current_graph_task_id() -> int:

@@ -408,6 +408,30 @@ class TestOneRankFails(GlooTest):
         with within(5), self.assertRaisesRegex(RuntimeError, message):
             net(torch.randn(2, 6))
 
+    def test_values_of_experts_that_differ_before_the_first_forward(self) -> None:
+        """Ranks that do not have these experts hear of it over the mesh that connects them, in either order."""
+        names = ("ep", "egtp")
+        experts, mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["egtp"], self.gtp_mesh()
+        for inner, outer in ((experts, mesh), (self.hsdp_mesh()["gtp"], self.hsdp_mesh()["replicate"])):
+            for name in ("inner.0.bias", "head.bias"):
+                torch.manual_seed(0)
+                net = Net()
+                with torch.no_grad():
+                    net.get_parameter(name).add_(float(self.rank == 1))
+                gtp_shard(net.inner, inner, schedule=ALL)
+                gtp_shard(net, outer, schedule=ALL)
+                message = f"'{name}' of shape .* has other values|failed on rank"
+                with within(5), self.assertRaisesRegex(RuntimeError, message):
+                    net(torch.randn(2, 6))
+
+    def test_memory_freed_on_one_rank_before_the_first_forward(self) -> None:
+        net = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)
+        if self.rank == 1:
+            net.head.bias.to_local().untyped_storage().resize_(0)
+        message = "'head.bias' was resized .* no memory" if self.rank == 1 else "failed on rank 1"
+        with within(5), self.assertRaisesRegex(RuntimeError, message):
+            net(torch.randn(2, 6))
+
     def test_swapped_parameter_on_all_ranks(self) -> None:
         net = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)
         x = torch.randn(2, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._runtime.modules import binding_of
+from dtensor_gtp._runtime.state import Runtime
 
 
 class Filter(nn.Module):
@@ -248,6 +250,12 @@ class TestReads(GlooTest):
                     optimizer.zero_grad()
                 assert_same_params(model, reference)
                 torch.testing.assert_close(full(model(batch)), reference(batch))
+        others = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+        own = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+        with mock.patch.object(Runtime, "params", new_callable=mock.PropertyMock) as walked:
+            for optimizer in (*own, *(torch.optim.SGD([other], lr=0.1) for other in others)):
+                optimizer.step()
+        walked.assert_not_called()
 
     def test_a_step_on_what_was_replaced_and_unsharded_before_any_forward(self) -> None:
         mesh = self.gtp_mesh()
