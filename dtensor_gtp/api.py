@@ -166,6 +166,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
             runtime.add(group.params)
             group.runtime = runtime
         runtime.groups += earlier.groups
+        earlier.close()
     names: dict[ManagedParam, str] = {}
     for submodule, prefix in nested.items():
         binding = binding_of(submodule)

@@ -29,8 +29,8 @@ class _Compared(NamedTuple):
 
 
 def agree_to_begin(params: Sequence[ManagedParam], check: Callable[[], None], device: torch.device) -> None:
-    """One small all-reduce for each axis of the meshes (two where there are several meshes), and a wait for the result:
-    on all ranks alike.
+    """One small all-reduce for each axis of the meshes, and a wait for the result. Ranks need not have all meshes in
+    common: what is done over one does not depend on others. What a mesh finds, larger ones hear of.
 
     Args:
         params: Of all meshes, in the same order on all ranks.
@@ -39,7 +39,7 @@ def agree_to_begin(params: Sequence[ManagedParam], check: Callable[[], None], de
 
     Raises:
         RuntimeError: This rank or another one cannot begin, or the values of a parameter differ. Raised on all ranks
-            that a mesh of ``params`` connects.
+            of the mesh that connects them, if it is the largest of them.
     """
     compared = _by_mesh(params)
     error: RuntimeError | None = None
@@ -67,6 +67,7 @@ def agree_to_begin(params: Sequence[ManagedParam], check: Callable[[], None], de
 
 
 def _by_mesh(params: Sequence[ManagedParam]) -> dict[DeviceMesh, _Compared]:
+    """The largest mesh last, which others are parts of: the experts' within the dense one."""
     compared: dict[DeviceMesh, _Compared] = {}
     for param in params:
         whole, shards = compared.setdefault(param.mesh, _Compared([], []))
@@ -74,7 +75,7 @@ def _by_mesh(params: Sequence[ManagedParam]) -> dict[DeviceMesh, _Compared]:
             whole.append(param)
         elif _has_replicas(param.mesh):
             shards.append(param)
-    return compared
+    return dict(sorted(compared.items(), key=lambda item: item[0].size()))
 
 
 def _has_replicas(mesh: DeviceMesh) -> bool:
@@ -99,8 +100,6 @@ def _tell(
         differs &= failed < 0
         failed = torch.where(differs.any(), dist.get_rank(), failed)
         results.append(differs)
-    for mesh in list(compared)[-2::-1]:  # what was found on later ones
-        failed, _ = _over_axes(mesh, failed, failed[:0], 0)
     return torch.cat([failed, *results])
 
 

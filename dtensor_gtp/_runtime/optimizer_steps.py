@@ -56,6 +56,10 @@ class OptimizerSteps:
         """Tell ``watcher`` from now on."""
         self._watchers.add(watcher)
 
+    def forget(self, watcher: Watcher) -> None:
+        """Tell ``watcher`` no more."""
+        self._watchers.discard(watcher)
+
 
 @functools.cache
 def optimizer_steps() -> OptimizerSteps:

@@ -109,6 +109,10 @@ class Runtime(Gathering):
             elif isinstance(param, WholeParam):
                 torch.autograd.graph.increment_version(param.leaf)
 
+    def close(self) -> None:
+        """Another runtime has taken over all that this one served."""
+        optimizer_steps().forget(self)
+
     def forget_objects(self) -> None:
         """Other parameter objects have come in the place of some, or an outer ``fully_shard`` now manages them."""
         self._by_id = {}
@@ -223,7 +227,8 @@ class Runtime(Gathering):
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
         if self._is_initialized:
             return
-        first_forward.agree_to_begin(self.params, self._check_materialized, self.device)
+        with compat.unseen_by_checkpoint_policies():
+            first_forward.agree_to_begin(self.params, self._check_materialized, self.device)
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
         self._number_lanes()

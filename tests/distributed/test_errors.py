@@ -9,6 +9,7 @@ import re
 import time
 import unittest
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -409,20 +410,37 @@ class TestOneRankFails(GlooTest):
             net(torch.randn(2, 6))
 
     def test_values_of_experts_that_differ_before_the_first_forward(self) -> None:
-        """Ranks that do not have these experts hear of it over the mesh that connects them, in either order."""
-        names = ("ep", "egtp")
-        experts, mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["egtp"], self.gtp_mesh()
-        for inner, outer in ((experts, mesh), (self.hsdp_mesh()["gtp"], self.hsdp_mesh()["replicate"])):
-            for name in ("inner.0.bias", "head.bias"):
+        """Ranks that do not have these experts hear of it over the mesh that connects them, whichever comes first."""
+        experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "egtp"))["egtp"]
+        for has_weights in (True, False):
+            for name in ("0.bias", "1.bias"):
                 torch.manual_seed(0)
-                net = Net()
+                net = nn.Sequential(nn.Linear(6, 6) if has_weights else nn.LayerNorm(6), nn.Linear(6, 6))
                 with torch.no_grad():
                     net.get_parameter(name).add_(float(self.rank == 1))
-                gtp_shard(net.inner, inner, schedule=ALL)
-                gtp_shard(net, outer, schedule=ALL)
+                gtp_shard(net[0], experts, schedule=ALL)
+                gtp_shard(net, self.gtp_mesh(), schedule=ALL)
                 message = f"'{name}' of shape .* has other values|failed on rank"
                 with within(5), self.assertRaisesRegex(RuntimeError, message):
                     net(torch.randn(2, 6))
+
+    def test_first_forward_where_ranks_have_different_meshes(self) -> None:
+        """Some have an encoder that the others do not have; it is on the last mesh of some, and on none of others."""
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("place", "pair"))["pair"]
+        for has_weights in (True, False):
+            torch.manual_seed(0)
+            parts = {"first": nn.Linear(6, 6), "encoder": nn.Linear(6, 6), "head": nn.Linear(6, 6)}
+            if not has_weights:
+                parts["encoder"] = nn.LayerNorm(6)
+            if self.rank >= 2:
+                del parts["encoder"]
+            net = nn.Sequential(OrderedDict(parts))
+            gtp_shard(net.first, self.gtp_mesh(), schedule=ALL)
+            if self.rank < 2:
+                gtp_shard(net.encoder, pairs, schedule=ALL)
+            gtp_shard(net, self.gtp_mesh(), schedule=ALL)
+            for _ in range(2):
+                net(torch.randn(2, 6, requires_grad=True)).sum().backward()
 
     def test_memory_freed_on_one_rank_before_the_first_forward(self) -> None:
         net = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
-from runtime_common import WIDTH, assert_idle, make_rows, square_loss
+from runtime_common import WIDTH, assert_idle, make_rows, runtime_of, square_loss
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
@@ -256,6 +256,17 @@ class TestReads(GlooTest):
             for optimizer in (*own, *(torch.optim.SGD([other], lr=0.1) for other in others)):
                 optimizer.step()
         walked.assert_not_called()
+
+    def test_steps_are_told_to_the_runtime_that_has_taken_over(self) -> None:
+        """To it alone: the earlier one would not know which parameters were replaced since."""
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        gtp_shard(model[0], self.gtp_mesh(), schedule=ALL)
+        earlier = runtime_of(model[0])
+        gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+        with mock.patch.object(earlier, "note_step") as told:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        told.assert_not_called()
+        self.assertEqual([weight.num_updates for weight in runtime_of(model).weights], [1, 1])
 
     def test_a_step_on_what_was_replaced_and_unsharded_before_any_forward(self) -> None:
         mesh = self.gtp_mesh()

@@ -63,6 +63,14 @@ class Block(nn.Module):
         return result
 
 
+class Stacked(nn.Module):
+    """What recomputation would take for itself of ops that it does not run again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.stack([x, torch.where(x > 0, x, 0.1 * x)])
+        return torch.cat([both.exp(), both.sin()]).sum(0).exp().clamp(max=2)
+
+
 class Blocks(nn.Sequential):
     """Three blocks; ``run`` calls each of them."""
 
@@ -150,6 +158,21 @@ class TestSelective(GlooTest):
                 schedule = ALL if depth is None else type(ALL)(min_shard_numel=0, prefetch_depth=depth)
                 used = self.gathers(self.fresh(partial(selective, make_policy)), schedule=schedule)
                 assert used == expected, f"{name}, depth {depth}: {used}"
+
+    def test_policy_around_the_root(self) -> None:
+        """Also in the first forward, where ranks tell each other that they can begin. It saves all but GEMMs."""
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.PREFER_RECOMPUTE if op in GEMMS else CheckpointPolicy.MUST_SAVE
+
+        def step(model: nn.Module, x: torch.Tensor) -> None:
+            selective(lambda: policy, model, x).square().mean().backward()
+
+        torch.manual_seed(0)
+        reference = nn.Sequential(Block(), Stacked(), Block())
+        model = shard_copy(reference, self.gtp_mesh())
+        for seed in range(2):
+            check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
 
     def test_policy_that_saves_lookups(self) -> None:
         class Lookup(nn.Module):
