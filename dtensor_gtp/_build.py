@@ -105,7 +105,7 @@ def check_compute(decisions: list[Decision], mesh: DeviceMesh, mp_policy: MixedP
     for decision in decisions:
         param, recipe = decision.param, recipe_of(decision.param)
         if recipe is not None and decision.existing is None:
-            shape = compat.local_tensor(param).shape if isinstance(param, DTensor) else param.shape
+            shape = compat.local_part(param).shape
             dtype = mp_policy.param_dtype or param.dtype
             check_forced(recipe, torch.device(mesh.device_type), shape, dtype, decision.fqn)
 

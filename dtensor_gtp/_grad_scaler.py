@@ -29,7 +29,7 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args: ``(grads, found_inf, inv_scale)`` as the op takes them; ``grads`` may lie on different meshes.
     """
     grads, found_inf, inv_scale = args
-    op([compat.local_tensor(grad) if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
+    op([compat.local_part(grad) for grad in grads], found_inf, inv_scale)
     groups: dict[str, dist.ProcessGroup] = {}
     for grad in grads:
         if not isinstance(grad, DTensor):

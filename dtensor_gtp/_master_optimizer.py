@@ -144,7 +144,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         for param, native, quantized in self._quantized(written):
             pairs = zip(native.quantized.planes, quantized.planes, strict=True)
             if not all(torch.equal(mine.view(torch.uint8), made.view(torch.uint8)) for mine, made in pairs):
-                _local(self._masters[param]).copy_(native.dequantized_to(torch.float32))
+                compat.local_part(self._masters[param]).copy_(native.dequantized_to(torch.float32))
 
     def _hand_over(self) -> None:
         """Gradients, options and state, which others may have changed, to the stock optimizer."""
@@ -184,7 +184,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             native.info._replace(groups=groups_of(param, native.recipe))
             for param, native in zip(params, natives, strict=True)
         ]
-        values = [_local(self._masters[param]).detach() for param in params]
+        values = [compat.local_part(self._masters[param]).detach() for param in params]
         return zip(params, natives, quantize_parts(values, infos), strict=True)
 
     def _write_back(self, params: list[nn.Parameter]) -> None:
@@ -262,17 +262,12 @@ def _like(master: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return compat.wrap_local(compat.local_tensor(grad).to(torch.float32), compat.dtensor_spec(master))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _version_of(tensor: torch.Tensor) -> _Version:
-    return tensor._version, _local(tensor)._version
+    return tensor._version, compat.local_part(tensor)._version
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return _local(tensor).data_ptr()
+    return compat.local_part(tensor).data_ptr()
 
 
 def _is_zero(lr: Any) -> bool:

@@ -184,7 +184,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             target, region = self._targets[weight], self._regions[weight]
             native = native_of(target)
             if native is None:
-                local = compat.local_tensor(target) if isinstance(target, DTensor) else target
+                local = compat.local_part(target)
                 local.copy_(region.values(local.dtype))
                 continue
             info = native.info._replace(groups=groups_of(target, native.recipe))

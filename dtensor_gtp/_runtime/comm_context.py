@@ -65,6 +65,11 @@ class Done(NamedTuple):
     origin: torch.Stream | None = None
 
 
+def has_replicas(mesh: DeviceMesh) -> bool:
+    """Whether others hold the same shards: of a (replicate, gtp) mesh."""
+    return mesh.ndim == 2 and mesh.size(0) > 1
+
+
 @dataclass(frozen=True)
 class Groups:
     """Communicators of one weight mesh. Gather and scatter have one each, so that they overlap in backward.
@@ -158,8 +163,7 @@ class CommContext:
         return self._groups[names]
 
     def _make_groups(self, mesh: DeviceMesh, names: tuple[str, ...]) -> Groups:
-        has_replicas = mesh.ndim == 2 and mesh.size(0) > 1
-        replicate = [mesh.get_group(0)] if has_replicas else []
+        replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
         gather = scatter = mesh.get_group(mesh.ndim - 1)
         if gather.size() > 1:
             schedule, device = self._schedule, self.device
@@ -181,7 +185,7 @@ class CommContext:
         stream = self._new_stream()
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
-        return Groups(gather.group_name, scatter.group_name, names[0] if has_replicas else None)
+        return Groups(gather.group_name, scatter.group_name, names[0] if replicate else None)
 
     # --- ordering -----------------------------------------------------------------------------------------------------
 

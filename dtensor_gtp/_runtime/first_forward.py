@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .comm_context import has_replicas
 from .param import ManagedParam
 from .whole import WholeParam
+from .wire import as_integers
 
 _WORD = torch.int64
 _Sums = dict[DeviceMesh, list[torch.Tensor | int]]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Compared(NamedTuple):
@@ -43,13 +44,13 @@ def agree_to_begin(params: Sequence[ManagedParam], check: Callable[[], None], de
     """
     compared = _by_mesh(params)
     error: RuntimeError | None = None
-    sums: _Sums = {mesh: [0] * len(some.params) for mesh, some in compared.items()}
+    sums: _Sums | None = None
     try:
         check()
         sums = {mesh: [_sum_of_bits(param) for param in some.params] for mesh, some in compared.items()}
     except RuntimeError as caught:  # the others wait to be told
         error = caught
-    told = _tell(error is not None, compared, sums, device)
+    told = _tell(compared, sums, device)
     if error is not None:
         raise error
     if type(told) is not torch.Tensor:
@@ -73,28 +74,19 @@ def _by_mesh(params: Sequence[ManagedParam]) -> dict[DeviceMesh, _Compared]:
         whole, shards = compared.setdefault(param.mesh, _Compared([], []))
         if isinstance(param, WholeParam):
             whole.append(param)
-        elif _has_replicas(param.mesh):
+        elif has_replicas(param.mesh):
             shards.append(param)
     return dict(sorted(compared.items(), key=lambda item: item[0].size()))
 
 
-def _has_replicas(mesh: DeviceMesh) -> bool:
-    return mesh.ndim == 2 and mesh.size(0) > 1
-
-
-def _tell(
-    has_failed: bool,
-    compared: dict[DeviceMesh, _Compared],
-    sums: _Sums,
-    device: torch.device,
-) -> torch.Tensor:
+def _tell(compared: dict[DeviceMesh, _Compared], sums: _Sums | None, device: torch.device) -> torch.Tensor:
     """A rank that cannot begin or has found values that differ, or -1; then, for each that is compared, whether it
-    does. What a rank has failed to sum differs from nothing."""
-    failed = torch.tensor([dist.get_rank() if has_failed else -1], device=device)
+    does. ``sums`` are None on a rank that cannot begin; they differ from nothing."""
+    failed = torch.tensor([dist.get_rank() if sums is None else -1], device=device)
     results = []
     for mesh, some in compared.items():
         numbers = torch.zeros(len(some.params), dtype=_WORD, device=device)
-        for place, number in enumerate(sums[mesh]):
+        for place, number in enumerate(sums[mesh] if sums is not None else ()):
             numbers[place] = number
         failed, differs = _over_axes(mesh, failed, numbers, len(some.whole))
         differs &= failed < 0
@@ -114,7 +106,7 @@ def _over_axes(
             told = torch.cat([failed, extremes.flatten()])
             dist.all_reduce(told, dist.ReduceOp.MAX, group=mesh.get_group(axis))
             failed, extremes = told[:1], told[1:].view_as(extremes)
-        if axis == 0 and _has_replicas(mesh):
+        if axis == 0 and has_replicas(mesh):
             # Along the other axis shards are of other parts: what is told there is only whether replicas differ.
             shards = extremes[:, num_whole:]
             shards[0] = _differs(shards)
@@ -139,7 +131,7 @@ def _sum_of_bits(param: ManagedParam) -> torch.Tensor | int:
         values = torch.view_as_real(values.resolve_conj())
     flat = values.contiguous().flatten()
     if flat.nbytes % _WORD.itemsize:
-        return flat.view(_INTEGERS[flat.itemsize]).sum(dtype=_WORD)
+        return as_integers(flat).sum(dtype=_WORD)
     # Integers of another size would be converted before they are summed, all of them at once.
     is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
     return (flat if is_aligned else flat.clone()).view(_WORD).sum()

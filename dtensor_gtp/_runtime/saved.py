@@ -134,7 +134,7 @@ class SavedWeights:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
-        inner = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        inner = compat.local_part(tensor)
         parts = _parts_of(inner)
         part_spec = spec if type(inner) in _PLAIN else None
         handles = {name: h for name, part in parts.items() if (h := self._handle(part, part_spec)) is not None}

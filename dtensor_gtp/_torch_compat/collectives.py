@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from .dtensor import dtensor_spec, local_tensor, wrap_local
+from .dtensor import dtensor_spec, local_part, local_tensor, wrap_local
 
 # torch 2.11 has these collectives under other names, which later releases warn of.
 _all_gather_autograd: Callable[..., torch.Tensor] = (
@@ -120,7 +120,7 @@ def completed_local(tensor: DTensor) -> torch.Tensor:
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:
-    return isinstance(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor, AsyncCollectiveTensor)
+    return isinstance(local_part(tensor), AsyncCollectiveTensor)
 
 
 def _with_contiguous_grad(result: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,11 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, and any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def dtensor_spec(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .base import Direction, Quantized, Recipe
@@ -127,7 +126,7 @@ def post_all_gather(
     (slots,) = outputs
     if out is None:
         return GatheredWeight(slots, info, outer_size, dtype), (slots,)
-    local = compat.local_tensor(out) if isinstance(out, DTensor) else out
+    local = compat.local_part(out)
     assert isinstance(local, GatheredWeight)
     local.fill(slots, info)
     return None

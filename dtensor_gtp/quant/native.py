@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .base import Direction, Quantized, Recipe
@@ -359,7 +358,7 @@ _HANDLERS: MappingProxyType[Any, Callable[[Any, Any, Any], Any]] = MappingProxyT
 
 def native_of(param: torch.Tensor) -> NativeWeight | None:
     """The native weight that a parameter is or that is its local part; None if its storage is another."""
-    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+    local = compat.local_part(param)
     return local if isinstance(local, NativeWeight) else None
 
 

@@ -168,7 +168,7 @@ def take_planes(state_dict: dict[str, Any], key: str) -> tuple[Recipe, dict[str,
 
 def _is_own(planes: Mapping[str, torch.Tensor], native: NativeWeight) -> bool:
     def address(tensor: torch.Tensor) -> int:
-        return (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).data_ptr()
+        return compat.local_part(tensor).data_ptr()
 
     return all(
         name in native.stored and address(plane) == native.stored[name].data_ptr() for name, plane in planes.items()
@@ -201,7 +201,7 @@ def assemble(param: torch.Tensor, recipe: Recipe, planes: Mapping[str, torch.Ten
                 f"{name} of shape {tuple(shape)}{placed}, but got {got}. Load full tensors with set_model_state_dict, "
                 "and other topologies with torch.distributed.checkpoint."
             )
-        local = compat.local_tensor(plane) if isinstance(plane, DTensor) else plane
+        local = compat.local_part(plane)
         locals_[name] = local.view(spec.dtype) if local.dtype != spec.dtype else local
     quantized = Quantized(tuple(locals_[name] for name in PLANE_NAMES if name in locals_), locals_.get("amax"))
     local_shape = native.shape

@@ -238,19 +238,15 @@ class MasterWeight(StoredWeight):
         return f"MasterWeight({self._master!r}, {self._recipe!r})"
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def recipe_of(param: torch.Tensor) -> Recipe | None:
     """The recipe of a weight or of the local part of a DTensor; None if it has none."""
-    local = _local(param)
+    local = compat.local_part(param)
     return local.recipe if isinstance(local, StoredWeight) else None
 
 
 def dense_of(param: torch.Tensor) -> torch.Tensor:
     """The most precise local values of a parameter, an ordinary tensor: masters, or what native data stand for."""
-    local = _local(param)
+    local = compat.local_part(param)
     return local.dense() if isinstance(local, StoredWeight) else local
 
 
