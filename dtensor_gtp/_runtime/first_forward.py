@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .comm_context import has_replicas
+from .digest import digest
 from .param import ManagedParam
 from .whole import WholeParam
-from .wire import as_integers
 
 _WORD = torch.int64
-_Sums = dict[DeviceMesh, list[torch.Tensor | int]]
+_Digests = dict[DeviceMesh, list[torch.Tensor | int]]
 
 
 class _Compared(NamedTuple):
@@ -44,13 +44,13 @@ def agree_to_begin(params: Sequence[ManagedParam], check: Callable[[], None], de
     """
     compared = _by_mesh(params)
     error: RuntimeError | None = None
-    sums: _Sums | None = None
+    digests: _Digests | None = None
     try:
         check()
-        sums = {mesh: [_sum_of_bits(param) for param in some.params] for mesh, some in compared.items()}
+        digests = {mesh: [_digest_of(param) for param in some.params] for mesh, some in compared.items()}
     except RuntimeError as caught:  # the others wait to be told
         error = caught
-    told = _tell(compared, sums, device)
+    told = _tell(compared, digests, device)
     if error is not None:
         raise error
     if type(told) is not torch.Tensor:
@@ -79,14 +79,14 @@ def _by_mesh(params: Sequence[ManagedParam]) -> dict[DeviceMesh, _Compared]:
     return dict(sorted(compared.items(), key=lambda item: item[0].size()))
 
 
-def _tell(compared: dict[DeviceMesh, _Compared], sums: _Sums | None, device: torch.device) -> torch.Tensor:
+def _tell(compared: dict[DeviceMesh, _Compared], digests: _Digests | None, device: torch.device) -> torch.Tensor:
     """A rank that cannot begin or has found values that differ, or -1; then, for each that is compared, whether it
-    does. ``sums`` are None on a rank that cannot begin; they differ from nothing."""
-    failed = torch.tensor([dist.get_rank() if sums is None else -1], device=device)
+    does. ``digests`` are None on a rank that cannot begin; they differ from nothing."""
+    failed = torch.tensor([dist.get_rank() if digests is None else -1], device=device)
     results = []
     for mesh, some in compared.items():
         numbers = torch.zeros(len(some.params), dtype=_WORD, device=device)
-        for place, number in enumerate(sums[mesh] if sums is not None else ()):
+        for place, number in enumerate(digests[mesh] if digests is not None else ()):
             numbers[place] = number
         failed, differs = _over_axes(mesh, failed, numbers, len(some.whole))
         differs &= failed < 0
@@ -96,11 +96,11 @@ def _tell(compared: dict[DeviceMesh, _Compared], sums: _Sums | None, device: tor
 
 
 def _over_axes(
-    mesh: DeviceMesh, failed: torch.Tensor, sums: torch.Tensor, num_whole: int
+    mesh: DeviceMesh, failed: torch.Tensor, digests: torch.Tensor, num_whole: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest ``failed``, of shape ``(1,)``, and for each of ``sums`` whether it differs between ranks: over the
+    """The largest ``failed``, of shape ``(1,)``, and for each of ``digests`` whether it differs between ranks: over the
     whole mesh for the first ``num_whole``, over its replicas for the others."""
-    extremes = torch.stack([sums, ~sums])  # the largest and, as its complement, the smallest
+    extremes = torch.stack([digests, ~digests])  # the largest and, as its complement, the smallest
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             told = torch.cat([failed, extremes.flatten()])
@@ -118,23 +118,14 @@ def _differs(extremes: torch.Tensor) -> torch.Tensor:
     return extremes[0] != ~extremes[1]
 
 
-def _sum_of_bits(param: ManagedParam) -> torch.Tensor | int:
-    """Of all its elements as integers, which no order of additions changes.
-
-    0 for what an outer ``fully_shard`` has cut again, of which this rank has another part, and for what consists of
+def _digest_of(param: ManagedParam) -> torch.Tensor | int:
+    """0 for what an outer ``fully_shard`` has cut again, of which this rank has another part, and for what consists of
     several tensors (a quantized weight).
     """
     values = param.shard.detach()
     if param.is_cut_again or type(values) is not torch.Tensor or values.is_quantized:
         return 0
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    flat = values.contiguous().flatten()
-    if flat.nbytes % _WORD.itemsize:
-        return as_integers(flat).sum(dtype=_WORD)
-    # Integers of another size would be converted before they are summed, all of them at once.
-    is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
-    return (flat if is_aligned else flat.clone()).view(_WORD).sum()
+    return digest(values)
 
 
 def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:

@@ -28,6 +28,7 @@ from .._runtime import collectives
 from .._runtime.collectives import ReduceScale
 from .._runtime.comm_context import CommContext
 from .._runtime.debug import profiler_range
+from .._runtime.digest import digest
 from .._runtime.gradients import WholeBucket
 from .._runtime.param import ManagedParam, ShardedWeight
 from .._runtime.whole import WholeParam
@@ -332,7 +333,7 @@ class ReplicaSync:
         for index, param in enumerate(self._params):
             param.follow(param.sites[0])
             for channel, slices in self._parts.get(param, []):
-                digests.setdefault(channel, []).append(_digest(param.shard[slices]))
+                digests.setdefault(channel, []).append(digest(param.shard[slices]))
                 names.setdefault(channel, []).append(index)
         worst = len(self._params)
         for channel in self._channels:
@@ -352,16 +353,16 @@ class ReplicaSync:
         indices = [
             i for i, p in enumerate(self._params) if isinstance(p, WholeParam) and self.plan.weights[i].tp_dim is None
         ]
-        digests = [_digest(self._params[i].shard) for i in indices]
+        digests = [digest(self._params[i].shard) for i in indices]
         return self._first_difference(digests, indices, self._world_name)
 
     def _first_difference(self, digests: list[torch.Tensor], indices: list[int], group_name: str) -> int:
         if not digests:
             return len(self._params)
         own = torch.stack(digests)
-        both = torch.stack([own, -own])
+        both = torch.stack([own, ~own])  # the largest and, as its complement, the smallest
         dist.all_reduce(both, dist.ReduceOp.MAX, group=compat.resolve_group(group_name))
-        differ = (both[0] != -both[1]).tolist()
+        differ = (both[0] != ~both[1]).tolist()
         return min((i for i, is_other in zip(indices, differ, strict=True) if is_other), default=len(self._params))
 
 
@@ -419,13 +420,6 @@ def _spread(grad: torch.Tensor, param: WholeParam, box: Box | None, tp: int) -> 
 
 def _whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that differs, almost surely, where any bit or the order of elements does."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, data.numel() + 1, device=data.device) * 2654435761 % 1000003
-    return ((data + 1) * places).sum()
 
 
 def _nothing() -> None:

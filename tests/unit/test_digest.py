@@ -1,0 +1,60 @@
+"""Numbers for the bits of tensors, by which ranks compare values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtensor_gtp._runtime import digest as digests
+from dtensor_gtp._runtime.digest import digest
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.ones(8),
+        torch.ones(7),
+        torch.ones(()),
+        torch.ones(9)[1:],
+        torch.ones(3, 4, 2).transpose(0, 2),
+        torch.ones(8, dtype=torch.bfloat16),
+        torch.ones(6, dtype=torch.bfloat16),
+        torch.ones(16).to(torch.float8_e4m3fn),
+        torch.ones(5, dtype=torch.float64),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, dtype=torch.int32),
+        torch.ones(3, dtype=torch.bool),
+    ],
+    ids=lambda values: f"{values.dtype}-{list(values.shape)}",
+)
+def test_equal_values_alone_have_equal_digests(values: torch.Tensor) -> None:
+    """Wherever they lie in memory."""
+    assert digest(values) == digest(values.clone(memory_format=torch.contiguous_format))
+    for index in range(values.numel()):
+        other = values.clone(memory_format=torch.contiguous_format).resolve_conj()
+        other.view(-1)[index] = 0
+        assert digest(other) != digest(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_order_of_elements_counts(dtype: torch.dtype) -> None:
+    """Also of round numbers, of which only the highest bits differ, and of places a power of two apart."""
+    values = torch.ones(4096, dtype=dtype)
+    values[0], values[512] = 2, -4
+    seen = {int(digest(values))}
+    for place in (1, 2, 3, 8, 256, 1024, 2048):
+        other = values.clone()
+        other[[0, place]] = other[[place, 0]]
+        seen.add(int(digest(other)))
+    assert len(seen) == 8
+
+
+def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1001)
+    whole = digest(values)
+    monkeypatch.setattr(digests, "_PIECE", 17)
+    assert digest(values) == whole
+
+
+def test_no_values() -> None:
+    assert digest(torch.ones(0)) == 0
