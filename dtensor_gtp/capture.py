@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -48,7 +48,7 @@ from ._capture_checks import (
     check_state,
 )
 from ._recorder import CudaRecorder, Recorder
-from ._runtime.modules import binding_of
+from ._runtime.binding import binding_of
 from ._runtime.optimizer_steps import optimizer_steps
 from ._runtime.param import ShardedWeight
 from ._runtime.state import Runtime
@@ -117,7 +117,7 @@ def capture_step(
         RuntimeError: The weights are not on a CUDA device.
         NotImplementedError: Something around the module is not supported: an outer ``fully_shard``, unequal replicas.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     check_arguments(fn, module, optimizers, warmup_steps, max_graphs)
     runtimes = _runtimes_of(module)
     device = runtimes[0].device

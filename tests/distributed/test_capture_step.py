@@ -292,6 +292,10 @@ class TestCaptureStep:
             capture_step(3, setting.model)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"expects an nn.Module as module, but got str"):
             capture_step(print, "model")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"expects an nn.Module as module, but got function"):
+            capture_step(nn.Linear(2, 2), lambda: None)  # type: ignore[arg-type]  # in another order
+        with pytest.raises(TypeError, match=r"expects optimizers as optimizer, but got Linear"):
+            capture_step(lambda: None, nn.Linear(2, 2), nn.Linear(2, 2))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"expects optimizers as optimizer, but got int"):
             capture_step(print, setting.model, [3])  # type: ignore[list-item]
         with pytest.raises(ValueError, match=r"expects warmup_steps >= 2, but got 1"):
