@@ -2,7 +2,7 @@
 
 from . import elastic
 from ._version import __version__
-from .api import GTPModule, UnshardHandle, gtp_shard
+from .api import GTPModule, UnshardHandle, gtp_shard, register_gtp_forward_method
 from .capture import CapturedStep, capture_step
 from .capture_blocks import CapturedBlocks, capture_blocks
 from .mesh import WeightMesh, init_weight_mesh
@@ -30,5 +30,6 @@ __all__ = [
     "gtp_shard",
     "init_weight_mesh",
     "quantize_",
+    "register_gtp_forward_method",
     "sharding_report",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.nn as nn
 
 from ._capture_checks import check_buffers
-from ._runtime.modules import binding_of, unmanaged_params
+from ._runtime.binding import binding_of, unmanaged_params
 from ._runtime.param import ManagedParam, ShardedWeight
 from .capture import _runtimes_of
 

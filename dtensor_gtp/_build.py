@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import _torch_compat as compat
+from ._runtime.binding import binding_of
 from ._runtime.layout import WeightLayout
-from ._runtime.modules import binding_of
 from ._runtime.param import ManagedParam, ReplacedParam, ShardedWeight, Site
 from ._runtime.whole import WholeParam
 from ._runtime.wire import make_wire

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import _torch_compat as compat
-from ._runtime.modules import binding_of
+from ._runtime.binding import binding_of
 from ._runtime.param import ManagedParam
 
 _REMEDY = (

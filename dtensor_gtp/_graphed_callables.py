@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ._runtime.modules import binding_of
+from ._runtime.binding import binding_of
 
 
 @functools.cache

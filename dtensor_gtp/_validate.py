@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _torch_compat as compat
-from ._runtime.modules import binding_of
+from ._runtime.binding import binding_of
 from .policy import MixedPrecisionPolicy, SchedulePolicy
 
 T = TypeVar("T")

@@ -16,9 +16,11 @@ from . import _torch_compat as compat
 from ._build import Decision, check_compute, decide, make_param
 from ._runtime import outer
 from ._runtime.backends import refuse_unavailable
+from ._runtime.binding import Binding, binding_of, unmanaged_params
 from ._runtime.debug import DebugFlags
+from ._runtime.frames import as_forward
 from ._runtime.group import ShardGroup
-from ._runtime.modules import Binding, bind, binding_of, unmanaged_params
+from ._runtime.modules import bind
 from ._runtime.param import ManagedParam, ShardedWeight, Site
 from ._runtime.state import Runtime
 from ._validate import agree_on_all_ranks, device_of, in_rank_order, validate_call, validate_mesh, validate_module
@@ -106,6 +108,37 @@ def gtp_shard(
         _shard(module, mesh, decisions, mp_policy, schedule, reshard_after_forward, debug)
     logger.info("gtp_shard: %s\n%s", type(module).__name__, sharding_report(module))
     return module
+
+
+def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of ``module`` count as its forward, as a generation's or an encoder's that users call.
+
+    A call of it is then one pass with a plan of its own, its inputs and outputs are cast as ``mp_policy`` says if
+    ``module`` was passed to :func:`gtp_shard`, and in it ``self.weight`` reads as the full weight. Without this, each
+    submodule that the method calls is a pass by itself, which computes the same with less of it hidden, and parameters
+    of ``module`` itself are the sharded DTensors there. Hooks of the module's forward are not run.
+
+    A module without sharded parameters is left as it is, so that code may call this in any case. All ranks register the
+    same methods.
+
+    Args:
+        module: One that :func:`gtp_shard` was called on, or any below.
+        method_name: Of a bound method; an attribute of this one module takes its place.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+
+    The counterpart of ``torch.distributed.fsdp.register_fsdp_forward_method``.
+    """
+    if binding_of(module) is None:
+        return
+    stock = getattr(module, method_name, None)
+    if not callable(stock) or isinstance(stock, nn.Module):
+        raise ValueError(
+            f"register_gtp_forward_method expects the name of a method of {type(module).__name__}, but got "
+            f"'{method_name}'."
+        )
+    setattr(module, method_name, as_forward(stock, method_name).__get__(module, type(module)))
 
 
 def _shard(

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from ._runtime.modules import Binding, GTPEmbedding, GTPGroupedLinear, GTPLinear, binding_of
+from ._runtime.binding import Binding, binding_of
+from ._runtime.fused import GTPEmbedding, GTPGroupedLinear, GTPLinear
 from ._runtime.param import ManagedParam, ShardedWeight
 from ._runtime.schedule import format_nbytes, format_plan
 from ._runtime.whole import WholeParam
@@ -180,12 +181,13 @@ def _schedule(binding: Binding) -> str:
         if not chain.plan.uses:
             continue
         title = "backward" if key.is_backward else "forward"
-        if key.module is not None:
-            title += f" of {key.module._get_name()}"
+        if key.entry is not None:
+            title += f" of {key.entry.module._get_name()}"
+            title += f".{key.entry.method}" * (key.entry.method != "forward")
         if not key.is_grad_enabled:
             title += " without gradient"
         plans.append(format_plan(title, chain, names))
-        kept = runtime.kept_until_backward(key.module) if key.is_grad_enabled and not key.is_backward else ()
+        kept = runtime.kept_until_backward(key.entry) if key.is_grad_enabled and not key.is_backward else ()
         if kept:
             total = format_nbytes(sum(runtime.gatherables[index].kept_nbytes for index in kept))
             budget = format_nbytes(runtime.schedule.keep_nbytes)
@@ -201,7 +203,7 @@ def _passes(binding: Binding) -> tuple[PassReport, ...]:
         plan = chain.plan
         if not plan.uses or not key.is_grad_enabled:
             continue
-        kept = runtime.kept_from_forward(key.module)
+        kept = runtime.kept_from_forward(key.entry)
         during, between = [], []
         for cursor in range(len(plan.uses) + 1):
             used = frozenset(plan.uses[:cursor])

@@ -29,11 +29,18 @@ from .wire import QuantizedWire, agree_on_amax
 logger = logging.getLogger(__name__)
 
 
-class ChainKey(NamedTuple):
-    """Which order of uses: that of an outermost module's forward or backward; stages of a pipeline may share a runtime.
-    The module is None in a backward that no module's output announced."""
+class Entry(NamedTuple):
+    """What code outside of the sharded modules calls: an outermost module, or a method of it beside its forward."""
 
-    module: nn.Module | None
+    module: nn.Module
+    method: str = "forward"
+
+
+class ChainKey(NamedTuple):
+    """Which order of uses: that of one entry's forward or backward; stages of a pipeline may share a runtime. The entry
+    is None in a backward that no module's output announced."""
+
+    entry: Entry | None
     is_grad_enabled: bool
     is_backward: bool = False
 
@@ -91,7 +98,7 @@ class Gathering:
         self._agreeing: set[Groups] = set()
         self._kept_until_backward: frozenset[int] = frozenset()
         self._forward_chain: Chain | None = None
-        self._forward_module: nn.Module | None = None
+        self._forward_entry: Entry | None = None
         self._differentiable_chain: Chain | None = None
         self._is_in_backward = False
         self._backward_chain = Chain(self._window, self._traits)  # until the first backward
@@ -327,21 +334,21 @@ class Gathering:
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
-    def _turning_point(self, module: nn.Module | None) -> tuple[Plan, Plan, tuple[int, ...]]:
-        """The plans of a forward of ``module`` and of its backward, and the weights that are last in one and first in
+    def _turning_point(self, entry: Entry | None) -> tuple[Plan, Plan, tuple[int, ...]]:
+        """The plans of a forward of ``entry`` and of its backward, and the weights that are last in one and first in
         the other, as far as the ranks of their mesh use weights alike: ``keep_last`` alone says whether they are kept.
         """
-        forward, backward = (self._chain(ChainKey(module, True, is_backward)).plan for is_backward in (False, True))
+        forward, backward = (self._chain(ChainKey(entry, True, is_backward)).plan for is_backward in (False, True))
         first = ((lane, backward.first(lane)) for lane in backward.lanes)
         turning = tuple(use for lane, use in first if use is not None and use == forward.last(lane))
         return forward, backward, turning
 
-    def kept_until_backward(self, module: nn.Module | None) -> tuple[int, ...]:
-        """What the policy keeps from a forward of ``module`` to its backward, beside what the user has said of single
+    def kept_until_backward(self, entry: Entry | None) -> tuple[int, ...]:
+        """What the policy keeps from a forward of ``entry`` to its backward, beside what the user has said of single
         weights and the weight at the turning point."""
         if not self.schedule.keep_nbytes:
             return ()
-        forward, backward, turning = self._turning_point(module)
+        forward, backward, turning = self._turning_point(entry)
         sizes = [0] * len(self.gatherables)
         for target in self.gatherables:
             weight = target.weight
@@ -350,9 +357,9 @@ class Gathering:
         lanes = [target.lane for target in self.gatherables]
         return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
 
-    def kept_from_forward(self, module: nn.Module | None) -> frozenset[int]:
-        """All that is kept from a forward of ``module`` to its backward, for reports."""
-        _, _, turning = self._turning_point(module)
+    def kept_from_forward(self, entry: Entry | None) -> frozenset[int]:
+        """All that is kept from a forward of ``entry`` to its backward, for reports."""
+        _, _, turning = self._turning_point(entry)
         asked = (
             target.index
             for target in self.gatherables
@@ -360,7 +367,7 @@ class Gathering:
             or (not target.weight.flags.reshard_after_forward and target.weight.for_backward is target)
         )
         last = turning if self.schedule.keep_last else ()
-        return frozenset((*self.kept_until_backward(module), *last, *asked))
+        return frozenset((*self.kept_until_backward(entry), *last, *asked))
 
     def _stays(self, target: Gatherable) -> bool:
         """Whether a policy keeps the weight after each of its uses in this pass."""
@@ -391,7 +398,7 @@ class Gathering:
 
     def _backward_plan(self) -> Plan:
         """That of the backward which follows the present forward."""
-        return self._chain(ChainKey(self._forward_module, True, True)).plan
+        return self._chain(ChainKey(self._forward_entry, True, True)).plan
 
     def _end_keeps(self) -> None:
         """A weight is kept from a forward to its backward at most, unless the user asks for more: between passes shards

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 from .._dtensor_layout import has_torch_chunks
 from ..placement import GTPShard
-from .modules import binding_of
+from .binding import binding_of
 from .optimizer_steps import optimizer_steps
 from .param import ManagedParam, Site
 from .state import Runtime

@@ -27,7 +27,7 @@ from . import first_forward
 from .comm_context import CommContext
 from .debug import DebugFlags
 from .gathered import Gathered, Version
-from .gathering import ChainKey, Gathering
+from .gathering import ChainKey, Entry, Gathering
 from .gradients import Gradients
 from .optimizer_steps import optimizer_steps
 from .param import ManagedParam, ShardedWeight
@@ -149,11 +149,12 @@ class Runtime(Gathering):
                 hooks = frame.saved.outer
         return hooks is not None
 
-    def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool]) -> Frame:
-        """A forward of ``module`` begins; saved weights become handles if ``needs_hooks`` of the number of steps."""
+    def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool], method: str = "forward") -> Frame:
+        """A forward of ``module``, or another method of it that counts as one, begins; saved weights become handles if
+        ``needs_hooks`` of the number of steps."""
         frame = Frame()
         if not self._frames and compat.current_graph_task_id() == -1:
-            self._begin_forward(module)
+            self._begin_forward(Entry(module, method))
         self._frames.append(frame)
         if torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled():
             frame.saved = SavedWeights(self)
@@ -208,7 +209,7 @@ class Runtime(Gathering):
             self.release(weight, gathered)
         frame.held.clear()
 
-    def _begin_forward(self, module: nn.Module) -> None:
+    def _begin_forward(self, entry: Entry) -> None:
         self.drop_broken_backward()
         self.ensure_initialized()
         self.comm.begin_pass()
@@ -217,10 +218,10 @@ class Runtime(Gathering):
         for param in self.params:
             param.begin_forward(is_captured)
         self._begin_quantized()
-        self._forward_module = module
-        self._forward_chain = self._chain(ChainKey(module, torch.is_grad_enabled()))
+        self._forward_entry = entry
+        self._forward_chain = self._chain(ChainKey(entry, torch.is_grad_enabled()))
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
-        self._kept_until_backward = frozenset(self.kept_until_backward(module) if torch.is_grad_enabled() else ())
+        self._kept_until_backward = frozenset(self.kept_until_backward(entry) if torch.is_grad_enabled() else ())
         self._begin_chain(self._forward_chain)
 
     def ensure_initialized(self) -> None:
@@ -322,9 +323,9 @@ class Runtime(Gathering):
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def note_backward(self, module: nn.Module | None = None) -> None:
-        """Called by whatever happens first in a backward, as the gradient of the output of an outermost ``module``: its
-        chain begins, and its end is awaited."""
+    def note_backward(self, entry: Entry | None = None) -> None:
+        """Called by whatever happens first in a backward, as the gradient of what an ``entry`` returned: its chain
+        begins, and its end is awaited."""
         if self.recording is not None:
             return  # of a block, which is no backward of this runtime
         if self._is_in_backward:
@@ -337,7 +338,7 @@ class Runtime(Gathering):
         end = _EndOfBackward(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
-        self._backward_chain = self._chain(ChainKey(module, True, True))
+        self._backward_chain = self._chain(ChainKey(entry, True, True))
         self._begin_chain(self._backward_chain)
 
     def watch_saved(self, saved: SavedWeights) -> None:

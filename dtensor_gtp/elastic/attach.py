@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch_compat as compat
-from .._runtime.modules import binding_of
+from .._runtime.binding import binding_of
 from .._runtime.outer import is_outer_module
 from .._runtime.param import ManagedParam, ShardedWeight
 from .._runtime.state import Runtime

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from .._runtime.modules import Binding, binding_of
+from .._runtime.binding import Binding, binding_of
 from .._runtime.param import ShardedWeight, Site
 from .._runtime.state import Runtime
 from .._runtime.whole import WholeParam

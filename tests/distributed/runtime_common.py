@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._runtime.modules import binding_of
+from dtensor_gtp._runtime.binding import binding_of
 from dtensor_gtp._runtime.param import ShardedWeight, WeightState
 from dtensor_gtp._runtime.state import Runtime
 from dtensor_gtp.ops.ungathered import UngatheredWeight

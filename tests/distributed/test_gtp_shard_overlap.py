@@ -38,7 +38,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
-from dtensor_gtp._runtime.state import ChainKey
+from dtensor_gtp._runtime.gathering import ChainKey, Entry
 
 
 def policy(depth: int, max_inflight: int = 2, **options: int) -> SchedulePolicy:
@@ -389,7 +389,7 @@ forward of GTPNet without gradient: 5 uses, 1 use ahead, together up to 1.2 KiB
             # Two steps, forward and backward; what the forward uses last is kept for the backward.
             turning = f"layers.{order[-1]}." + ("second" if order[-1] % 2 else "weight")
             assert used == dict.fromkeys(used, 4) | {turning: 2}, used
-            forward = runtime_of(model).chains[ChainKey(model, True)]
+            forward = runtime_of(model).chains[ChainKey(Entry(model), True)]
             assert len(forward.plan.uses) == len(used)
             assert_idle(model)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.modules import binding_of
+from dtensor_gtp._runtime.binding import binding_of
 from dtensor_gtp._runtime.state import Runtime
 
 

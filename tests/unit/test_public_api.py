@@ -71,6 +71,7 @@ elastic
 gtp_shard
 init_weight_mesh
 quantize_
+register_gtp_forward_method
 sharding_report""",
         )
         self.assertEqual(dtensor_gtp.__all__, sorted(dtensor_gtp.__all__))
@@ -98,6 +99,7 @@ gtp_shard(module, mesh, *, reshard_after_forward=True, shard_placement_fn=None,
 init_weight_mesh(device_type, *, replicate=1, dp=1, gtp=1, tp=1, cp=1, ep=1, expert_gtp=1, expert_tp=1,
     rank_order=None, seed=0, backend=None, timeout=None)
 quantize_(module, recipe, *, filter_fn=None, storage='master')
+register_gtp_forward_method(module, method_name)
 sharding_report(module)
 GTPShard(dim, *, split_factor=1, block_size=1)
 SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter='ring',
