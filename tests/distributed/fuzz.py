@@ -89,6 +89,7 @@ class Draw:
         nested_axes: Sizes of replicate and gtp of the nested mesh, over the same ranks.
         interleaves: The forwards of all microbatches of a step run before their backwards.
         scales: Parameters are multiplied in place after each microbatch: each ``param``, or its ``local`` part.
+        calls: ``forward`` runs the model, a ``method`` registered to count as one, or both take ``turns``.
         breaks: An exception ends a ``forward`` or a ``backward`` before each step; training goes on.
     """
 
@@ -142,6 +143,7 @@ class Draw:
     clips: bool = False
     wgrad_first: bool = True
     keep_last: bool = True
+    calls: Literal["forward", "method", "turns"] = "forward"
 
     @property
     def world(self) -> int:
@@ -378,6 +380,7 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         reduce_scatter=rng.choice(("ring", "ring", "all_to_all")),
         wgrad_first=rng.random() < 0.8,
         keep_last=rng.random() < 0.8,
+        calls=rng.choice(("forward", "forward", "forward", "method", "turns")),
     )
 
 

@@ -23,10 +23,18 @@ import torch.nn as nn
 from fuzz import AXES, Draw
 from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, _torch_compat, _validate, gtp_shard
+from dtensor_gtp import (
+    GTPShard,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    _torch_compat,
+    _validate,
+    gtp_shard,
+    register_gtp_forward_method,
+)
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
@@ -148,6 +156,9 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
         model.set_reshard_after_backward(False)  # type: ignore[operator]
     if draw.divides_by:
         model.set_gradient_divide_factor(draw.divides_by)  # type: ignore[operator]
+    if draw.calls != "forward":
+        register_gtp_forward_method(model, "predict")
+        register_fsdp_forward_method(model, "predict")  # nothing without fully_shard
     for module in compiled_layers(model):
         module.compile(backend="aot_eager")
 
@@ -270,8 +281,13 @@ def _is_reference(model: Model) -> bool:
     return not isinstance(next(model.parameters()), DTensor)
 
 
+def _call(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Tensor:
+    by_method = draw.calls == "method" or (draw.calls == "turns" and phase % 2 == 1)
+    return model.predict(batch, phase) if by_method else model(batch, phase)
+
+
 def _loss(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Tensor:
-    loss = loss_of(model(batch, phase)) / draw.microbatches
+    loss = loss_of(_call(draw, model, batch, phase)) / draw.microbatches
     return loss * (draw.num_data / draw.divides_by) if draw.divides_by and _is_reference(model) else loss
 
 
@@ -308,7 +324,7 @@ def _input_grads(draw: Draw, inputs: Sequence[torch.Tensor], rows: slice) -> tup
 def _evaluate(draw: Draw, reference: Model, model: Model, step: int, rows: slice) -> Iterator[str]:
     with torch.no_grad():
         batch = make_batch(draw, 1000 + step).detach()[rows]
-        outputs = [m(batch, 0) for m in (model, reference)]
+        outputs = [_call(draw, m, batch, 0) for m in (model, reference)]
     yield from _difference(draw, f"output after step {step}", *outputs)
 
 
