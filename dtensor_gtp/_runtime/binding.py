@@ -16,6 +16,37 @@ if TYPE_CHECKING:
 BINDING = "_gtp_binding"
 
 
+class Reads:
+    """Whether one function of a module, its forward or another that counts as one, reads sharded weights as attributes:
+    known for owners whose forward is not fused; else learned in the first call."""
+
+    def __init__(self) -> None:
+        self._is_reading: bool | None = None
+        # After how many optimizer steps a call read weights that had not done so before.
+        self._learned_in: int | None = None
+
+    def know(self) -> None:
+        """It does."""
+        self._is_reading = True
+
+    def may_read(self, num_steps: int) -> bool:
+        """Whether saved tensors of a call after ``num_steps`` optimizer steps need hooks.
+
+        The answer changes between steps only: a recomputation (activation checkpointing) must save as many tensors in
+        the same way as its forward did, also if forwards of other microbatches were in between.
+        """
+        if self._learned_in is not None and num_steps != self._learned_in:
+            self._is_reading, self._learned_in = True, None
+        return self._is_reading is not False
+
+    def learn(self, is_reading: bool, num_steps: int) -> None:
+        """After a complete call, which came after ``num_steps`` optimizer steps."""
+        if self._is_reading is None:
+            self._is_reading = is_reading
+        elif is_reading and not self._is_reading and self._learned_in is None:
+            self._learned_in = num_steps
+
+
 class Binding:
     """What ``gtp_shard`` attaches to a module.
 
@@ -34,32 +65,7 @@ class Binding:
             for name, param in params.items()
             if isinstance(param, ShardedWeight)
         }
-        # Whether the forward of this module reads sharded weights as attributes: known for owners whose forward is not
-        # fused; learned in the first forward (None before it) for modules that read another module's weights.
-        self._reads_weights: bool | None = None
-        # After how many optimizer steps a forward read weights that had not done so before.
-        self._learned_in: int | None = None
-
-    def know_reads(self) -> None:
-        """The forward of this module reads sharded weights of its own."""
-        self._reads_weights = True
-
-    def may_read_weights(self, num_steps: int) -> bool:
-        """Whether saved tensors of a forward after ``num_steps`` optimizer steps need hooks.
-
-        The answer changes between steps only: a recomputation (activation checkpointing) must save as many tensors in
-        the same way as its forward did, also if forwards of other microbatches were in between.
-        """
-        if self._learned_in is not None and num_steps != self._learned_in:
-            self._reads_weights, self._learned_in = True, None
-        return self._reads_weights is not False
-
-    def learn_reads(self, reads_weights: bool, num_steps: int) -> None:
-        """After a complete forward, which came after ``num_steps`` optimizer steps."""
-        if self._reads_weights is None:
-            self._reads_weights = reads_weights
-        elif reads_weights and not self._reads_weights and self._learned_in is None:
-            self._learned_in = num_steps
+        self.reads = Reads()
 
 
 def binding_of(module: nn.Module) -> Binding | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _torch_compat as compat
-from .binding import binding_of, unmanaged_params
+from .binding import Reads, binding_of, unmanaged_params
 from .gathering import Entry
 from .param import Site
 from .registrations import registrations
@@ -42,13 +42,14 @@ compat.skip_code(GTPFrame.__call__.__code__)
 
 def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
     """A function of a module whose calls of the bound method ``stock``, by name ``method``, are frames."""
+    reads = Reads()  # not what forward does
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _call_in_graph(self, stock, args, kwargs)
         compiler = compat.set_eval_frame(None)
         try:
-            return _call_in_frame(self, stock, args, kwargs, compiler, method)
+            return _call_in_frame(self, stock, args, kwargs, compiler, method, reads)
         finally:
             compat.set_eval_frame(compiler)
 
@@ -73,6 +74,7 @@ def _call_in_frame(
     kwargs: dict[str, Any],
     compiler: Any,
     method: str = "forward",
+    reads: Reads | None = None,
 ) -> Any:
     binding = binding_of(module)
     if binding is None:
@@ -81,9 +83,8 @@ def _call_in_frame(
     if group.num_registrations != (number := registrations().number):
         _refuse_added_params(group)
         group.num_registrations = number
-    is_forward = method == "forward"
-    # What a forward was seen to read is not what another method reads.
-    frame = runtime.enter(module, binding.may_read_weights if is_forward else always, method)
+    reads = binding.reads if reads is None else reads
+    frame = runtime.enter(module, reads.may_read, method)
     is_complete = False
     try:
         if group.module is module:
@@ -94,8 +95,7 @@ def _call_in_frame(
         if group.module is module:
             output = group.cast_outputs(output)
         is_complete = True
-        if is_forward:
-            binding.learn_reads(frame.reads_weights, runtime.num_steps)
+        reads.learn(frame.reads_weights, runtime.num_steps)
     finally:
         runtime.exit(frame, is_complete)
     if not runtime.is_materializing and torch.is_grad_enabled():
@@ -113,10 +113,6 @@ def _call_compiled(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], com
         return call(*args, **kwargs)
     finally:
         compat.set_eval_frame(None)
-
-
-def always(num_steps: int) -> bool:
-    return True
 
 
 def _watch_backward(output: Any, note: Any) -> None:

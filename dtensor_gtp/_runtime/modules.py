@@ -191,7 +191,7 @@ def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes:
     fused = is_fusible(module, binding.params)
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if fused is None and weights:
-        binding.know_reads()
+        binding.reads.know()
     if isinstance(module, GroupedLinear):
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
