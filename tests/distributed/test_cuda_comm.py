@@ -19,14 +19,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment, full
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest, missing_for_zero_cta
 from test_cuda import Stack, square_loss
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, capture_step, gtp_shard, sharding_report
-from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._runtime.copy_engine import CopyEngine
 
 # Cycles of the SM clock: about 50 ms.
@@ -117,7 +116,7 @@ class TestCudaComm(CudaTest):
     def test_every_gather_backend_has_the_same_bits(self) -> None:
         expected = self.train()
         names = ["copy_engine", "auto"]
-        if compat.missing_for_zero_cta(torch.device("cuda")) is None:
+        if missing_for_zero_cta() is None:
             names.append("zero_cta")
         backends: list[dict[str, Any]] = [{"gather_backend": name} for name in names]
         backends += [{"gather_backend": "copy_engine"} | together for together in TOGETHER[1:]]
@@ -141,7 +140,7 @@ class TestCudaComm(CudaTest):
         assert found is not None, told
         times = {name: float(ms) for name, ms in re.findall(r"(\w+) ([\d.]+) ms", told[found.end() :])}
         names = {"process_group", "copy_engine"}
-        if compat.missing_for_zero_cta(torch.device("cuda")) is None:
+        if missing_for_zero_cta() is None:
             names.add("zero_cta")
         self.assertEqual(set(times), names, told)
         self.assertEqual(times[found[1]], min(times.values()), told)

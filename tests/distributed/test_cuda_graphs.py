@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest, missing_for_zero_cta
 from runtime_common import assert_idle
 from test_cuda import Stack, square_loss
 from test_cuda_exchange import LM, make_tokens
@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, sharding_report
-from dtensor_gtp import _torch_compat as compat
 
 WIDTH = 1024
 COPY_ENGINES: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
@@ -177,7 +176,7 @@ class TestCudaGraphs(CudaTest):
         """Every backend and kind of reduction; weights of one shape share the memory of freed buffers."""
         batches = [self.rows(index) for index in range(10)]
         for name, schedule in SCHEDULES.items():
-            if name != "zero_cta" or compat.missing_for_zero_cta(torch.device("cuda")) is None:
+            if name != "zero_cta" or missing_for_zero_cta() is None:
                 self.check_disturbed(name, batches, schedule=SchedulePolicy(**schedule))
 
     def test_poison_delays_and_late_ranks_in_exchanges_of_activations(self) -> None:

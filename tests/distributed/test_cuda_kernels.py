@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from cuda_common import NUM_RANKS, CudaTest
+from cuda_common import NUM_RANKS, CudaTest, missing_for_zero_cta
 from test_cuda_streams import WORLD_SIZE, one_of
 from test_gtp_shard_copies import BF16, MIXED, SCHEDULE
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,12 +22,11 @@ from torch.testing._internal.common_utils import run_tests
 from trace_common import trace_of, uses_of
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
-from dtensor_gtp import _torch_compat as compat
 
 # Large enough for GEMMs to be some, and a multiple of every number of ranks up to 8: no shard is padded.
 WIDTH = 840
 NUM_GATHERS = (2, 2, 1)  # in forward and backward, but for the last weight, which is kept from one to the other
-NO_ZERO_CTA = compat.missing_for_zero_cta(torch.device("cuda")) if NUM_RANKS > 1 else "needs at least 2 GPUs"
+NO_ZERO_CTA = missing_for_zero_cta()
 
 
 def step_of(mesh: DeviceMesh, dtype: torch.dtype, policy: MixedPrecisionPolicy, **options: Any) -> dict[str, int]:

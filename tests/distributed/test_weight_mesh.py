@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, shared_directory
-from cuda_common import NUM_RANKS, CudaTest
+from cuda_common import NUM_RANKS, RANKS_PER_GPU, CudaTest
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -297,9 +297,10 @@ class TestCuda(CudaTest):
     world_size = NUM_RANKS // 2 * 2
 
     def mesh(self, **arguments: int) -> WeightMesh:
-        with environment(LOCAL_RANK=str(self.rank)):
+        place = self.rank % torch.cuda.device_count()
+        with environment(LOCAL_RANK=str(place)):
             mesh = init_weight_mesh("cuda", gtp=2, tp=self.world_size // 2, **arguments)
-        self.assertEqual(torch.cuda.current_device(), self.rank)
+        self.assertEqual(torch.cuda.current_device(), place)
         return mesh
 
     def check_alike(self, mesh: WeightMesh, drawn: torch.Tensor, *unlike: str) -> None:
@@ -402,6 +403,7 @@ class TestCuda(CudaTest):
                     x.mul_(2)
         self.check_alike(mesh, torch.rand(8, device="cuda"), "gtp")
 
+    @unittest.skipIf(RANKS_PER_GPU > 1, "torchrun gives each process a GPU of its own")
     def test_job_in_another_order(self) -> None:
         with shared_directory() as directory:
             if self.rank == 0:
