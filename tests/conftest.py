@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 
 import torch
 
 
 def pytest_configure() -> None:
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says in which line
     if not torch.cuda.is_available():
         multiprocessing.set_start_method("forkserver", force=True)
         multiprocessing.set_forkserver_preload(
