@@ -99,6 +99,15 @@ def _data_index(mesh: DeviceMesh) -> tuple[int, int]:
     return index, mesh.size()
 
 
+def fused_on(mesh: DeviceMesh) -> bool | None:
+    """The option ``fused`` of optimizers: torch's choice on GPUs (foreach), True on the host.
+
+    There torch goes tensor by tensor, and DTensor propagates the sharding of each op for each shape, which takes longer
+    than the rest of a small test.
+    """
+    return True if mesh.device_type == "cpu" else None
+
+
 def check_training(
     reference: nn.Module,
     shard: Callable[[nn.Module], nn.Module],
@@ -118,6 +127,7 @@ def check_training(
         reference: The unsharded model; it is trained on the whole batch.
         shard: Shards a copy of it.
         make_batch: A global batch; its dim 0 is a multiple of ``mesh.size() * num_microbatches``.
+        make_optimizer: AdamW with ``fused_on(mesh)`` unless given.
         loss_fn: Mean loss over the batch it is given.
         between: Called with the sharded model and the step before each step.
 
@@ -125,7 +135,7 @@ def check_training(
         The sharded model.
     """
     tolerance = tolerance or {}
-    make_optimizer = make_optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
+    make_optimizer = make_optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2, fused=fused_on(mesh)))
     model = shard(copy.deepcopy(reference))
     reference_optimizer = make_optimizer(list(reference.parameters()))
     optimizer = make_optimizer(list(model.parameters()))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import PLAIN, check_reload, topology
-from common import ALL, check_training
+from common import ALL, check_training, fused_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -70,7 +70,7 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@functools.cache
+@cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
@@ -122,7 +122,7 @@ def three_axes(mesh: DeviceMesh, outer: Any = "dp", gtp: dict[str, Any] | None =
 
 def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **options: Any) -> Any:
     """``check_training`` on the device of the mesh."""
-    options.setdefault("make_optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5))
+    options.setdefault("make_optimizer", partial(torch.optim.SGD, lr=0.5, momentum=0.5, fused=fused_on(mesh)))
     return check_training(
         reference.to(mesh.device_type),
         shard,
@@ -152,5 +152,5 @@ def check_checkpoints(mesh: DeviceMesh, shard: Callable[[Any], Any]) -> None:
             topology(lambda model: gtp_shard(model, data["gtp"], schedule=ALL), data["gtp"]),
             PLAIN,
         ],
-        lambda params: torch.optim.AdamW(params, lr=1e-2),
+        partial(torch.optim.AdamW, lr=1e-2, fused=fused_on(mesh)),
     )
