@@ -20,6 +20,7 @@ from dtensor_gtp import gtp_shard
 VOCABULARY = 31  # does not divide: the shards of the embedding and of the head are uneven
 WIDTH = 8
 
+sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
 Units = Callable[[Any], Sequence[nn.Module | list[nn.Module]]]
 
 
@@ -122,7 +123,7 @@ def three_axes(mesh: DeviceMesh, outer: Any = "dp", gtp: dict[str, Any] | None =
 
 def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **options: Any) -> Any:
     """``check_training`` on the device of the mesh."""
-    options.setdefault("make_optimizer", partial(torch.optim.SGD, lr=0.5, momentum=0.5, fused=fused_on(mesh)))
+    options.setdefault("make_optimizer", partial(sgd, fused=fused_on(mesh)))
     return check_training(
         reference.to(mesh.device_type),
         shard,

@@ -35,6 +35,7 @@ from fsdp_common import (
     make,
     mesh_of,
     next_token_loss,
+    sgd,
     three_axes,
     token_batch,
     wrap,
@@ -201,7 +202,7 @@ class TestFullyShardOutside(GlooTest):
                 gtp_shard(model, mesh["gtp"], schedule=ALL)
                 return wrap(model, mesh["outer", "middle"], reshard_after_forward=True)
 
-            check(make(), shard, mesh, make_optimizer=partial(torch.optim.AdamW, lr=1e-2, foreach=True))
+            check(make(), shard, mesh, make_optimizer=partial(sgd, foreach=True))
 
     def test_hsdp_outside_of_tensor_parallelism(self) -> None:
         mesh = mesh_of((2, 1, 1, 2), ("outer", "middle", "gtp", "tp"))
@@ -447,8 +448,7 @@ class TestFullyShardOutsideOfEight(GlooTest):
         data = mesh["dp", "gtp"]
         check(make(), three_axes(mesh, reshard_after_forward=True), data, num_microbatches=2)
         shard = three_axes(mesh, reshard_after_forward=False)
-        tensor_by_tensor = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
-        check(make(Recomputes), shard, data, steps=1, make_optimizer=tensor_by_tensor)
+        check(make(Recomputes), shard, data, steps=1, make_optimizer=partial(sgd, foreach=False))
         check_checkpoints(mesh, three_axes(mesh))
 
     def test_hsdp_outside(self) -> None:
