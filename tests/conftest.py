@@ -9,6 +9,10 @@ import gc
 import multiprocessing
 import os
 
+# Before torch is imported, for all processes of the suite: the operations of a test are too small for several threads,
+# which would only wait for each other, and burn the cores that other ranks need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 

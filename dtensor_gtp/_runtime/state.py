@@ -297,6 +297,8 @@ class Runtime(Gathering):
         return value
 
     def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> torch.Tensor:
+        if is_differentiable:
+            check_differentiable(weight)
         gathered = self.acquire(weight)
         self.leave_fixed(weight, gathered)
         frame.held.append((weight, gathered))
@@ -305,7 +307,6 @@ class Runtime(Gathering):
             frame.saved.watch(weight, gathered)
         if not is_differentiable:
             return weight.for_modules(gathered)
-        check_differentiable(weight)
         value: torch.Tensor = Materialize.apply(weight.leaf, self, weight, gathered)  # type: ignore[no-untyped-call]
         return value
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,8 +20,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from workers import pools
 
 from dtensor_gtp import SchedulePolicy
 from dtensor_gtp.quant.tensor import master_of
@@ -34,24 +34,21 @@ Model = nn.Module
 LossFn = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
-class GlooTest(MultiProcContinuousTest):
-    """Workers are started once per class, on CPU with gloo."""
+class GlooTest(TestCase):
+    """A test of several ranks, over gloo on CPU: each method runs in all workers of a pool at the same time."""
 
     world_size = 4
+    rank: int | None = None  # of a worker; None in the process that runs the suite
 
-    @classmethod
-    def backend_str(cls) -> str:
-        return "gloo"
+    def __init__(self, method: str = "runTest") -> None:
+        super().__init__(method)
+        if method != "runTest":  # pytest makes one of each class without a test
+            self.run_on_rank = getattr(self, method)
+            setattr(self, method, self._run_in_workers)
 
-    @classmethod
-    def device_type(cls) -> str:
-        return "cpu"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        torch.set_num_threads(1)
-        gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
-        super()._init_pg(rank, world_size, rdvz_file)
+    def _run_in_workers(self) -> None:
+        cls = type(self)
+        pools().of(self.world_size).run(cls.__module__, cls.__qualname__, self._testMethodName)
 
     def gtp_mesh(self) -> DeviceMesh:
         return _mesh((self.world_size,), ("gtp",))

@@ -55,6 +55,7 @@ class CudaTest(MultiProcContinuousTest):
         torch.backends.cuda.matmul.allow_tf32 = False
         super()._init_pg(rank, world_size, rdvz_file)
         os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # it has set the rank
+        cls.device_type = "cuda"  # type: ignore[assignment]  # torch's TestCase compares no messages of unknown devices
 
     def gtp_mesh(self) -> DeviceMesh:
         return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))

@@ -10,7 +10,7 @@ SIZES = ("--preset=tiny", "--steps=2", "--warmup=1", "--rounds=1")
 
 def test_every_mode_and_the_recovery_are_measured(tmp_path: Path) -> None:
     script = SCRIPT.with_name("elastic_step.py")
-    status, output, content = run_script(tmp_path, *SIZES, processes=4, script=script)
+    status, output, content = run_script(tmp_path, *SIZES, processes=4, script=script, forked=True)
     assert status == 0, output
     assert content["errors"] == {}
     uniform, elastic, degraded = content["results"]

@@ -16,7 +16,7 @@ WAYS = ("gemm", "gather_gemm", "by_parts", "parts_alone")
 def test_every_way_is_measured(tmp_path: Path) -> None:
     script = SCRIPT.with_name("gather_gemm.py")
     options = ("--preset=tiny", "--steps=2", "--tokens", "4", "6")
-    status, output, content = run_script(tmp_path, *options, processes=2, script=script)
+    status, output, content = run_script(tmp_path, *options, processes=2, script=script, forked=True)
     assert status == 0, output
     layers, chains = content["layers"], content["chains"]
     assert [(r["shapes"], r["tokens"]) for r in layers] == [([s], t) for s in ([24, 8], [8, 24]) for t in (4, 6)]

@@ -18,7 +18,7 @@ MODES = ["compute", "compute-buffer", "gtp", "gtp-whole-graph", "fsdp2", "fsdp2-
 def test_every_mode_and_size_is_measured(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--steps=2", "--warmup=2", "--tokens", *map(str, TOKENS), "--expert-gtp=2")
     arguments = (*sizes, "--trace=traces", "--modes", *MODES)
-    status, output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT)
+    status, output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT, forked=True)
     assert status == 0, output
     assert (tmp_path / "traces" / "tiny.gtp2.gtp.T16.json").exists()
     assert len(list(tmp_path.glob("traces/*.json"))) == len(MODES) * len(TOKENS)

@@ -60,7 +60,7 @@ def written(directory: Path, output: str) -> dict[str, Any]:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("benchmark")
     sizes = ("--preset=tiny", "--layers=2", "--seq-lens", *map(str, SEQ_LENS), "--steps=3", "--warmup=2")
-    status, output, content = run_script(directory, *sizes, "--trace=traces", processes=2)
+    status, output, content = run_script(directory, *sizes, "--trace=traces", processes=2, forked=True)
     assert status == 0, output
     assert len(list(directory.glob("traces/*.T16.json"))) == len(MODES)
     return output, content
@@ -208,6 +208,25 @@ def test_what_is_left_without_a_wire(tmp_path: Path) -> None:
     assert content["environment"]["world_size"] == 4
     measured = [(r["mode"], r["phase"], r["grad_norm"]) for r in content["results"]]
     assert measured == [(mode, "forward+backward", None) for mode in ("compute", "gtp-bf16")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("train_step.py", ("--preset=tiny", "--seq-lens=16", "--modes", "compute", "gtp-bf16", "--no-full-step")),
+        ("moe_block.py", ("--preset=tiny", "--tokens=16", "--modes", "compute", "gtp", "--no-block")),
+        ("gather_gemm.py", ("--preset=tiny", "--tokens", "4")),
+        ("elastic_step.py", ("--preset=tiny", "--rounds=1")),
+    ],
+)
+def test_torchrun_starts_each_script(name: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    steps = ("--steps=1",) if name == "gather_gemm.py" else ("--steps=1", "--warmup=1")
+    processes = 4 if name == "elastic_step.py" else 2
+    script = SCRIPT.with_name(name)
+    status, output, content = run_script(tmp_path, *arguments, *steps, processes=processes, script=script)
+    assert status == 0, output
+    assert content["environment"]["world_size"] == processes
 
 
 def test_an_unknown_mode_is_named() -> None:
