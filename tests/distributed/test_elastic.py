@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -162,7 +163,14 @@ class TestSixRanks(GlooTest):
         return self.replicas([0, 1, 2], [3, 4], [5])
 
     def test_patterns_of_failures(self) -> None:
-        for sizes in ((4, 2), (1, 4, 1), (3, 2, 1), (5, 1), (3, 3), (2, 4), (1, 2, 3), (2, 2, 2), (1,) * 6):
+        self.check_patterns((4, 2), (1, 4, 1), (1, 2, 3))
+
+    @pytest.mark.long
+    def test_more_patterns_of_failures(self) -> None:
+        self.check_patterns((3, 2, 1), (5, 1), (3, 3), (2, 4), (2, 2, 2), (1,) * 6)
+
+    def check_patterns(self, *patterns: tuple[int, ...]) -> None:
+        for sizes in patterns:
             ends = torch.tensor(sizes).cumsum(0).tolist()
             mesh = self.replicas(*(range(end - size, end) for size, end in zip(sizes, ends, strict=True)))
             elastic = Elastic(mesh)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -93,26 +95,28 @@ class TestFloat8Training(GlooTest):
 
     def test_tensor_parallel(self) -> None:
         """``up`` is cut by columns of the product, ``down`` by rows; activations are scaled by each tp rank."""
+        self.check_tensor_parallel(RECIPES[:1])
+
+    @pytest.mark.long
+    def test_tensor_parallel_in_every_recipe(self) -> None:
+        self.check_tensor_parallel(RECIPES[1:])
+        self.check_tensor_parallel(RECIPES[-1:], compiled=True)
+
+    def check_tensor_parallel(self, recipes: Sequence[Recipe], *, compiled: bool = False) -> None:
         mesh = _mesh((1, 2), ("gtp", "tp"))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        for recipe in RECIPES:
+        for recipe in recipes:
             torch.manual_seed(0)
 
             def shard(model: nn.Module, recipe: Recipe = recipe) -> nn.Module:
                 for layer in model.layers:  # type: ignore[union-attr]
                     parallelize_module(layer, mesh["tp"], plan)
-                return gtp(recipe, mesh["gtp"])(model)
+                gtp(recipe, mesh["gtp"])(model)
+                for layer in model.layers if compiled else ():  # type: ignore[union-attr]
+                    layer.compile(backend="aot_eager", fullgraph=True)
+                return model
 
-            check_float8(Net(hidden=256), recipe, shard, mesh["gtp"], num_slices=2, steps=2)
-
-        def compiled(model: nn.Module) -> nn.Module:
-            shard(model)
-            for layer in model.layers:  # type: ignore[union-attr]
-                layer.compile(backend="aot_eager", fullgraph=True)
-            return model
-
-        torch.manual_seed(0)
-        check_float8(Net(hidden=256), recipe, compiled, mesh["gtp"], num_slices=2, steps=1)
+            check_float8(Net(hidden=256), recipe, shard, mesh["gtp"], num_slices=2, steps=1 if compiled else 2)
 
     def test_fully_shard(self) -> None:
         mesh = self.gtp_mesh()

@@ -16,8 +16,9 @@ from fuzz_run import Meshes, Outcome, rounds, run_round
 from fuzz_shrink import kind_of, shrink
 from torch.testing._internal.common_utils import run_tests
 
-# What CI draws, and what a soak run draws after it.
-SEEDS = range(250)
+# What the default tier draws, what the long tier draws after it, and a soak run after that.
+SEEDS = range(24)
+LONG_SEEDS = range(24, 250)
 SOAK_SEEDS = range(1000, 6000)
 
 
@@ -45,6 +46,10 @@ class TestFuzz(GlooTest):
 
     def test_draws(self) -> None:
         self._check(map(draw_of, SEEDS))
+
+    @pytest.mark.long
+    def test_more_draws(self) -> None:
+        self._check(map(draw_of, LONG_SEEDS))
 
     @pytest.mark.soak
     def test_many_draws(self) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -69,6 +72,16 @@ class Scaled(nn.Module):
         raw: torch.Tensor = (self.raw * scale).sum() + (self.vector * scale).sum()
         # The bias has a gradient of one: scale the sum, not the input, for it.
         return raw + (self.embedding(torch.arange(7)) * scale).sum() + self.linear(x / scale).sum() * scale
+
+
+class DenseAndExpert(Ones):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = Ones()
+
+    def forward(self, repeats: int) -> torch.Tensor:
+        result: torch.Tensor = super().forward(repeats) + self.expert(repeats)
+        return result
 
 
 @functools.cache
@@ -135,23 +148,20 @@ class TestGradients(GlooTest):
                 assert_grads_are(model, 2.0**14, f"mesh {(replicate, gtp)}")
 
     def test_r1_all_ones_gradient_with_a_mesh_of_its_own_for_the_expert(self) -> None:
-        class DenseAndExpert(Ones):
-            def __init__(self) -> None:
-                super().__init__()
-                self.expert = Ones()
+        self.check_experts(zip(WHOLE_WORLD, reversed(WHOLE_WORLD), strict=True))
 
-            def forward(self, repeats: int) -> torch.Tensor:
-                result: torch.Tensor = super().forward(repeats) + self.expert(repeats)
-                return result
+    @pytest.mark.long
+    def test_r1_all_ones_gradient_with_every_mesh_for_the_expert(self) -> None:
+        self.check_experts(itertools.product(WHOLE_WORLD, repeat=2))
 
-        for dense in WHOLE_WORLD:
-            for expert in WHOLE_WORLD:
-                model = DenseAndExpert()
-                gtp_shard(model.expert, sub_mesh(*expert), schedule=ALL)
-                gtp_shard(model, sub_mesh(*dense), schedule=ALL)
-                assert model.expert.raw.device_mesh.shape == expert
-                assert model.raw.device_mesh.shape == dense
-                self.check_ones(model, 4, f"dense {dense}, expert {expert}")
+    def check_experts(self, pairs: Iterable[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+        for dense, expert in pairs:
+            model = DenseAndExpert()
+            gtp_shard(model.expert, sub_mesh(*expert), schedule=ALL)
+            gtp_shard(model, sub_mesh(*dense), schedule=ALL)
+            assert model.expert.raw.device_mesh.shape == expert
+            assert model.raw.device_mesh.shape == dense
+            self.check_ones(model, 4, f"dense {dense}, expert {expert}")
 
     def test_r20_rank_distinct_gradients_are_averaged_through_every_gather(self) -> None:
         """Fused ops, attributes, whole parameters and weights that are read while unsharded: none only slices."""

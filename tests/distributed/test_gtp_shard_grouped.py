@@ -9,6 +9,7 @@ import copy
 import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -220,28 +221,33 @@ class TestGrouped(GlooTest):
 
     def test_compiled(self) -> None:
         """One graph for the whole model; gathers as many weights as without a compiler, and saves none of them."""
+        self.check_compiled(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+    @pytest.mark.long
+    def test_compiled_in_one_precision(self) -> None:
+        self.check_compiled()
+
+    def check_compiled(self, **options: Any) -> None:
         mesh, x = self.gtp_mesh(), torch.randn(6, WIDTH, requires_grad=True)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for options in ({"mp_policy": policy}, {}):
-            models = [gtp_shard(make(), mesh, schedule=NO_KEEP, **options) for _ in range(2)]
-            models[1].compile(fullgraph=True, backend="aot_eager")
-            for freeze in (False, True):
-                for model in models:
-                    model.up.requires_grad_(not freeze)
-                results = []
-                for model in models:
-                    for _ in range(2):
-                        model.zero_grad()
-                        x.grad = None
-                        before = num_gathers(model)
-                        output = model(x)
-                        output.float().square().mean().backward()
-                    grads = [None if p.grad is None else full(p.grad) for p in model.parameters()]
-                    gathers = {name: number - before[name] for name, number in num_gathers(model).items()}
-                    results.append((output, x.grad.clone(), grads, gathers))
-                self.assertEqual(results[0], results[1])
-                # down is the last weight of the forward and the first of backward: it stays in between
-                self.assertEqual(gathers, {"router.weight": 2, "up.weight": 2, "down.weight": 1})
+        models = [gtp_shard(make(), mesh, schedule=NO_KEEP, **options) for _ in range(2)]
+        models[1].compile(fullgraph=True, backend="aot_eager")
+        for freeze in (False, True):
+            for model in models:
+                model.up.requires_grad_(not freeze)
+            results = []
+            for model in models:
+                for _ in range(2):
+                    model.zero_grad()
+                    x.grad = None
+                    before = num_gathers(model)
+                    output = model(x)
+                    output.float().square().mean().backward()
+                grads = [None if p.grad is None else full(p.grad) for p in model.parameters()]
+                gathers = {name: number - before[name] for name, number in num_gathers(model).items()}
+                results.append((output, x.grad.clone(), grads, gathers))
+            self.assertEqual(results[0], results[1])
+            # down is the last weight of the forward and the first of backward: it stays in between
+            self.assertEqual(gathers, {"router.weight": 2, "up.weight": 2, "down.weight": 1})
 
     def test_float8_products(self) -> None:
         """Cut over four ranks or over one, the operands and so the outputs have the same bits; gradients are near those

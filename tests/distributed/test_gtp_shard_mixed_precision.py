@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -128,17 +129,34 @@ class TestMixedPrecision(GlooTest):
 
     def test_same_bits_as_fully_shard(self) -> None:
         mesh = self.two_ranks()
+        for policy in (
+            MixedPrecisionPolicy(),
+            MixedPrecisionPolicy(None, BF16),
+            MixedPrecisionPolicy(BF16, FP32),
+            MixedPrecisionPolicy(BF16, FP32, FP32, False),
+            MixedPrecisionPolicy(None, None, BF16),
+        ):
+            self.check_like_fsdp(policy, mesh)
+
+    @pytest.mark.long
+    def test_same_bits_as_fully_shard_in_every_policy(self) -> None:
+        mesh = self.two_ranks()
         for param_dtype, reduce_dtype in product((None, BF16), (None, FP32, BF16)):
             self.check_like_fsdp(MixedPrecisionPolicy(param_dtype, reduce_dtype), mesh)
         for output_dtype, cast in product((None, FP32, BF16), (True, False)):
             self.check_like_fsdp(MixedPrecisionPolicy(BF16, FP32, output_dtype, cast), mesh)
-        self.check_like_fsdp(MixedPrecisionPolicy(None, None, BF16), mesh)
 
     def test_same_bits_as_fully_shard_with_low_precision_parameters(self) -> None:
         mesh = self.two_ranks()
+        for policy in (MixedPrecisionPolicy(FP32, BF16), MixedPrecisionPolicy(None, FP32)):
+            self.check_like_fsdp(policy, mesh, dtype=BF16)
+        self.check_like_fsdp(MixedPrecisionPolicy(FP16, FP16), mesh)
+
+    @pytest.mark.long
+    def test_same_bits_as_fully_shard_with_low_precision_parameters_in_every_policy(self) -> None:
+        mesh = self.two_ranks()
         for param_dtype, reduce_dtype in product((None, FP32), (None, FP32, BF16)):
             self.check_like_fsdp(MixedPrecisionPolicy(param_dtype, reduce_dtype), mesh, dtype=BF16)
-        self.check_like_fsdp(MixedPrecisionPolicy(FP16, FP16), mesh)
         self.check_like_fsdp(MixedPrecisionPolicy(None, FP16), mesh)
 
     def test_same_bits_as_fully_shard_over_microbatches_without_sync(self) -> None:

@@ -108,6 +108,13 @@ class TestMixtureOfExperts(GlooTest):
         for (gtp, dense), (expert_gtp, experts) in itertools.product(by_size.items(), repeat=2):
             yield f"gtp={gtp}, expert_gtp={expert_gtp}", Meshes(dense, experts, self.rank, 4)
 
+    def test_r1_gradients_are_right_for_pairs_of_meshes(self) -> None:
+        """Dense weights cut more often than experts, as often, and less often."""
+        pairs = dict(self.pairs())
+        for what in ("gtp=4, expert_gtp=2", "gtp=2, expert_gtp=2", "gtp=1, expert_gtp=4"):
+            self.check_folding(what, pairs[what])
+
+    @pytest.mark.long
     def test_r1_gradients_are_right_for_every_pair_of_meshes(self) -> None:
         for what, meshes in self.pairs():
             self.check_folding(what, meshes)
