@@ -42,13 +42,16 @@ class GlooTest(TestCase):
 
     def __init__(self, method: str = "runTest") -> None:
         super().__init__(method)
-        if method != "runTest":  # pytest makes one of each class without a test
-            self.run_on_rank = getattr(self, method)
-            setattr(self, method, self._run_in_workers)
-
-    def _run_in_workers(self) -> None:
+        if method == "runTest":  # pytest makes one of each class without a test
+            return
+        self.run_on_rank = getattr(self, method)
         cls = type(self)
-        pools().of(self.world_size).run(cls.__module__, cls.__qualname__, self._testMethodName)
+
+        @functools.wraps(self.run_on_rank)  # pytest looks for marks on it
+        def run_in_workers() -> None:
+            pools().of(self.world_size).run(cls.__module__, cls.__qualname__, method)
+
+        setattr(self, method, run_in_workers)
 
     def gtp_mesh(self) -> DeviceMesh:
         return _mesh((self.world_size,), ("gtp",))
