@@ -37,6 +37,8 @@ ENOUGH = 0.95  # of the bugs
 LIMIT = 90.0  # seconds for the tests of one bug: ranks that wait for each other for so long count as caught
 PATIENCE = timedelta(seconds=30)  # of one collective: torch's tests wait until every rank has ended
 
+_HUNG = "did not end"
+
 # What the tests and their workers import beside the package.
 _PRELOADED = (
     "expecttest",
@@ -139,6 +141,8 @@ def main() -> int:
             print(_line(result), flush=True)
     counts = {what: sum(result.outcome == what for result in results) for what in ("caught", "missed", "error")}
     print(f"{len(results)} bugs in {time.monotonic() - begin:.0f} s: {counts}")
+    if hung := [result.bug.name for result in results if result.detail == _HUNG]:
+        print(f"did not end, as on a busy machine any test may (see --limit): {', '.join(hung)}")
     if counts["error"]:
         return 2
     if args.without_bugs:
@@ -299,7 +303,7 @@ def _result(run: _Run, end: _End) -> Result:
     if report["failed"]:
         outcome, detail = "caught", report["failed"][0].split("/")[-1]
     elif end.status is None:
-        outcome, detail = "caught", "did not end"
+        outcome, detail = "caught", _HUNG
     elif end.status == 0 and report["passed"]:
         outcome, detail = "missed", f"{len(report['passed'])} tests passed"
     else:
