@@ -413,7 +413,8 @@ class TestGradients(GlooTest):
             for spike in spikes:
                 hidden = module[0](tokens)
                 # In the third step, one row of the embedding gets an infinite gradient, so one rank's shard alone.
-                hidden = torch.where((tokens == 2)[:, None], hidden * (1 + spike), hidden)
+                # (A choice between products would have a NaN for all other rows, too: zero times infinity.)
+                hidden = hidden * torch.where(tokens == 2, 1 + spike, 1.0)[:, None]
                 loss = F.cross_entropy(module[1](hidden.clamp(-9, 9)), tokens) + hidden.mean()
                 scaler.scale(loss).backward()
                 scaler.unscale_(optimizer)
@@ -428,8 +429,8 @@ class TestGradients(GlooTest):
         theirs: list[float] = []
         train(reference, tokens, theirs, spikes)
         train(model, rows_of_rank(tokens, mesh), ours, spikes)
-        assert ours == theirs == [1024.0, 2048.0, 1024.0, 1024.0], (ours, theirs)
         assert_same_params(model, reference)
+        assert ours == theirs == [1024.0, 2048.0, 1024.0, 1024.0], (ours, theirs)
 
     def test_gradient_of_an_input_alone_leaves_parameters_alone(self) -> None:
         """``torch.autograd.grad`` of inputs: as in plain torch, no parameter gets a gradient."""
@@ -488,6 +489,17 @@ class TestGradients(GlooTest):
                 (token_loss(module, tokens) + 0.01 * penalty).backward()
 
         check_step(copy.deepcopy(reference), model, mesh, make_tokens(0), step)
+
+    def test_a_weight_that_is_frozen_between_steps_is_reduced_no_more(self) -> None:
+        model = gtp_shard(Scaled(), self.gtp_mesh(), schedule=ALL)
+        for is_trained, num_reduced in ((True, 3), (False, 2), (True, 3)):
+            model.linear.weight.requires_grad_(is_trained)
+            with counted() as counts:
+                model(1.0).backward()
+            assert counts().reduce_scatters == num_reduced, is_trained
+            assert (model.linear.weight.grad is not None) == is_trained
+            model.zero_grad()
+        assert_idle(model)
 
 
 if __name__ == "__main__":

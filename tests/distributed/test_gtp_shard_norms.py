@@ -135,6 +135,17 @@ class TestNorms(GlooTest):
         self.assertEqual(full(others * scalars.sum()), torch.arange(8.0) * 63)
         self.assertEqual(full(torch.stack([rows.sum(), rows.sum()])), torch.tensor([28.0, 28.0]))
 
+    def test_a_sum_of_another_mesh_is_reduced_before_it_counts(self) -> None:
+        """Each rank has a part of it only: read as it is, ranks would go on with different numbers."""
+        world = _mesh((2, 2), ("gtp", "tp"))
+        gtp_shard(nn.Linear(4, 4), world["gtp"])
+        rows = distribute_tensor(torch.arange(8.0), world["gtp"], [Shard(0)])
+        others = distribute_tensor(torch.arange(8.0), world["tp"], [Shard(0)])
+        with self.assertRaisesRegex((RuntimeError, ValueError), "mesh"):
+            others * rows.sum()
+        whole = rows.sum().redistribute(placements=[Replicate()])
+        self.assertEqual(full(others * whole), torch.arange(8.0) * 28)
+
 
 def blocks_of(block_size: int) -> object:
     return lambda param: GTPShard(0, block_size=block_size) if param.ndim else None

@@ -59,6 +59,18 @@ class ConvolvedWithItself(nn.Module):
         return x * F.conv1d(self.weight.detach(), self.weight, padding=2).sum(0).mean(1)
 
 
+class Sliced(nn.Module):
+    """Three weights in one parameter, of which each is used by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.weight.chunk(3)
+        return F.linear(x, first) * F.linear(x, second).tanh() + F.linear(x, third)
+
+
 class StepsWithin(nn.Module):
     """Trains a weight in the middle of a forward that has read it, and reads it again."""
 
@@ -306,6 +318,11 @@ class TestReads(GlooTest):
         self.assertEqual(len(seen), 1)
         torch.testing.assert_close(seen[0], reference[0][0].weight.grad)
         assert_same_params(model, reference, "grad")
+
+    def test_slices_of_a_weight(self) -> None:
+        """Backward needs the very rows that forward has used: what is saved of them begins in the middle."""
+        torch.manual_seed(0)
+        self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sliced()))
 
 
 if __name__ == "__main__":

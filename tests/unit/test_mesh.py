@@ -461,3 +461,19 @@ def test_arguments_of_wrong_kind(arguments: dict[str, Any], message: str) -> Non
 def test_the_identity_is_an_order_too() -> None:
     with fake_world(4):
         assert init_weight_mesh("cpu", gtp=4, rank_order=range(4)).dense.mesh.flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_copies_of_experts_are_along_replicate_and_expert_dp() -> None:
+    def look(mesh: WeightMesh) -> tuple[Any, ...]:
+        return (
+            mesh.expert_weights.mesh.tolist(),
+            mesh.expert_weights.mesh_dim_names,
+            mesh.expert_weights.get_coordinate(),
+        )
+
+    meshes, names, places = zip(*on_each_rank(16, look, replicate=2, gtp=8, ep=2, expert_gtp=2), strict=True)
+    # Ranks of one expert_gtp group are neighbours; those with the same shard differ in the other axes, but not in ep.
+    of_first, of_second = ([[first + i, first + i + 1] for i in (0, 4, 8, 12)] for first in (0, 2))
+    assert list(meshes) == [of_first, of_first, of_second, of_second] * 4
+    assert list(names) == [("expert_copies", "expert_gtp")] * 16
+    assert list(places) == [(rank // 4, rank % 2) for rank in range(16)]

@@ -48,6 +48,19 @@ def test_process_group_is_initialized_from_the_environment(job: pytest.MonkeyPat
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_rank_order_says_where_each_process_stands(job: pytest.MonkeyPatch, place: int) -> None:
+    """The order is not its own inverse."""
+    order = (2, 0, 3, 1)
+    job.setenv("WORLD_SIZE", "4")
+    job.setattr("dtensor_gtp.mesh.rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), order[place], 4)]))
+    ranks = []
+    job.setattr(dist, "init_process_group", lambda *args, rank, **kwargs: pytest.exit(str(ranks.append(rank))))
+    with pytest.raises(pytest.exit.Exception):
+        init_weight_mesh("cpu", gtp=4, rank_order=order)
+    assert ranks == [place]
+
+
 class FakeDevices:
     """Stands in for torch's module of a kind of device."""
 

@@ -425,6 +425,13 @@ class TestKept(TestCase):
         for budget, kept in ((10, (1,)), (20, (1, 0)), (49, (1, 0)), (50, (3, 1, 0)), (80, (3, 2, 1, 0))):
             self.assertEqual(choose_kept(forward, backward, sizes, lanes, budget), kept, budget)
 
+    def test_meshes_of_experts_share_in_equal_parts(self) -> None:
+        """What is kept of one of them does not depend on what there is of another."""
+        forward, backward = (Plan(uses, [Traits(1)] * 4, Window(1)) for uses in ((0, 1, 2, 3), (3, 2, 1, 0)))
+        sizes, lanes = [10, 20, 20, 20], [0, 1, 2, 2]
+        for budget, kept in ((49, (0,)), (50, (3, 1, 0)), (89, (3, 1, 0)), (90, (3, 2, 1, 0))):
+            self.assertEqual(choose_kept(forward, backward, sizes, lanes, budget), kept, budget)
+
 
 class TestFormatPlan(TestCase):
     def formatted(self, name: str, uses: Sequence[int], sizes: Sequence[int], window: Window) -> str:
