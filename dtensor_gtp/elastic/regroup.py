@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
+from . import clock
 from .replicas import Place, ReplicaLayout, replicas_of
 from .watch import RankWatch, format_place
 
@@ -174,12 +174,12 @@ def join(
     waiting = _waiting(store)
     ticket = waiting.add("tickets", 1)
     name = f"admitted/{ticket}"
-    end = time.monotonic() + grace.total_seconds()
+    end = clock.now() + grace.total_seconds()
     while not waiting.check([name]):
-        if time.monotonic() > end:
+        if clock.now() > end:
             waiting.set(name, "gave up")
             raise TimeoutError(f"no rank of the job took this process in within {grace.total_seconds():g} seconds.")
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
     members = _members_of(waiting.get(name).decode())
     rank, layout = len(members.alive) + members.tickets.index(ticket), members.layout
     watch = None
@@ -210,16 +210,16 @@ def agree_on_survivors(
 ) -> Membership:
     """What the first rank writes down that sees everybody who is alive; the same on all who ask."""
     store.set(f"alive/{rank}", "1")
-    end = time.monotonic() + grace.total_seconds()
+    end = clock.now() + grace.total_seconds()
     names = [f"alive/{other}" for other in range(num_ranks)]
-    while time.monotonic() < end and not store.check(["members"]) and not store.check(names):
+    while clock.now() < end and not store.check(["members"]) and not store.check(names):
         # A rank that has come and died since is found when the new group is made.
         absent = [other for other in range(num_ranks) if not store.check([names[other]])]
         if is_alive is not None:
             alive = [is_alive(other) for other in absent]  # of each: to look is to begin to listen
             if not any(alive):
                 break
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
     if not store.check(["members"]):
         present = [other for other in range(num_ranks) if store.check([names[other]])]
         # Whoever is first decides: the others find its list there.

@@ -12,9 +12,7 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
+from . import clock
 from .replicas import Place, ReplicaLayout
 
 if TYPE_CHECKING:
@@ -97,12 +96,12 @@ class Pulse:
     def is_alive(self, name: str) -> bool:
         """Whether the number has changed within the limit, or is looked at for less than that."""
         number, since = self._look(name)
-        return number == _DONE or time.monotonic() - since <= self._limit
+        return number == _DONE or clock.now() - since <= self._limit
 
     def _look(self, name: str) -> tuple[bytes, float]:
         number = self._store.get(name) if self._store.check([name]) else b""
         if name not in self._seen or self._seen[name][0] != number:
-            self._seen[name] = (number, time.monotonic())
+            self._seen[name] = (number, clock.now())
         return self._seen[name]
 
 
@@ -189,8 +188,7 @@ class RankWatch:
             has_ended = own.check([_ENDED])
             if (is_lost.is_set() or has_ended) and own.compare_set(name, "", _KEEP.decode()) == _KEEP and has_ended:
                 report_lost(own, int(own.get(_ENDED)), _CLOSED.decode())
-            with suppress(RuntimeError):  # it says so when the time is over
-                own.wait([name], timedelta(seconds=self._interval))
+            clock.wait_for_key(own, name, self._interval)
         if own.get(name) != _UPDATE:
             raise self._error()
 
@@ -224,14 +222,14 @@ class RankWatch:
         assert self._listener is not None
         is_lost = self._listener.is_lost
         # A peer that is gone is found within the limit.
-        if is_peer_lost(error) and is_lost.wait(self.limit + 3 * self._interval):
+        if is_peer_lost(error) and clock.wait(is_lost, self.limit + 3 * self._interval):
             raise self._error() from error
         # Nobody is gone: this rank is the one that raised. The others are told.
         if not is_lost.is_set():
             report_lost(self._own, self.rank, f"raised {type(error).__name__}: {error}")
 
     def _error(self) -> RanksLostError:
-        time.sleep(2 * self._interval)  # those that failed with it are found as soon
+        clock.sleep(2 * self._interval)  # those that failed with it are found as soon
         own = self._own
         reasons = {rank: own.get(_lost(rank)).decode() for rank in self.layout.places if own.check([_lost(rank)])}
         return RanksLostError({rank: self.layout.places[rank] for rank in reasons}, reasons)
@@ -258,7 +256,7 @@ class _Listener:
     def _run(self) -> None:
         number = 0
         try:
-            while not self._is_stopped.wait(self._interval):
+            while not clock.wait(self._is_stopped, self._interval):
                 number += 1
                 self._store.set(beat_of(self._rank), str(number))
                 self._look()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, full, rows_of_rank, shared_directory
+from timing import HANG_S, until
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -186,7 +186,7 @@ def held_back_writes() -> Iterator[threading.Event]:
     write_data = dcp.FileSystemWriter.write_data
 
     def wait_and_write(*args: Any) -> Any:
-        assert go.wait(60)
+        assert go.wait(HANG_S)
         return write_data(*args)
 
     with mock.patch.object(dcp.FileSystemWriter, "write_data", wait_and_write):
@@ -194,10 +194,16 @@ def held_back_writes() -> Iterator[threading.Event]:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Peak of the memory of tensors that come into being under this mode."""
+    """Peak of the memory of tensors that come into being under this mode.
 
-    def __init__(self) -> None:
+    Args:
+        limit: What the peak may be. gloo's threads let go of a tensor a little after the collective has been waited
+            for: what is above the limit is looked at until they have.
+    """
+
+    def __init__(self, limit: float) -> None:
         super().__init__()
+        self._limit = limit
         self.nbytes = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -208,9 +214,9 @@ class PeakBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and id_of(tensor) not in known:
                 storage = local(tensor).untyped_storage()
                 self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        if self._live_nbytes() > self.nbytes:
-            time.sleep(0.01)  # gloo's threads let go of a tensor a little after the collective has been waited for
-            self.nbytes = max(self.nbytes, self._live_nbytes())
+        is_low = until(lambda: self._live_nbytes() <= self._limit)
+        assert is_low, f"{self._live_nbytes()} bytes, where {self._limit:.0f} are allowed"
+        self.nbytes = max(self.nbytes, self._live_nbytes())
         return result
 
     def _live_nbytes(self) -> int:

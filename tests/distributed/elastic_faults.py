@@ -1,21 +1,24 @@
 """Jobs whose ranks are killed, stopped or raise, and the processes that they run in. The library knows nothing of it.
 
 Each process is a rank of its own, not of the harness that the other tests share: it does not survive what happens here.
-The store lives in the test's process, as it lives in the agent of ``torchrun``.
+The store lives in the test's process, as it lives in the agent of ``torchrun``. So does the job's time, which
+``elastic_time`` describes.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_common import job_state
 from cuda_common import take_gpu
+from elastic_time import TICK, JobClock, Pacemaker, ends_collectives
 from test_elastic_checkpoint import Job, Reference
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 
@@ -44,19 +48,20 @@ from dtensor_gtp.elastic import (
     replicas_of,
 )
 
-# Of process groups: a rank that shares no connection with the one that is gone waits so long.
+# Of collectives, from when a rank is known to be lost: a rank that shares no connection with it waits so long.
 TIMEOUT = timedelta(seconds=6)
-# Of a rank that is silent. Threads of processes that share two cores with others may be late by a second.
+# Of a rank that is silent.
 LIMIT = timedelta(seconds=3)
-GRACE = timedelta(seconds=60)
+# Longer than any job takes: who is alive is waited for.
+GRACE = timedelta(days=365)
+# Ends what hangs. By the machine's clock, unlike those above.
+HANG = timedelta(seconds=300)
 # What docs/fault_tolerance.md asks for where NCCL communicates.
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-# Between the steps of a job without an end.
-PAUSE = 0.2
 POINTS = ("forward", "backward", "sync", "optimizer", "updated", "checkpoint")
 
 
@@ -78,9 +83,11 @@ class Fault:
     kind: str = "kill"
     generation: int = 0
 
-    def strike(self, *args: Any, **kwargs: Any) -> None:
+    def strike(self, job_clock: JobClock, *args: Any, **kwargs: Any) -> None:
         if self.kind == "raise":
             raise ValueError(f"struck in {self.point}")
+        if self.kind == "stop":
+            job_clock.announce_stop()
         os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
 
 
@@ -93,6 +100,8 @@ class Setup:
         num_steps: How many to train; None until the store has ``stop``.
         min_ranks: Steps wait until there are so many.
         device: ``cuda`` gives each rank a GPU of its own, with NCCL between them.
+        timeout: Of process groups, by the machine's clock: how long a rank waits for one that is lost while they
+            connect.
     """
 
     port: int
@@ -102,30 +111,27 @@ class Setup:
     num_steps: int | None = 5
     min_ranks: int = 1
     device: str = "cpu"
+    timeout: timedelta = HANG
 
     @property
     def backend(self) -> str:
         return "gloo" if self.device == "cpu" else "nccl"
-
-    @property
-    def timeout(self) -> timedelta:
-        """NCCL's collectives are aborted when a rank is silent; to connect takes it longer than gloo."""
-        return TIMEOUT if self.device == "cpu" else timedelta(seconds=60)
 
 
 @dataclass
 class Progress:
     """What a process keeps from one generation to the next."""
 
+    clock: JobClock
     step: int = 0
     held: HeldState | None = None
     is_ready: bool = False
     patches: list[Any] = field(default_factory=list)
 
 
-def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
+def go_on(setup: Setup, store: dist.Store, rank: int | None, job_clock: JobClock) -> None:
     """What a job does: train; on a failure hold the state, regroup, recover, train on. A rank that joins has none."""
-    progress = Progress()
+    progress = Progress(job_clock)
     replicas, generation = setup.replicas, 0
     if rank is None:
         survivors, watch = join(
@@ -148,9 +154,8 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
     store.set(_member(os.getpid()), "1")
     job: Job | None = None
     while True:
-        started = time.monotonic()
         try:
-            with watch:
+            with watch, limited(watch, progress, setup):
                 mesh = nonuniform_mesh(setup.device, replicas=replicas)
                 job = Job(mesh, seed=generation)
                 if generation:
@@ -162,8 +167,7 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
                     break
         except RuntimeError as error:
             if isinstance(error, RanksLostError):
-                report = json.dumps([str(error), time.monotonic() - started])
-                store.set(f"error/{generation}/{watch.rank}", report)
+                store.set(f"error/{generation}/{watch.rank}", str(error))
         survivors = leave(job, progress, watch, setup)
         replicas, generation = survivors.replicas, survivors.generation
     assert job is not None
@@ -172,6 +176,13 @@ def go_on(setup: Setup, store: dist.Store, rank: int | None) -> None:
     dist.barrier()
     watch.close()
     dist.destroy_process_group()
+
+
+def limited(watch: RankWatch, progress: Progress, setup: Setup) -> AbstractContextManager[None]:
+    """The time limit of gloo's collectives. Those of NCCL are aborted when a rank is silent."""
+    if setup.device != "cpu":
+        return nullcontext()
+    return ends_collectives(progress.clock, watch, TIMEOUT.total_seconds(), setup.port)
 
 
 def leave(job: Job | None, progress: Progress, watch: RankWatch, setup: Setup) -> Survivors:
@@ -213,10 +224,8 @@ def train(job: Job, progress: Progress, setup: Setup, watch: RankWatch) -> bool:
             return True
         if int(news[0]):
             return False
-        if setup.num_steps is None:
-            time.sleep(PAUSE)
         if mesh.layout.num_ranks < setup.min_ranks and setup.num_steps is not None:  # type: ignore[union-attr]
-            time.sleep(0.1)
+            progress.clock.sleep(TICK)
             continue
         train_step(job, progress, setup, watch)
 
@@ -227,7 +236,7 @@ def train_step(job: Job, progress: Progress, setup: Setup, watch: RankWatch) -> 
     def strike(point: str) -> Callable[..., None] | None:
         for fault in setup.faults:
             if (fault.generation, fault.step, fault.rank, fault.point) == (generation, step, dist.get_rank(), point):
-                return fault.strike
+                return partial(fault.strike, progress.clock)
         return None
 
     model: Any = job.model
@@ -260,8 +269,8 @@ def patch(progress: Progress, owner: Any, name: str, struck: Callable[..., None]
 
 def save(job: Job, path: Path, step: int) -> None:
     """Complete or absent: renamed when all have written."""
-    partial = path / f"{step}.tmp.{time.monotonic_ns() if dist.get_rank() == 0 else 0}"
-    names = [str(partial)]
+    unfinished = path / f"{step}.tmp.{uuid.uuid4().hex}"
+    names = [str(unfinished)]
     dist.broadcast_object_list(names, 0)
     planner = ReplicaSavePlanner(job.mesh)  # type: ignore[arg-type]
     dcp.save(job_state(job.model, job.optimizer), checkpoint_id=names[0], planner=planner)
@@ -278,17 +287,19 @@ def _member(pid: int) -> str:
     return f"member/{pid}"
 
 
-def run_rank(setup: Setup, rank: int | None, place: int) -> None:
+def run_rank(setup: Setup, rank: int | None, place: int, pacemaker: Connection) -> None:
     torch.set_num_threads(1)
+    job_clock = JobClock(pacemaker)
+    job_clock.replace_that_of_the_package()
     if setup.device == "cuda":
         take_gpu(place)
         os.environ.update(WATCHDOG)
-        torch.zeros(1, device="cuda")  # to start CUDA may hold the thread that beats for seconds
+        torch.zeros(1, device="cuda")  # as docs/fault_tolerance.md asks for, before the watch is made
     if setup.num_steps is None or setup.device == "cuda":
         torch.set_default_dtype(torch.float64)  # over many steps another order of sums would show
     try:
-        store = dist.TCPStore("localhost", setup.port, is_master=False, timeout=timedelta(seconds=60))
-        go_on(setup, store, rank)
+        store = dist.TCPStore("localhost", setup.port, is_master=False, timeout=HANG)
+        go_on(setup, store, rank, job_clock)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -302,7 +313,9 @@ class FaultyJob:
     def __init__(self, replicas: Sequence[Sequence[int]], faults: Sequence[Fault] = (), **options: Any) -> None:
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.setup = Setup(self.store.port, tuple(map(tuple, replicas)), tuple(faults), **options)
+        self.clock = Pacemaker()
         self.processes: list[Any] = []
+        self._times: dict[Any, Connection] = {}
         for rank in range(sum(map(len, replicas))):
             self.add(rank, rank)
 
@@ -310,20 +323,33 @@ class FaultyJob:
         """A process of the first ranks, or one that joins; where ranks have GPUs, say a place that is free."""
         # not forked from this process, whose threads (torch's, the store's) may hold locks at that moment
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=run_rank, args=(self.setup, rank, place), daemon=True)
+        mine, theirs = self.clock.connect()
+        process = context.Process(target=run_rank, args=(self.setup, rank, place, theirs), daemon=True)
         process.start()
+        theirs.close()  # else the end of the process would not show
+        self.clock.add(mine)
         self.processes.append(process)
+        self._times[process] = mine
         return process
 
     def is_member(self, process: Any) -> bool:
         """Whether the ranks of the job have taken a process in, or it has been one of the first."""
         return self.store.check([_member(process.pid)])
 
-    def wait(self, seconds: float = 90) -> list[int | None]:
-        """Exit codes of all processes; those that are still there have None, and are killed."""
-        end = time.monotonic() + seconds
+    def wake(self, process: Any) -> None:
+        """One that was stopped."""
+        os.kill(process.pid, signal.SIGCONT)
+        self.clock.add(self._times[process])
+
+    def wait_for(self, process: Any) -> None:
+        """The end of a process."""
+        process.join(HANG.total_seconds())
+        assert process.exitcode is not None, "the process hangs"
+
+    def wait(self) -> list[int | None]:
+        """Exit codes of all processes; those that hang have None, and are killed."""
         for process in self.processes:
-            process.join(max(end - time.monotonic(), 0))
+            process.join(HANG.total_seconds())
         codes = [process.exitcode for process in self.processes]
         self.kill()
         return codes
@@ -333,8 +359,9 @@ class FaultyJob:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self.clock.stop()
 
-    def errors(self, generation: int = 0) -> dict[int, tuple[str, float]]:
-        """What ranks reported of lost ranks, and how long after the generation began."""
+    def errors(self, generation: int = 0) -> dict[int, str]:
+        """What ranks reported of lost ranks."""
         names = {rank: f"error/{generation}/{rank}" for rank in range(sum(map(len, self.setup.replicas)))}
-        return {r: tuple(json.loads(self.store.get(n))) for r, n in names.items() if self.store.check([n])}
+        return {rank: self.store.get(name).decode() for rank, name in names.items() if self.store.check([name])}

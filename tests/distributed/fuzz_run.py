@@ -46,7 +46,7 @@ class Meshes:
         self.num_workers = dist.get_world_size()
         self._known: dict[Any, DeviceMesh] = {}
         self._twins: dict[str, dist.ProcessGroup] = {}
-        self.status = dist.new_group(timeout=timedelta(seconds=120))
+        self.status = dist.new_group(timeout=timedelta(minutes=10))  # longer than those of the lanes
 
     def prepare(self, draw: Draw) -> None:
         """Collective over all workers, also those that will not run the draw."""

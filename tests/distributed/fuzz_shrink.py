@@ -18,8 +18,8 @@ from fuzz import Draw, Layer, Span, problem_of
 from fuzz_run import Meshes, Outcome, run_round
 
 # A collective that nobody joins ends after this time; a round that is not done after the other one never will be.
-_COLLECTIVE_TIMEOUT = timedelta(seconds=20)
-_ROUND_TIMEOUT_S = 180
+_COLLECTIVE_TIMEOUT = timedelta(minutes=2)
+_ROUND_TIMEOUT_S = 900
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Workers:
         for connection in self._connections:
             connection.send(None)
         for process in self._processes:
-            process.join(20)
+            process.join(_ROUND_TIMEOUT_S)
         self._kill()
 
 

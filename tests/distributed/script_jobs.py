@@ -12,7 +12,6 @@ import os
 import runpy
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -21,16 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
-# In which a process whose peer has failed may say so.
-GRACE_S = 5.0
+from timing import HANG_S
 
 
 @dataclass(frozen=True)
 class Result:
     status: int
     output: str
-    seconds: float
 
 
 def run_forked(
@@ -38,14 +34,12 @@ def run_forked(
     num_processes: int | None,
     *,
     cwd: Path | None = None,
-    timeout_s: float = 60.0,
     **variables: str,
 ) -> Result:
     """A script and its arguments in so many processes, or in one without a job; then its status and all it has printed.
 
     The first process that fails ends the others. ``variables`` are added to the environment.
     """
-    started = time.monotonic()
     job = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     job |= {"OMP_NUM_THREADS": "1", **variables}
     places: list[dict[str, str]] = [{}]
@@ -64,28 +58,28 @@ def run_forked(
         ]
         for process in processes:
             process.start()
-        status = _wait(processes, started + timeout_s)
+        status = _wait(processes)
         output = Path(printed.name).read_text()
     if status is None:
-        pytest.fail(f"the job did not end within {timeout_s} s: {output}")
-    return Result(status, output, time.monotonic() - started)
+        pytest.fail(f"the job did not end within {HANG_S} s: {output}")
+    return Result(status, output)
 
 
-def _wait(processes: list[multiprocessing.Process], end: float) -> int | None:
-    """The first status that is not 0; None where they did not end in time. Leaves none of them."""
+def _wait(processes: list[multiprocessing.Process]) -> int | None:
+    """The first status that is not 0; None where they hang. Leaves none of them."""
     try:
         while running := [process for process in processes if process.exitcode is None]:
-            wait([process.sentinel for process in running], end - time.monotonic())
+            has_ended = wait([process.sentinel for process in running], HANG_S)
             if failed := [process.exitcode for process in processes if process.exitcode]:
                 return failed[0]
-            if time.monotonic() > end:
+            if not has_ended:
                 return None
         return 0
     finally:
         for process in processes:
             process.terminate()
         for process in processes:
-            process.join(GRACE_S)
+            process.join(HANG_S)  # it may say something first, and takes its time where the machine is busy
             process.kill()
             process.join()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from script_jobs import run_forked
+from timing import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "benchmarks" / "train_step.py"
@@ -33,7 +34,7 @@ def run_script(
     """
     if forked:
         command = [script, "--device=cpu", *arguments, f"--json={directory / 'result.json'}"]
-        job = run_forked(command, processes, cwd=directory, timeout_s=120)
+        job = run_forked(command, processes, cwd=directory)
         return job.status, job.output, written(directory, job.output)
     launcher = []
     if processes is not None:
@@ -44,7 +45,7 @@ def run_script(
         env=environment_of_this_process(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     output = result.stdout + result.stderr
     return result.returncode, output, written(directory, output)

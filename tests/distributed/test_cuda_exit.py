@@ -12,7 +12,6 @@ import queue
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,17 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cuda_common import NUM_RANKS, take_gpu
+from timing import HANG_S, come_late
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp._runtime.copy_engine import CopyEngine
 from dtensor_gtp._runtime.send_ring import SendRing
 
-# Cycles of the SM clock: about one second.
-VERY_LATE = 1_600_000_000
+# Cycles of the SM clock: about five seconds. Where a busy host lets a peer leave later than that, a test shows less.
+VERY_LATE = 8_000_000_000
 NUMEL = 1 << 22
+# How long a process is given to say what it need not say, and to end before it is killed.
+SILENT_S = 20
 JOB = Path(__file__).with_name("cuda_exit_job.py")
-# A rank that starts has to import torch and to make its communicators; its time limit comes on top.
-TIMEOUT = 75
 
 
 class ReadsLate(CopyEngine):
@@ -81,7 +81,7 @@ def _leave_an_exchange(rank: int, results: Any) -> None:
     exchange()
     if rank == 1:
         ring.fetched.synchronize()
-        time.sleep(0.1)  # they are done, and its signal is on its way
+        come_late(0.5)  # of the GPU's time, whose host has nothing more to do: its copies and its signal are done
         os._exit(0)
     results.put(("read", output[1].unique().tolist()))  # this rank's own row is left out
     exchange()
@@ -92,7 +92,7 @@ def _run(rank: int, store: str, leave: Callable[[int, Any], None], results: Any)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=2)
     leave(rank, results)
     done = torch.cuda.current_stream().record_event()
-    time.sleep(3)
+    come_late(3)
     results.put(("completed alone", done.query()))
     results.close()
     results.join_thread()
@@ -114,7 +114,7 @@ def _started(commands: Sequence[Sequence[str]], **environment: str) -> Iterator[
         for process in processes:
             process.terminate()  # a launcher ends its ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=40)
+                process.communicate(timeout=HANG_S)
             process.kill()
 
 
@@ -130,13 +130,13 @@ class TestCudaExit(unittest.TestCase):
             for process in processes:
                 process.start()
             try:
-                self.assertEqual(results.get(timeout=TIMEOUT), ("read", values))
+                self.assertEqual(results.get(timeout=HANG_S), ("read", values))
                 # The host may wait with its streams: then it says nothing.
                 with contextlib.suppress(queue.Empty):
-                    self.assertEqual(results.get(timeout=20), ("completed alone", False))
+                    self.assertEqual(results.get(timeout=SILENT_S), ("completed alone", False))
             finally:
                 for process in processes:
-                    process.join(timeout=10)
+                    process.join(SILENT_S)
                     process.kill()
 
     def test_process_that_exits_in_the_middle_of_a_gather(self) -> None:
@@ -150,7 +150,7 @@ class TestCudaExit(unittest.TestCase):
         with tempfile.TemporaryDirectory() as directory:
             run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
             with _started([[*run, str(JOB), f"{directory}/store"]]) as (launcher,):
-                output, _ = launcher.communicate(timeout=TIMEOUT)
+                output, _ = launcher.communicate(timeout=HANG_S)
         self.assertIn("waits", output)
         self.assertNotIn("done", output)
         self.assertIn("exitcode  : 3", output)

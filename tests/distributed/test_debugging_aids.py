@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import ALL, environment, fake_world
+from timing import HANG_S
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
@@ -59,7 +60,7 @@ class TestDebuggingAids(unittest.TestCase):
             env=os.environ | {"TORCH_LOGS": "+dtensor_gtp", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_S,
         )
         self.assertEqual(result.returncode, 0, result.stderr)
         lines = result.stderr.splitlines()

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from elastic_faults import LIMIT, POINTS, TIMEOUT, Fault, FaultyJob
+from elastic_faults import POINTS, Fault, FaultyJob
+from elastic_time import TICK
 from test_elastic_checkpoint import Reference
 
 from dtensor_gtp.elastic import num_waiting
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPUs alone")
 
-# How late a process may be that shares its core with others.
-SLACK = 10.0
 NUM_KILLS = 50
 
 
 def test_a_killed_rank_is_named_and_a_new_one_takes_its_place() -> None:
     """The others go on in their processes. A repaired one joins, and the replica has its size again."""
     job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "sync")], min_ranks=3)
-    job.processes[1].join(60)
+    job.wait_for(job.processes[1])
     job.add()
     assert job.wait() == [0, -9, 0, 0]
     errors = job.errors()
     assert set(errors) == {0, 2}
-    for text, seconds in errors.values():
+    for text in errors.values():
         assert text.startswith("rank 1 (replica 0, gtp 1, tp 0) was silent for 3 seconds")
-        assert seconds < TIMEOUT.total_seconds() + LIMIT.total_seconds() + SLACK
 
 
 def test_a_stopped_rank_is_named_and_left_behind() -> None:
@@ -41,15 +37,14 @@ def test_a_stopped_rank_is_named_and_left_behind() -> None:
     wakes up, it finds that it is out."""
     job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "backward", "stop")])
     for rank in (0, 2):
-        job.processes[rank].join(60)
-    os.kill(job.processes[1].pid, signal.SIGCONT)
-    assert job.wait(60) == [0, 1, 0]
+        job.wait_for(job.processes[rank])
+    assert job.processes[1].is_alive()
+    job.wake(job.processes[1])
+    assert job.wait() == [0, 1, 0]
     errors = job.errors()
     assert set(errors) == {0, 1, 2}
     for rank in (0, 2):
-        text, seconds = errors[rank]
-        assert text.startswith("rank 1 (replica 0, gtp 1, tp 0) was silent")
-        assert seconds < TIMEOUT.total_seconds() + LIMIT.total_seconds() + SLACK
+        assert errors[rank].startswith("rank 1 (replica 0, gtp 1, tp 0) was silent")
 
 
 @pytest.mark.soak
@@ -59,7 +54,7 @@ def test_a_rank_that_raises_is_named() -> None:
     assert job.wait() == [0, 1, 0]
     errors = job.errors()
     assert set(errors) == {0, 2}
-    for text, _ in errors.values():
+    for text in errors.values():
         assert text.startswith("rank 1 (replica 0, gtp 1, tp 0) raised ValueError: struck in forward.")
 
 
@@ -113,13 +108,11 @@ def check_checkpoint(path: Path, least: int) -> None:
 def test_random_ranks_are_killed_fifty_times(tmp_path: Path) -> None:
     """At any time: in a step, while the others regroup, while a new rank joins. Whoever ends is replaced. The ranks
     that are there at the end have the weights of an undisturbed run; where no replica was whole, by a checkpoint."""
-    job = FaultyJob([[0, 1], [2, 3]], path=tmp_path, num_steps=None)
+    job = FaultyJob([[0, 1], [2, 3]], path=tmp_path, num_steps=None, timeout=timedelta(minutes=2))
     chance = random.Random(0)
-    end = time.monotonic() + 3600
     num_kills = 0
     while num_kills < NUM_KILLS:
-        assert time.monotonic() < end
-        time.sleep(chance.uniform(1, 12))
+        job.clock.sleep(chance.uniform(20, 240))
         alive = [process for process in job.processes if process.is_alive()]
         members = [process for process in alive if job.is_member(process)]
         assert members, f"no rank is left of the job after {num_kills} kills, only such as wait to join"
@@ -128,15 +121,16 @@ def test_random_ranks_are_killed_fifty_times(tmp_path: Path) -> None:
         if victims:
             chance.choice(victims).kill()
             num_kills += 1
-            time.sleep(chance.uniform(0, 2))
+            job.clock.sleep(chance.uniform(0, 40))
         for _ in range(4 - sum(process.is_alive() for process in job.processes)):
             job.add()
-    settle = time.monotonic() + 120
-    while time.monotonic() < settle and num_waiting(job.store):
-        time.sleep(0.5)
+    for _ in range(5000):
+        if not num_waiting(job.store):
+            break
+        job.clock.sleep(TICK)
     job.store.set("stop", "1")
     last = [process for process in job.processes if process.is_alive()]
-    job.wait(180)
+    job.wait()
     codes = [process.exitcode for process in last]
     assert codes.count(0) >= 1, codes
     assert None not in codes, codes

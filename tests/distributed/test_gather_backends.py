@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from runtime_common import (
     token_step,
     train_record,
 )
+from timing import come_late
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, quantize_
@@ -153,7 +153,7 @@ class OnFile(CopyEngine):
 
     def _peers(self) -> list[int]:
         if self._rank == 1:
-            time.sleep(0.003)  # reads late: a stage that is filled too early shows
+            come_late(0.003)  # reads late: a stage that is filled too early shows
         return super()._peers()
 
 
@@ -182,7 +182,7 @@ class RingOnFile(SendRing):
 
     def _peers(self) -> list[int]:
         if self._rank == 1:
-            time.sleep(0.001)
+            come_late(0.001)
         return super()._peers()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,9 +21,33 @@ from dtensor_gtp import SchedulePolicy, sharding_report
 from dtensor_gtp._runtime import backends, probe
 
 
-class Slow(ByBroadcast):
-    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        time.sleep(0.1)
+class Clock:
+    """Stands for the clock that the measurement reads. GEMMs and gathers take what this says."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    @contextmanager
+    def measures(self, **gather_ms: float) -> Iterator[None]:
+        """Each GEMM takes 1 ms, a gather of each backend what is given for its class."""
+        with ExitStack() as stack:
+            clock = SimpleNamespace(perf_counter=lambda: self.ms / 1e3)
+            stack.enter_context(mock.patch.object(probe, "time", clock))
+            stack.enter_context(self.passes(probe.torch, "mm", 1.0))
+            for backend in (OnFile, OnGloo, ByBroadcast):
+                stack.enter_context(self.passes(backend, "all_gather", gather_ms[backend.__name__]))
+            yield
+
+    @contextmanager
+    def passes(self, owner: Any, name: str, ms: float) -> Iterator[None]:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.ms += ms
+            return function(*args, **kwargs)
+
+        with mock.patch.object(owner, name, call):
+            yield
 
 
 class FailsToGather(OnFile):
@@ -49,7 +74,7 @@ class TestGatherChoice(GlooTest):
         """The automatic choice by a measurement of small matrices, and what is logged."""
         groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
         with (
-            mock.patch.multiple(probe, SIZE=probe.ProbeSize(8, 6, 4), _ROUNDS=2, _PAIRS=1),
+            mock.patch.multiple(probe, SIZE=probe.ProbeSize(8, 6, 4), _ROUNDS=2),
             self.assertLogs("dtensor_gtp", "WARNING") as logs,
         ):
             schedule = SchedulePolicy(gather_backend="auto")
@@ -62,38 +87,40 @@ class TestGatherChoice(GlooTest):
         return choice, logs.output[0]
 
     def test_takes_the_fastest_on_all_ranks(self) -> None:
-        """One that is slow on one rank alone is slow."""
+        """One that is slow on one rank alone is slow. On all others it is the fastest."""
         groups = dist.distributed_c10d._world.pg_map
         for mesh, (slow, best, fast) in itertools.product(
             (self.gtp_mesh(), self.hsdp_mesh()),
             ((OnFile, "zero_cta", OnGloo), (OnGloo, "copy_engine", OnFile)),
         ):
-            num_groups, gather = len(groups), slow.all_gather
-
-            def late(engine: Any, *args: Any, gather: Callable[..., None] = gather) -> None:
-                time.sleep(0.1 if self.rank == 2 else 0)
-                gather(engine, *args)
-
+            num_groups = len(groups)
+            ms = {slow.__name__: 7.0 if self.rank == 2 else 2.0, fast.__name__: 3.0, "ByBroadcast": 5.0}
             with (
-                mock.patch.object(slow, "all_gather", late),
+                Clock().measures(**ms),
                 mock.patch.object(backends, "CopyEngine", OnFile),
                 mock.patch.object(backends, "ZeroCTA", OnGloo),
-                mock.patch.object(backends, "ProcessGroupBackend", Slow),
+                mock.patch.object(backends, "ProcessGroupBackend", ByBroadcast),
             ):
                 choice, logged = self.choose(mesh)
             self.assertEqual((choice.name, type(choice.backend)), (best, fast))
-            ms = r"\d+\.\d+ ms"
-            times = f"copy_engine {ms}, zero_cta {ms}, process_group {ms}"
-            self.assertRegex(logged, rf"gather backend: {best} \(a gather of \d+ MiB beside a GEMM of {ms}: {times}\)")
+            ms |= {slow.__name__: 7.0}
+            times = ", ".join(
+                f"{name} {ms[backend.__name__] + 1:.2f} ms"
+                for name, backend in (("copy_engine", OnFile), ("zero_cta", OnGloo), ("process_group", ByBroadcast))
+            )
+            self.assertRegex(
+                logged, rf"gather backend: {best} \(a gather of \d+ MiB beside a GEMM of 1.00 ms: {times}\)"
+            )
             self.assertEqual(len(groups) - num_groups, 1, "of zero_cta, which stays in any case")
 
     def test_goes_on_without_what_fails(self) -> None:
         """When it is made, on one rank, or when it gathers."""
         for zero_cta, best in ((FailsOnLastRank, "process_group"), (OnGloo, "zero_cta")):
             with (
+                Clock().measures(OnFile=1.0, OnGloo=2.0, ByBroadcast=3.0),
                 mock.patch.object(backends, "CopyEngine", FailsToGather),
                 mock.patch.object(backends, "ZeroCTA", zero_cta),
-                mock.patch.object(backends, "ProcessGroupBackend", Slow),
+                mock.patch.object(backends, "ProcessGroupBackend", ByBroadcast),
             ):
                 choice, _ = self.choose(self.hsdp_mesh())
             self.assertEqual(choice.name, best)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import fuzz
@@ -23,7 +22,6 @@ SOAK_SEEDS = range(1000, 6000)
 
 
 class TestFuzz(GlooTest):
-    timeout = timedelta(seconds=60)
     meshes: Any = None
 
     def _meshes(self) -> Meshes:

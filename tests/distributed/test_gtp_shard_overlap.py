@@ -7,7 +7,6 @@ that is still to be updated, and the plan of prefetches follows what the model d
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,11 +33,12 @@ from runtime_common import (
     train_record,
     weight_of,
 )
+from timing import until
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import SchedulePolicy, _torch_compat, gtp_shard, sharding_report
 from dtensor_gtp._runtime.gathering import ChainKey, Entry
 
 
@@ -126,7 +126,9 @@ class TestOverlap(GlooTest):
         model(make_rows(0))  # makes the communicators
         runtime, weight = runtime_of(model), weight_of(model, "first")
         freed = runtime.acquire(weight)
-        time.sleep(0.5)  # gloo's thread drops its reference a moment after the work is complete
+        # gloo's thread drops its references a moment after the work is complete. Two owners are ours: the buffer and
+        # the Python object of its storage that we ask with.
+        assert until(lambda: _torch_compat.storage_use_count(freed.buffer.untyped_storage()) <= 2)
         runtime.release(weight, freed)
         assert freed.buffer.isnan().all()
         escaping = runtime.acquire(weight)

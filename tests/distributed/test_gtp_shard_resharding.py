@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from common import ALL, GlooTest, shared_directory
+from timing import HANG_S
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -268,7 +269,7 @@ def restart_job(directory: Path, num_processes: int) -> str | None:
     result = subprocess.run(
         [*command, __file__, str(directory)],
         env=variables | {"OMP_NUM_THREADS": "1"},
-        timeout=90,
+        timeout=HANG_S,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,9 +78,8 @@ def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path, path: 
     leave their state in memory, and starts all of them again. The job ends as one process would have ended it."""
     in_memory = path == "memory"
     script = wrapper(tmp_path / "killed.py", patch_of(point, tmp_path) + ("" if in_memory else LEAVES_NOTHING))
-    started = time.monotonic()
     options = tiny(tmp_path / "elastic", *BATCH, "--elastic", "2", "--json", tmp_path / "elastic.json")
-    result = finish(popen_with_restarts([script, *options], 3), started, 120)
+    result = finish(popen_with_restarts([script, *options], 3))
     assert result.status == 0, result.output
     assert "2 replicas of 3 ranks" in result.output
     recovered = re.search(r"recovered step (\d+) from memory", result.output)
@@ -116,7 +114,8 @@ def test_job_goes_on_without_a_node(tmp_path: Path) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     script = wrapper(tmp_path / "killed.py", patch_of("backward", tmp_path, "os.kill(os.getppid(), signal.SIGKILL)"))
     options = tiny(tmp_path / "elastic", *BATCH, "--elastic", "2", "--json", tmp_path / "elastic.json")
-    config = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    # A host that is silent for two minutes is gone; it is waited for as long when the others meet again.
+    config = "is_host=false,last_call_timeout=120,keep_alive_interval=2,keep_alive_max_attempt=60"
     launcher = {
         "PET_NNODES": "1:4",
         "PET_RDZV_BACKEND": "c10d",
@@ -126,11 +125,10 @@ def test_job_goes_on_without_a_node(tmp_path: Path) -> None:
         "PET_MAX_RESTARTS": "2",
         "PET_NPROC_PER_NODE": "1",
     }
-    started = time.monotonic()
     with environment(**launcher):
         hosts = [popen(["-m", "torch.distributed.run", script, *options], None) for _ in range(4)]
     try:
-        results = [finish(host, started, 180) for host in hosts]
+        results = [finish(host, 900) for host in hosts]
     finally:
         for host in hosts:
             host.terminate()  # which ends its process, too

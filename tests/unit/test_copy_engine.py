@@ -27,6 +27,8 @@ from dtensor_gtp._runtime.send_ring import Place, SendRing
 from dtensor_gtp._runtime.zero_cta import ZeroCTA
 
 NUM_RANKS = 4
+# Ends what hangs.
+HANG_SECONDS = 300
 CPU = torch.device("cpu")
 
 
@@ -34,7 +36,7 @@ class Ranks:
     """Threads that act as ranks, and what they share."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(NUM_RANKS, timeout=20)
+        self.barrier = threading.Barrier(NUM_RANKS, timeout=HANG_SECONDS)
         self.memory: dict[tuple[int, int], torch.Tensor] = {}
         self.num_stages = [0] * NUM_RANKS
 

@@ -1,11 +1,13 @@
-"""The ranks that are left agree on who they are. Threads stand for processes; there are no process groups in here."""
+"""The ranks that are left agree on who they are. Threads stand for processes; there are no process groups in here.
+
+Times are those of a simulated clock: a wait of seconds takes none.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from clock_common import HANG_SECONDS, SimulatedClock
 from expecttest import TestCase
 from mesh_common import fake_world
 
@@ -24,61 +27,61 @@ from dtensor_gtp.elastic.regroup import _start, agree_on_survivors, members_of
 from dtensor_gtp.elastic.watch import is_peer_lost
 
 
-def agree(
-    num_ranks: int, delays: dict[int, float], grace: float, is_alive: Callable[[int], bool] | None = None
-) -> dict[int, list[int]]:
-    """What each rank hears that comes after a delay; the others never come."""
-    layout = replicas_of([range(num_ranks)])
-    store = dist.HashStore()
-    found: dict[int, list[int]] = {}
-
-    def come(rank: int, delay: float) -> None:
-        time.sleep(delay)
-        members = agree_on_survivors(
-            num_ranks, rank, store, timedelta(seconds=grace), is_alive=is_alive, decide=partial(members_of, layout)
-        )
-        found[rank] = list(members.alive)
-
-    threads = [threading.Thread(target=come, args=item) for item in delays.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+class ClockTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.clock = SimulatedClock()
+        self.enterContext(self.clock.as_clock_of_the_package())
 
 
-class TestAgreement(TestCase):
+class TestAgreement(ClockTestCase):
+    def agree(
+        self, num_ranks: int, delays: dict[int, float], grace: float, is_alive: Callable[[int], bool] | None = None
+    ) -> dict[int, list[int]]:
+        """What each rank hears that comes after a delay; the others never come."""
+        decide = partial(members_of, replicas_of([range(num_ranks)]))
+        store, limit = dist.HashStore(), timedelta(seconds=grace)
+        found: dict[int, list[int]] = {}
+
+        def come(rank: int, delay: float) -> None:
+            self.clock.sleep(delay)
+            members = agree_on_survivors(num_ranks, rank, store, limit, is_alive=is_alive, decide=decide)
+            found[rank] = list(members.alive)
+
+        self.clock.run(*(partial(come, *item) for item in delays.items()))
+        return found
+
     def test_all_that_come_in_time_are_in(self) -> None:
-        found = agree(5, {0: 0.0, 2: 0.3, 4: 0.1}, grace=2.0)
+        found = self.agree(5, {0: 0.0, 2: 0.3, 4: 0.1}, grace=2.0)
         self.assertEqual(found, {rank: [0, 2, 4] for rank in (0, 2, 4)})
+        self.assertGreaterEqual(self.clock.now(), 2.0)
 
     def test_nobody_waits_when_all_have_come(self) -> None:
         """A failure that killed nobody, such as an exception on one rank."""
-        start = time.monotonic()
-        found = agree(3, {0: 0.0, 1: 0.1, 2: 0.2}, grace=60.0)
+        found = self.agree(3, {0: 0.0, 1: 0.1, 2: 0.2}, grace=60.0)
         self.assertEqual(found, {rank: [0, 1, 2] for rank in range(3)})
-        self.assertLess(time.monotonic() - start, 20)
+        self.assertLess(self.clock.now(), 0.4)
 
     def test_a_rank_that_comes_late_finds_that_it_is_not_on_the_list(self) -> None:
-        found = agree(3, {0: 0.0, 1: 0.1, 2: 3.0}, grace=1.0)
+        found = self.agree(3, {0: 0.0, 1: 0.1, 2: 3.0}, grace=1.0)
         self.assertEqual(found, {rank: [0, 1] for rank in range(3)})
 
     def test_ranks_whose_grace_ends_at_different_times_take_one_list(self) -> None:
         """Rank 1 comes while rank 0 is about to decide: in or out, but alike for both."""
-        for delay in (0.28, 0.3, 0.32):
-            found = agree(3, {0: 0.0, 1: delay}, grace=0.3)
+        for delay in (0.28, 0.3, 0.32, 0.35):
+            found = self.agree(3, {0: 0.0, 1: delay}, grace=0.3)
             self.assertEqual(found[0], found[1])
 
     def test_only_ranks_that_are_alive_are_waited_for(self) -> None:
         """However late they come, and however long the grace is."""
-        end = time.monotonic() + 1.0
-        start = time.monotonic()
-        found = agree(4, {0: 0.0, 1: 1.5, 3: 0.1}, grace=60.0, is_alive=lambda rank: rank != 2)
+        found = self.agree(4, {0: 0.0, 1: 1.5, 3: 0.1}, grace=60.0, is_alive=lambda rank: rank != 2)
         self.assertEqual(found, {rank: [0, 1, 3] for rank in (0, 1, 3)})
-        self.assertLess(time.monotonic() - start, 20)
+        self.assertLess(self.clock.now(), 1.7)
         # One that dies while it is waited for is waited for no longer.
-        found = agree(3, {0: 0.0}, grace=60.0, is_alive=lambda rank: rank == 1 and time.monotonic() < end)
+        end = self.clock.now() + 1.0
+        found = self.agree(3, {0: 0.0}, grace=60.0, is_alive=lambda rank: rank == 1 and self.clock.now() < end)
         self.assertEqual(found, {0: [0]})
+        self.assertTrue(end <= self.clock.now() < end + 0.2)
 
 
 class TestSurvivors(TestCase):
@@ -109,9 +112,9 @@ class TestStart(TestCase):
         names = []
         for num_failures in (0, 1, 3):
             for _ in range(num_failures):
-                self.assertFalse(_start(dist.HashStore(), members, 0, "gloo", timedelta(seconds=0.2)))
+                self.assertFalse(_start(dist.HashStore(), members, 0, "gloo", timedelta(milliseconds=1)))
             alone = members_of(replicas_of([[0]]), [0])
-            self.assertTrue(_start(dist.HashStore(), alone, 0, "gloo", timedelta(seconds=5)))
+            self.assertTrue(_start(dist.HashStore(), alone, 0, "gloo", timedelta(seconds=HANG_SECONDS)))
             names.append(dist.group.WORLD.group_name)
             dist.destroy_process_group()
         self.assertEqual(len(set(names)), 1, names)
@@ -140,7 +143,7 @@ class TestGroups(TestCase):
 
         def group(backend: str) -> Any:
             def abort() -> None:
-                together.wait(20)
+                together.wait(HANG_SECONDS)
                 aborted.append(backend)
 
             return SimpleNamespace(abort=abort, backend=backend)
@@ -155,7 +158,7 @@ class TestGroups(TestCase):
         self.assertEqual(sorted(aborted), sorted(names[:3]))
 
 
-class TestWatch(TestCase):
+class TestWatch(ClockTestCase):
     """Watches of several ranks in one process."""
 
     LAYOUT = replicas_of([[0, 1], [2, 3]])
@@ -174,6 +177,7 @@ class TestWatch(TestCase):
             assert watches[rank]._listener is not None
             watches[rank]._listener.stop()
         for watch in (watches[0], watches[3]):
+            began = self.clock.now()
             with (
                 self.assertRaisesRegex(
                     RanksLostError,
@@ -183,6 +187,9 @@ class TestWatch(TestCase):
             ):
                 raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
             self.assertEqual(set(caught.exception.lost), {1, 2})
+            # At the latest after the limit, three beats until all know, and two for those that failed with the first.
+            self.assertLessEqual(self.clock.now() - began, 1.5 + (3 + 2) * 0.25)
+            self.assertGreater(self.clock.now(), 1.5)
             with self.assertRaises(RanksLostError):
                 watch.commit()
             self.assertEqual([watch.is_alive(rank) for rank in (0, 3)], [True, True])
@@ -204,7 +211,7 @@ class TestWatch(TestCase):
         watches, _ = self.watches(limit=0.3)
         for watch in watches[1:]:
             watch.close()
-        time.sleep(1)
+        self.clock.sleep(1)
         assert watches[0]._listener is not None
         self.assertFalse(watches[0]._listener.is_lost.is_set())
         self.assertTrue(watches[0].is_alive(2))
@@ -214,17 +221,12 @@ class TestWatch(TestCase):
         may_update = [False] * len(watches)
 
         def run(index: int) -> None:
-            time.sleep(index * delay)
+            self.clock.sleep(index * delay)
             with contextlib.suppress(RanksLostError):
                 watches[index].commit()
                 may_update[index] = True
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(watches))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-            self.assertFalse(thread.is_alive())
+        self.clock.run(*(partial(run, index) for index in range(len(watches))))
         return may_update
 
     def test_all_ranks_update_or_none(self) -> None:
@@ -311,15 +313,16 @@ class TestWatch(TestCase):
 
     def test_who_waits_to_join_is_counted_until_it_gives_up(self) -> None:
         store = dist.HashStore()
-        thread = threading.Thread(target=self._join, args=(store, 1.0))
-        thread.start()
-        end = time.monotonic() + 10
-        while not num_waiting(store) and time.monotonic() < end:
-            time.sleep(0.01)
-        self.assertEqual(num_waiting(store), 1)
-        thread.join()
-        self.assertEqual(num_waiting(store), 0)
+        counts: list[int] = []
 
-    def _join(self, store: dist.Store, seconds: float) -> None:
-        with self.assertRaises(TimeoutError):
-            join(store, grace=timedelta(seconds=seconds), backend="gloo")
+        def wait_to_join() -> None:
+            with self.assertRaisesRegex(TimeoutError, "within 1 seconds"):
+                join(store, grace=timedelta(seconds=1), backend="gloo")
+            counts.append(num_waiting(store))
+
+        def look() -> None:
+            self.clock.sleep(0.9)
+            counts.append(num_waiting(store))
+
+        self.clock.run(wait_to_join, look)
+        self.assertEqual(counts, [1, 0])

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from datetime import timedelta
 from email.parser import Parser
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def test_ci_refuses_another_quick_start(commands: str, tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     script = shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     (tmp_path / "README.md").write_text(f"# Title\n## Quick start\n```bash\n{commands}\n```\n## Next\n```\nmore\n```\n")
-    result = subprocess.run([script, "--print"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([script, "--print"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     assert "exactly two commands" in result.stderr or "must run the tests" in result.stderr
 
@@ -363,5 +364,74 @@ def test_mutable_global_scan_sees(source: str, found: list[str]) -> None:
 def test_no_mutable_module_globals() -> None:
     found = {
         path.relative_to(ROOT).as_posix(): names for path in SOURCES if (names := list(mutable_globals(parsed(path))))
+    }
+    assert found == {}
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+# Who may read the machine's clock, and why. All other tests wait for what happens, or replace the clock.
+READ_THE_CLOCK = {
+    "tests/distributed/timing.py": "limits that only end what hangs, and waits that no result depends on",
+    "tests/distributed/fuzz_cli.py": "prints how long a run has taken",
+}
+CLOCK = re.compile(
+    r"\btime\.(?:sleep|time|monotonic|perf_counter|process_time|thread_time)(?:_ns)?\b|^\s*from time import .*$", re.M
+)
+# Shorter limits pass on a busy machine before what they wait for has had its turn. In seconds.
+LEAST_LIMIT = 120
+
+
+def uses_of_the_clock(source: str) -> Iterator[str]:
+    """Reads of the machine's clock, sleeps, and limits of waits that are short; in scripts within strings, too."""
+    yield from (found[0].strip() for found in CLOCK.finditer(source))
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        limits = [keyword.value for keyword in node.keywords if re.fullmatch("timeout(_s)?|limit_s", keyword.arg or "")]
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("join", "wait", "poll") and len(node.args) == 1:
+            limits += node.args
+        for limit in limits:
+            seconds = seconds_of(limit)
+            if seconds is not None and seconds < LEAST_LIMIT:
+                yield ast.unparse(node)
+
+
+def seconds_of(limit: ast.expr) -> float | None:
+    """Of a number, or a ``timedelta`` of numbers; None for all else."""
+    if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float):
+        return limit.value
+    if isinstance(limit, ast.Call) and ast.unparse(limit.func).endswith("timedelta"):
+        units = {str(k.arg): k.value.value for k in limit.keywords if isinstance(k.value, ast.Constant)}
+        if len(units) == len(limit.keywords):
+            return timedelta(**units).total_seconds()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import time\ntime.sleep(1)", ["time.sleep"]),
+        ("begin = time.perf_counter_ns()", ["time.perf_counter_ns"]),
+        ("from time import monotonic", ["from time import monotonic"]),
+        ("script = 'import time; time.sleep(9)'", ["time.sleep"]),
+        ("run(command, timeout=60)", ["run(command, timeout=60)"]),
+        ("init(timeout=timedelta(seconds=20))", ["init(timeout=timedelta(seconds=20))"]),
+        ("process.join(10)", ["process.join(10)"]),
+        ("process.join()\nprocess.join(HANG_S)\nrun(timeout=300)\nf(timeout=timedelta(minutes=5))", []),
+        ("','.join(names)\nos.path.join(a, b)\nhandle.wait()\nbarrier.wait(turn, stream)", []),
+        ("mock.patch.object(debug.time, 'sleep')\nrun.time\ntimes.sleep", []),
+    ],
+)
+def test_clock_scan_sees(source: str, found: list[str]) -> None:
+    assert list(uses_of_the_clock(source)) == found
+
+
+def test_no_test_depends_on_how_fast_the_machine_is() -> None:
+    found = {
+        name: uses
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path != Path(__file__) and (uses := list(uses_of_the_clock(path.read_text())))
+        if (name := path.relative_to(ROOT).as_posix()) not in READ_THE_CLOCK
     }
     assert found == {}

@@ -1,12 +1,10 @@
-"""Barriers of streams, with a thread that does what a GPU's front end would do for each rank."""
+"""Barriers of streams, with a generator that does what a GPU's front end would do for each rank."""
 
 from __future__ import annotations
 
 import ctypes
 import random
-import threading
-import time
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +14,8 @@ from dtensor_gtp._torch_compat import driver
 from dtensor_gtp._torch_compat.driver import SignalBarrier
 
 NUM_RANKS, NUM_BARRIERS = 4, 60
+# Several times as many as the slowest order takes.
+MANY_TURNS = 100_000
 
 
 class FrontEnds:
@@ -23,48 +23,37 @@ class FrontEnds:
 
     def __init__(self) -> None:
         self.memory: dict[int, int] = {}
-        self.changed = threading.Condition()
 
-    def execute(self, operations: Any, dice: random.Random) -> None:
+    def execute(self, operations: Any) -> Iterator[None]:
+        """One operation, or one look at what it waits for, at a time."""
         for operation in operations:
-            if dice.random() < 0.02:
-                time.sleep(dice.random() / 500)
-            with self.changed:
-                if operation.operation == driver._WRITE_VALUE_32:
-                    self.memory[operation.address] = operation.value
-                    self.changed.notify_all()
-                else:
-                    assert (operation.operation, operation.flags) == (driver._WAIT_VALUE_32, driver._WAIT_EQUAL)
-                    is_there = partial(self.holds, operation.address, operation.value)
-                    if not self.changed.wait_for(is_there, timeout=10):
-                        raise TimeoutError
-
-    def holds(self, address: int, value: int) -> bool:
-        return self.memory.get(address, 0) == value
+            if operation.operation == driver._WRITE_VALUE_32:
+                self.memory[operation.address] = operation.value
+            else:
+                assert (operation.operation, operation.flags) == (driver._WAIT_VALUE_32, driver._WAIT_EQUAL)
+                while self.memory.get(operation.address, 0) != operation.value:
+                    yield
+            yield
 
 
-def test_nobody_passes_before_all_have_come() -> None:
-    front_ends = FrontEnds()
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_passes_before_all_have_come(seed: int) -> None:
+    """In many orders: each rank has a speed of its own, up to ten times that of others."""
+    front_ends, dice = FrontEnds(), random.Random(seed)
     arrived = [0] * NUM_RANKS
-    errors: list[BaseException] = []
 
-    def run(rank: int) -> None:
-        dice = random.Random(rank)
+    def run(rank: int) -> Iterator[None]:
         barrier = SignalBarrier([1000 * (other + 1) for other in range(NUM_RANKS)], rank)
-        try:
-            for index in range(NUM_BARRIERS):
-                arrived[rank] += 1
-                front_ends.execute(barrier._turns[index % 2], dice)
-                assert min(arrived) > index
-        except BaseException as error:
-            errors.append(error)
+        for index in range(NUM_BARRIERS):
+            arrived[rank] += 1
+            yield from front_ends.execute(barrier._turns[index % 2])
+            assert min(arrived) > index
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    ranks = [run(rank) for rank in range(NUM_RANKS)]
+    speeds = [10 ** dice.random() for _ in ranks]
+    for rank in dice.choices(range(NUM_RANKS), speeds, k=MANY_TURNS):
+        next(ranks[rank], None)
+    assert arrived == [NUM_BARRIERS] * NUM_RANKS, "somebody waits without end"
     # As at the begin: what is recorded once can be repeated.
     assert set(front_ends.memory.values()) == {0}
     nbytes = driver.num_flag_bytes(NUM_RANKS)
