@@ -135,7 +135,7 @@ class _RowGTPShard(GTPShard, Shard):
 
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         Shard.__init__(self, dim)
-        _support_fused_sgd()
+        _prepare_dtensor()
 
     def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """In torch 2.11 the whole of an uneven tensor is a view of the padded one, and a full state dict with such a
@@ -155,7 +155,7 @@ class _StridedGTPShard(GTPShard, StridedShard):
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         StridedShard.__init__(self, dim, split_factor=split_factor)
         self.block_size = block_size
-        _support_fused_sgd()
+        _prepare_dtensor()
         _teach_dtensor()
 
 
@@ -300,10 +300,10 @@ def _teach_dtensor() -> None:
     install()
 
 
-def _support_fused_sgd() -> None:
-    from ._dtensor_ops import support_fused_sgd
+def _prepare_dtensor() -> None:
+    from ._dtensor_ops import prepare
 
-    support_fused_sgd()
+    prepare()
 
 
 # torch.load(weights_only=True), its default, rebuilds only what is listed

@@ -8,6 +8,7 @@ release it is for. Code and tests call ``compat.name``, so that a test can put s
 from __future__ import annotations
 
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed._functional_collectives import _are_we_tracing as is_tracing_dtensors
 from torch.distributed.tensor import _redistribute as redistribute_module
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -49,6 +50,7 @@ from .collectives import (
 from .driver import capture_id
 from .dtensor import (
     Propagate,
+    StockRule,
     distribute_tensor_modules,
     dtensor_spec,
     local_part,
@@ -62,6 +64,7 @@ from .dtensor import (
     seed_dtensor_rng,
     set_dtensor_handler,
     stock_dtensor_dispatch,
+    stock_rule,
     unscale_grads_op,
     wrap_local,
     wrap_sharding_propagation,
@@ -132,6 +135,7 @@ __all__ = [
     "PrefixStore",
     "Propagate",
     "RegisteredBuffer",
+    "StockRule",
     "Store",
     "StridedShard",
     "SymmetricBuffer",
@@ -175,6 +179,7 @@ __all__ = [
     "is_real_rank",
     "is_replicated_by_ddp",
     "is_tracing",
+    "is_tracing_dtensors",
     "leave_process_groups",
     "local_part",
     "local_shape_and_offset",
@@ -212,6 +217,7 @@ __all__ = [
     "skip_code",
     "sleep_stream",
     "stock_dtensor_dispatch",
+    "stock_rule",
     "storage_use_count",
     "symmetric_memory_backend",
     "tensor_hooks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
@@ -100,6 +101,27 @@ def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSha
 def op_dispatcher() -> Any:
     """DTensor's one dispatcher; it owns the table of sharding strategies."""
     return DTensor._op_dispatcher
+
+
+class StockRule(Enum):
+    """Kinds of torch's own rules for the sharding of an op."""
+
+    POINTWISE = "each element by itself; outputs have placements of torch's own classes"
+    SINGLE_DIM = "given for one mesh axis; outputs have placements of torch's own classes"
+    WHOLE_MESH = "given for all mesh axes; outputs have the very placements of the operand"
+
+
+def stock_rule(op: Any) -> StockRule | None:
+    """The kind of DTensor's rule for ``op``; None if there is none, or if somebody else gave one."""
+    propagator = op_dispatcher().sharding_propagator
+    single_dim_rule = propagator.op_single_dim_strategy_funcs.get(op)
+    rule = single_dim_rule or propagator.op_strategy_funcs.get(op)
+    module = str(getattr(getattr(rule, "func", rule), "__module__", ""))
+    if not module.startswith("torch.distributed.tensor._ops."):
+        return None
+    if module.endswith("._pointwise_ops"):  # in torch 2.11 not a rule for one axis
+        return StockRule.POINTWISE
+    return StockRule.SINGLE_DIM if single_dim_rule is not None else StockRule.WHOLE_MESH
 
 
 # What torch.amp.GradScaler runs on all gradients at once: (grads, found_inf, inv_scale), in place.
