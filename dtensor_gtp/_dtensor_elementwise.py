@@ -370,7 +370,7 @@ def _out_meta(schema: OpSchema, operands: Sequence[Operand], leaders: Sequence[D
 
 def _can_only_be(dtype: torch.dtype, schema: OpSchema, operands: Sequence[Operand]) -> bool:
     """Whether ``dtype`` is a float, and no argument asks for a complex or other type, or for strides of its own."""
-    if not dtype.is_floating_point or any(spec.dtype.is_complex for o in operands if (spec := o.spec.tensor_meta)):
+    if not dtype.is_floating_point or any(meta.dtype.is_complex for o in operands if (meta := o.spec.tensor_meta)):
         return False
     harmless = (None, dtype, torch.strided, torch.preserve_format, torch.contiguous_format)
     values: list[Any] = []

@@ -19,7 +19,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._dtensor_elementwise import operands_of, propagate_alike
+from dtensor_gtp._dtensor_elementwise import is_elementwise, operands_of, propagate_alike
 from dtensor_gtp.placement import GTPShard
 
 aten = torch.ops.aten
@@ -262,6 +262,15 @@ def test_what_takes_more_thought_is_left_to_torch(
     assert shortcut(schema) is None
     monkeypatch.setitem(rules[0], aten.mul_.Tensor, lambda schema: schema)  # type: ignore[arg-type, return-value]
     assert shortcut(schema) is None
+
+
+def test_list_ops_that_combine_elements_are_not_elementwise() -> None:
+    for name in ("_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"):
+        packet = getattr(aten, name, None)  # the last two are not in every release
+        for overload in packet.overloads() if packet is not None else ():
+            assert not is_elementwise(getattr(packet, overload)), name
+    assert is_elementwise(aten._foreach_mul_.Scalar)
+    assert is_elementwise(aten._fused_sgd_.default)
 
 
 # --- in use -----------------------------------------------------------------------------------------------------------

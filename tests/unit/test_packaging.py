@@ -169,14 +169,16 @@ def test_quick_start_has_exactly_two_commands_and_ci_runs_the_second() -> None:
     assert len(commands) == 2
     assert commands[0].endswith("torchrun --nproc-per-node 4 examples/train_llama.py")
     assert "pytest" in commands[1]
-    assert run(ROOT / ".ci" / "run", "--print").splitlines()[-1] == commands[1]
+    assert run(ROOT / ".ci" / "run", "--print").splitlines().count(commands[1]) == 1
 
 
-def test_ci_lints_by_the_commands_of_the_contributor_guide() -> None:
+def test_ci_lints_and_runs_the_long_tier_by_the_commands_of_the_contributor_guide() -> None:
     guide = (ROOT / "docs" / "contributing.md").read_text()
-    lint = run(ROOT / ".ci" / "run", "--print").splitlines()[:-1]
+    *lint, tests, long_tests, planted_bugs = run(ROOT / ".ci" / "run", "--print").splitlines()
     assert "mypy --strict dtensor_gtp" in lint
-    assert all(f"\n{command}\n" in guide for command in lint)
+    assert tests.endswith("pytest tests")
+    assert (long_tests, planted_bugs) == ("pytest tests -m long", "python tests/planted_bugs.py")
+    assert all(f"\n{command}\n" in guide for command in (*lint, long_tests, planted_bugs))
 
 
 @pytest.mark.parametrize(
