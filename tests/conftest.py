@@ -18,7 +18,9 @@ import torch
 
 def pytest_configure() -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says in which line
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        multiprocessing.set_start_method("spawn", force=True)
+    else:
         multiprocessing.set_start_method("forkserver", force=True)
         multiprocessing.set_forkserver_preload(
             [
