@@ -376,6 +376,9 @@ def test_no_mutable_module_globals() -> None:
 READ_THE_CLOCK = {
     "tests/distributed/timing.py": "limits that only end what hangs, and waits that no result depends on",
     "tests/distributed/fuzz_cli.py": "prints how long a run has taken",
+    "tests/distributed/workers.py": "a limit that only ends what hangs; CPU time of a test",
+    "tests/planted_bugs.py": "prints how long each bug has taken, and ends what hangs",
+    "tests/unit/test_workers.py": "a limit that a worker that hangs is to exceed",
 }
 CLOCK = re.compile(
     r"\btime\.(?:sleep|time|monotonic|perf_counter|process_time|thread_time)(?:_ns)?\b|^\s*from time import .*$", re.M
