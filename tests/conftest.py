@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 
 # Before torch is imported, for all processes of the suite: the operations of a test are too small for several threads,
 # which would only wait for each other, and burn the cores that other ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 
@@ -35,6 +37,29 @@ def pytest_configure() -> None:
         )
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_needs_ranks)  # the others first, while these run ahead
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     # What has been imported is no garbage: the collector need not look at these hundreds of thousands of objects again.
     gc.freeze()
+    items = [item for item in session.items if _needs_ranks(item) and not _is_skipped(item)]
+    if len(items) > 1 and multiprocessing.get_start_method() == "forkserver" and not session.config.option.collectonly:
+        from workers import lanes  # beside the files that were collected
+
+        lanes().start([item.cls.in_workers(item.name) for item in items], max(2, (os.cpu_count() or 1) // 4))
+
+
+def pytest_sessionfinish() -> None:
+    if "workers" in sys.modules:
+        sys.modules["workers"].lanes().stop()
+
+
+def _needs_ranks(item: pytest.Item) -> bool:
+    """Whether it is one of a ``GlooTest``."""
+    return hasattr(getattr(item, "cls", None), "in_workers")
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    return any(getattr(one, "__unittest_skip__", False) for one in (item.cls, item.function))

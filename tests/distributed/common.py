@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from workers import pools
+from workers import Test, lanes
 
-from dtensor_gtp import SchedulePolicy
+from dtensor_gtp import GTPShard, SchedulePolicy
 from dtensor_gtp.quant.tensor import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
@@ -45,13 +45,18 @@ class GlooTest(TestCase):
         if method == "runTest":  # pytest makes one of each class without a test
             return
         self.run_on_rank = getattr(self, method)
-        cls = type(self)
+        test = self.in_workers(method)
 
         @functools.wraps(self.run_on_rank)  # pytest looks for marks on it
         def run_in_workers() -> None:
-            pools().of(self.world_size).run(cls.__module__, cls.__qualname__, method)
+            lanes().run(test)
 
         setattr(self, method, run_in_workers)
+
+    @classmethod
+    def in_workers(cls, method: str) -> Test:
+        """A method as a test that workers run."""
+        return Test(cls.world_size, cls.__module__, cls.__qualname__, method)
 
     def gtp_mesh(self) -> DeviceMesh:
         return _mesh((self.world_size,), ("gtp",))
@@ -82,8 +87,22 @@ def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "para
         assert (a is None) == (b is None), f"{what} of {name}: {a is None} vs reference {b is None}"
         if a is not None:
             assert b is not None
-            # full() is collective: every rank must reach it for every parameter.
-            torch.testing.assert_close(full(a), b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
+            a, b = _comparable(a, b)
+            torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
+
+
+def _comparable(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of the model and what it should be: this rank's own parts where the placements say what these are, which
+    needs no communication; else both in full. The choice is the same on all ranks."""
+    if isinstance(tensor, DTensor) and type(local := tensor.to_local()) is torch.Tensor:
+        mesh, cuts = tensor.device_mesh, [p for p in tensor.placements if not p.is_replicate()]
+        if all(type(cut) is Shard or isinstance(cut, GTPShard) and cut.split_factor == 1 for cut in cuts):
+            for axis, cut in enumerate(tensor.placements):
+                if not cut.is_replicate():
+                    parts, _ = cut._split_tensor(whole, mesh.size(axis), with_padding=False, contiguous=False)
+                    whole = parts[mesh.get_local_rank(axis)]
+            return local, whole
+    return full(tensor), whole
 
 
 def rows_of_rank(batch: Any, mesh: DeviceMesh) -> Any:

@@ -16,13 +16,16 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,7 +143,7 @@ class WorkerPool:
 
 
 class Pools:
-    """The pools of a run, one for each number of ranks."""
+    """One pool for each number of ranks."""
 
     def __init__(self) -> None:
         self._pools: dict[int, WorkerPool] = {}
@@ -158,9 +161,60 @@ class Pools:
         self._pools.clear()
 
 
+class Test(NamedTuple):
+    """A test of several ranks."""
+
+    num_ranks: int
+    module: str
+    cls: str
+    method: str
+
+
+class Lanes:
+    """Runs the multi-process tests of a run ahead of pytest: several classes at a time, while pytest runs other tests.
+
+    Ranks mostly wait for each other, so one class alone leaves the cores idle half of the time.
+    """
+
+    def __init__(self) -> None:
+        self._pools = Pools()  # of tests that do not run ahead
+        self._ahead: dict[Test, Future[None]] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        self._pools_of_lane = threading.local()
+
+    def start(self, tests: Iterable[Test], num_lanes: int) -> None:
+        """Begin to run ``tests``, of which those of a class follow each other."""
+        self._executor = ThreadPoolExecutor(num_lanes)
+        for _, members in groupby(tests, key=lambda test: test[:3]):
+            futures = {test: Future[None]() for test in members}
+            self._ahead.update(futures)
+            self._executor.submit(self._run_class, futures)
+
+    def _run_class(self, futures: dict[Test, Future[None]]) -> None:
+        pools = self._pools_of_lane.__dict__.setdefault("pools", Pools())
+        for test, future in futures.items():
+            try:
+                future.set_result(pools.of(test.num_ranks).run(*test[1:]))
+            except Exception as error:  # for pytest to raise
+                future.set_exception(error)
+
+    def run(self, test: Test) -> None:
+        """Run a test, or wait for its end if it runs ahead. Raises as ``WorkerPool.run`` does."""
+        future = self._ahead.get(test)
+        if future is None:
+            self._pools.of(test.num_ranks).run(*test[1:])
+        else:
+            future.result()
+
+    def stop(self) -> None:
+        """Begin no more classes."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+
 @cache
-def pools() -> Pools:
-    return Pools()
+def lanes() -> Lanes:
+    return Lanes()
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
@@ -177,11 +231,11 @@ def _work(rank: int, num_ranks: int, timeout: timedelta, folder: str, connection
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     os.environ["LOCAL_RANK"] = str(rank)
     store = dist.FileStore(str(Path(folder, "store")), num_ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
-    gc.collect()
-    gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
     last = None
-    with _KnownGroups().installed():
+    with _OneDevice().installed(), _KnownGroups().installed():
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
+        gc.collect()
+        gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
         while True:
             try:
                 path, module, cls, method = connection.recv()
@@ -238,4 +292,30 @@ class _KnownGroups:
         with ExitStack() as stack:
             for module in (dist, distributed_c10d, device_mesh):
                 stack.enter_context(mock.patch.object(module, "new_group", self))
+            yield
+
+
+class _OneDevice:
+    """Makes gloo process groups that share one device: one thread for all sockets of a worker.
+
+    Each group would have a thread of its own that polls a hundred times a second. The groups that workers keep would
+    burn a quarter of a core for each hundred of them.
+    """
+
+    def __init__(self) -> None:
+        self._cls = dist.ProcessGroupGloo
+        self._device = self._cls.create_default_device()
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._cls)
+
+    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        options = self._cls._Options()
+        options._devices = [self._device]
+        options._timeout = timeout
+        return self._cls(store, rank, size, options)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with mock.patch.object(distributed_c10d, "ProcessGroupGloo", self):
             yield
