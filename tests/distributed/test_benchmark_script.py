@@ -119,6 +119,7 @@ def test_the_run_can_be_repeated_from_what_is_written(everything: tuple[str, dic
     assert content["settings"]["steps"] == 3
 
 
+@pytest.mark.long
 def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-fp32", "--compile", *sizes, forked=True)
