@@ -96,7 +96,7 @@ def _comparable(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor
     needs no communication; else both in full. The choice is the same on all ranks."""
     if isinstance(tensor, DTensor) and type(local := tensor.to_local()) is torch.Tensor:
         mesh, cuts = tensor.device_mesh, [p for p in tensor.placements if not p.is_replicate()]
-        if all(type(cut) is Shard or isinstance(cut, GTPShard) and cut.split_factor == 1 for cut in cuts):
+        if all(type(cut) is Shard or (isinstance(cut, GTPShard) and cut.split_factor == 1) for cut in cuts):
             for axis, cut in enumerate(tensor.placements):
                 if not cut.is_replicate():
                     parts, _ = cut._split_tensor(whole, mesh.size(axis), with_padding=False, contiguous=False)
