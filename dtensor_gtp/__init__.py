@@ -1,13 +1,15 @@
 """Generalized Tensor Parallelism for PyTorch: shard every weight, gather each just in time."""
 
-from . import elastic
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from . import _dtensor, elastic  # noqa: F401 (_dtensor teaches DTensor what it must know of placements)
 from ._version import __version__
 from .api import GTPModule, UnshardHandle, gtp_shard, register_gtp_forward_method
-from .capture import CapturedStep, capture_step
-from .capture_blocks import CapturedBlocks, capture_blocks
+from .graphs.capture_blocks import CapturedBlocks, capture_blocks
+from .graphs.capture_step import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
-from .policy import MixedPrecisionPolicy, SchedulePolicy
+from .policy import SchedulePolicy
 from .quant.api import quantize_
 from .random import MeshRNG
 from .report import ShardingReport, sharding_report

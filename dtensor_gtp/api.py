@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement
 
-from . import _data_parallel, _dtensor_norms, _dtensor_random, _grad_scaler, _graphed_callables
 from . import _torch_compat as compat
-from ._build import Decision, check_compute, decide, make_param
-from ._runtime import outer
-from ._runtime.backends import refuse_unavailable
-from ._runtime.binding import Binding, binding_of, unmanaged_params
-from ._runtime.debug import DebugFlags
-from ._runtime.frames import as_forward
-from ._runtime.group import ShardGroup
-from ._runtime.modules import bind
-from ._runtime.param import ManagedParam, ShardedWeight, Site
-from ._runtime.state import Runtime
-from ._validate import agree_on_all_ranks, device_of, in_rank_order, validate_call, validate_mesh, validate_module
-from .policy import MixedPrecisionPolicy, SchedulePolicy
+from ._comm.agreement import agree_on_all_ranks, device_of
+from ._comm.debug import DebugFlags
+from ._comm.gather_backends import refuse_unavailable
+from ._modules.bad_arguments import in_rank_order, validate_call, validate_mesh, validate_module
+from ._modules.binding import binding_of
+from ._modules.decide import Decision, check_compute, decide
+from ._modules.frames import as_forward
+from ._modules.shard_module import shard_module
+from ._params.managed_param import ManagedParam
+from ._params.sharded_weight import ShardedWeight
+from ._schedule.runtime import Runtime
+from .policy import SchedulePolicy
 from .report import sharding_report
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def gtp_shard(
 
     decisions, debug = agree_on_all_ranks(mesh, check, describe)
     with torch.inference_mode(False):  # else the shards could never be trained
-        _shard(module, mesh, decisions, mp_policy, schedule, reshard_after_forward, debug)
+        shard_module(module, mesh, decisions, mp_policy, schedule, reshard_after_forward, debug, GTPModule)
     logger.info("gtp_shard: %s\n%s", type(module).__name__, sharding_report(module))
     return module
 
@@ -139,87 +139,6 @@ def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
             f"'{method_name}'."
         )
     setattr(module, method_name, as_forward(stock, method_name).__get__(module, type(module)))
-
-
-def _shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    decisions: list[Decision],
-    mp_policy: MixedPrecisionPolicy,
-    schedule: SchedulePolicy,
-    reshard_after_forward: bool,
-    debug: DebugFlags,
-) -> None:
-    """Replace the parameters and swap the classes. Nothing in here may fail on bad input."""
-    device = device_of(mesh)
-    runtime = Runtime(device, schedule, debug)
-    group = ShardGroup(module, mesh, mp_policy, runtime)
-    owned: dict[nn.Module, dict[str, ManagedParam]] = {}
-    nested = _adopt_earlier(module, decisions, runtime)
-    for decision in decisions:
-        param = make_param(decision, mesh, device, mp_policy)
-        if decision.existing is None:
-            param.flags.reshard_after_forward = reshard_after_forward
-            group.params.append(param)
-        for site in decision.sites:
-            owned.setdefault(site.module, {})[site.name] = param
-    runtime.add(group.params)
-    runtime.groups.append(group)
-    classes: dict[tuple[Any, ...], type] = {}
-    for submodule in list(module.modules()):
-        if submodule in nested or not (submodule is module or _contains_managed(submodule, owned, nested)):
-            continue
-        mixins = (GTPModule,) if submodule is module else ()
-        bind(submodule, Binding(submodule, group, owned.get(submodule, {})), mixins, classes)
-    known = {site for m in nested if (b := binding_of(m)) is not None for site in b.group.unmanaged}
-    sites = {Site(owner, name) for _, owner, name in unmanaged_params(module)}
-    group.unmanaged = {site for site in sites if site.module not in nested or site in known}
-    _move_buffers(module, device)
-    _grad_scaler.install()
-    _dtensor_norms.install()
-    outer.install()
-    _data_parallel.install()
-    _graphed_callables.install()
-    for mesh_of_param in {param.param.device_mesh for param in group.params}:  # type: ignore[attr-defined]
-        _dtensor_random.whole_draws().add_mesh(mesh_of_param)
-
-
-def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
-    """Give this runtime to earlier calls on submodules, and to those that share a parameter with ``module``.
-
-    Returns:
-        The modules below ``module`` that earlier calls manage.
-    """
-    nested = {m: name for name, m in module.named_modules() if binding_of(m) is not None}
-    tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
-    # In an order that is the same on all ranks (a set of modules has none): it becomes the order of collectives.
-    found = [b.group.runtime for m in (*nested, *tied) if (b := binding_of(m)) is not None]
-    for earlier in dict.fromkeys(found):
-        for group in earlier.groups:  # all of them: a weight with two runtimes would be reduced by both
-            runtime.add(group.params)
-            group.runtime = runtime
-        runtime.groups += earlier.groups
-        earlier.close()
-    names: dict[ManagedParam, str] = {}
-    for submodule, prefix in nested.items():
-        binding = binding_of(submodule)
-        for name, param in binding.params.items() if binding is not None else ():
-            names.setdefault(param, f"{prefix}.{name}")
-    for param, name in names.items():
-        param.fqn = name
-    return set(nested)
-
-
-def _contains_managed(module: nn.Module, owned: dict[nn.Module, Any], nested: set[nn.Module]) -> bool:
-    return any(m in owned or m in nested for m in module.modules())
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers stay whole; like ``fully_shard``, they are moved to the mesh's device."""
-    for submodule in module.modules():
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                submodule._buffers[name] = buffer.to(device)
 
 
 class UnshardHandle:

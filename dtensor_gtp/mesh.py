@@ -19,24 +19,19 @@ sharded again by ``gtp_shard`` and by ``fully_shard``.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_compat as compat
-from ._validate import agree_on_all_ranks
+from ._comm.agreement import agree_on_all_ranks
+from ._comm.process_groups import device_types, set_device, start_process_group, world_mesh, world_size
 from .random import DATA_AXES, DENSE_AXES, EXPERT_AXES, MeshRNG
-
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Groups of an axis that are printed.
 _MAX_GROUPS = 8
@@ -283,80 +278,12 @@ def _check_others(device_type: str, seed: Any, timeout: Any) -> None:
         raise TypeError(f"init_weight_mesh expects a timedelta as timeout, but got {type(timeout).__name__}.")
     if dist.is_initialized():
         config = dist.get_backend_config()
-        if device_type not in _device_types(config):
+        if device_type not in device_types(config):
             raise ValueError(
                 f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the one that "
                 f"exists has the backends '{config}'. Leave init_process_group to init_weight_mesh, or pass it "
                 f"backend='{device_type}:...'."
             )
-
-
-def _device_types(config: str) -> list[str]:
-    """Of a backend configuration such as ``cpu:gloo,cuda:nccl``."""
-    return [part.partition(":")[0] for part in config.split(",")]
-
-
-def world_size() -> int:
-    """Number of ranks; from the environment as long as there is no process group.
-
-    Raises:
-        RuntimeError: There is no process group, and the environment does not say how to initialize it.
-    """
-    if dist.is_initialized():
-        return dist.get_world_size()
-    missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
-    if missing:
-        raise RuntimeError(
-            f"init_weight_mesh expects a process group, or the variables {', '.join(_RENDEZVOUS)} in the environment "
-            f"to initialize it from, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set. Start the "
-            "processes with torchrun, or call torch.distributed.init_process_group before."
-        )
-    return int(os.environ["WORLD_SIZE"])
-
-
-def set_device(device_type: str) -> None:
-    """Make the device of index LOCAL_RANK this process's current one; the CPU has no index."""
-    if device_type == "cpu" or (dist.is_initialized() and dist.get_backend() == "fake"):
-        return
-    module = torch.get_device_module(device_type)
-    if not module.is_available():
-        raise ValueError(
-            f"init_weight_mesh expects a device that this process has, but there is no '{device_type}' here. Pass "
-            "'cpu', or install a torch for this device."
-        )
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is None:
-        raise RuntimeError(
-            "init_weight_mesh expects the variable LOCAL_RANK in the environment, the index of this process's device "
-            "on its host, but it is not set. Start the processes with torchrun, or set it."
-        )
-    num_devices = module.device_count()
-    if not 0 <= int(local_rank) < num_devices:
-        raise ValueError(
-            f"init_weight_mesh expects a device of its own for each process, but LOCAL_RANK is {local_rank} and there "
-            f"are {num_devices} '{device_type}' devices. Start at most {num_devices} processes on a host (torchrun "
-            "--nproc-per-node), or set LOCAL_RANK=0 where each process sees only its own device."
-        )
-    module.set_device(int(local_rank))
-
-
-def start_process_group(
-    device_type: str, backend: str | None, timeout: timedelta | None, rank_order: tuple[int, ...]
-) -> None:
-    """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""
-    backend = backend or {"cuda": "nccl", "cpu": "gloo"}.get(device_type)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
-    # torchrun may serve all attempts of a job from one store, where gloo would find addresses of ended processes.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = compat.PrefixStore(f"attempt_{attempt}_of_{world_size}", store)
-    dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
-
-
-def world_mesh(device_type: str) -> DeviceMesh:
-    """1-D mesh of all ranks, on a device that the process group can communicate on."""
-    device_types = _device_types(dist.get_backend_config())
-    device_type = device_type if device_type in device_types else device_types[0]
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("world",))
 
 
 def _build(device_type: str, layout: _Layout, seed: int) -> WeightMesh:

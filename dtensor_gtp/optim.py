@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import _torch_compat as compat
-from ._master_optimizer import MasterOptimizer
 from .placement import chunk_size_and_offset
+from .quant.master_optimizer import MasterOptimizer
 
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
 

@@ -6,13 +6,13 @@ on one rank, the last chunk that has rows may be short, and later ones are empty
 
 ``block_size=1`` is torch's own layout: ``GTPShard(d)`` equals ``Shard(d)`` and ``GTPShard(d, split_factor=s)`` equals
 ``_StridedShard(d, split_factor=s)``, so everything that DTensor knows about those holds for it. With ``block_size > 1``
-the chunk sizes are ours; ``_dtensor_ops`` teaches DTensor about them when the first such placement is made.
+the chunk sizes are ours; ``_dtensor`` teaches DTensor about them when the first such placement is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +60,18 @@ def chunk_size_and_offset(num_rows: int, num_chunks: int, index: int, block_size
     return min(rows, num_rows - offset), offset
 
 
+class Lessons(NamedTuple):
+    """What DTensor learns before it meets the first placement of ours: functions that do their work once.
+
+    Args:
+        for_any: For any placement.
+        for_blocks: For one with blocks or a split factor.
+    """
+
+    for_any: Callable[[], None]
+    for_blocks: Callable[[], None]
+
+
 class GTPShard(_PlacementBase):
     """DTensor placement: tensor dim ``dim`` is sharded along a gtp mesh axis in whole blocks.
 
@@ -79,6 +91,7 @@ class GTPShard(_PlacementBase):
     dim: int
     split_factor: int
     block_size: int
+    _lessons: ClassVar[Lessons]
 
     def __new__(cls, dim: int, *, split_factor: int = 1, block_size: int = 1) -> GTPShard:
         _check_int("dim", dim)
@@ -135,7 +148,7 @@ class _RowGTPShard(GTPShard, Shard):
 
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         Shard.__init__(self, dim)
-        _prepare_dtensor()
+        self._lessons.for_any()
 
     def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """In torch 2.11 the whole of an uneven tensor is a view of the padded one, and a full state dict with such a
@@ -149,14 +162,14 @@ class _StridedGTPShard(GTPShard, StridedShard):
 
     DTensor reads such a placement from left to right in some places and as an order of axes in others. Where the two
     differ, or where ``block_size`` asks for other chunks than torch's, a spec that holds it is refused
-    (``_dtensor_layout.check_placements``).
+    (``_dtensor.block_layout.check_placements``).
     """
 
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         StridedShard.__init__(self, dim, split_factor=split_factor)
         self.block_size = block_size
-        _prepare_dtensor()
-        _teach_dtensor()
+        self._lessons.for_any()
+        self._lessons.for_blocks()
 
 
 class _BlockGTPShard(_RowGTPShard):
@@ -172,7 +185,7 @@ class _BlockGTPShard(_RowGTPShard):
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         super().__init__(dim)
         self.block_size = block_size
-        _teach_dtensor()
+        self._lessons.for_blocks()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _BlockGTPShard) and (self.dim, self.block_size) == (other.dim, other.block_size)
@@ -294,19 +307,13 @@ def _pad_rows(tensor: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     return padded
 
 
-def _teach_dtensor() -> None:
-    from ._dtensor_ops import install  # not at the top: it needs the classes above
-
-    install()
-
-
-def _prepare_dtensor() -> None:
-    from ._dtensor_ops import prepare
-
-    prepare()
+def teach(lessons: Lessons) -> None:
+    """Called by ``_dtensor``, which knows DTensor's ops and the placements of this file."""
+    GTPShard._lessons = lessons
 
 
 # torch.load(weights_only=True), its default, rebuilds only what is listed
 torch.serialization.add_safe_globals([_rebuild_gtp_shard])
+
 
 __all__ = ["GTPShard", "chunk_rows", "chunk_size_and_offset"]

@@ -10,7 +10,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
+
+
 ReduceScatterKind = Literal["ring", "all_to_all", "copy_engine"]
+
+
 GatherBackendName = Literal["process_group", "copy_engine", "zero_cta", "auto"]
 
 

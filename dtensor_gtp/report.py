@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from ._runtime.binding import Binding, binding_of
-from ._runtime.fused import GTPEmbedding, GTPGroupedLinear, GTPLinear
-from ._runtime.param import ManagedParam, ShardedWeight
-from ._runtime.schedule import format_nbytes, format_plan
-from ._runtime.whole import WholeParam
-from ._runtime.wire import QuantizedWire
+from ._comm.debug import format_nbytes
+from ._modules.binding import Binding, binding_of
+from ._modules.fused_forward import GTPFused
+from ._params.managed_param import ManagedParam
+from ._params.pack_planes import QuantizedWire
+from ._params.sharded_weight import ShardedWeight
+from ._params.whole_param import WholeParam
+from ._schedule.order_of_uses import format_plan
 from .quant.native import native_of
 
 
@@ -117,7 +119,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
                 aliases.setdefault(id(managed), []).append(fqn)
                 assert inner is not None
                 seen.setdefault(id(managed), (managed, _use(submodule, managed)))
-                in_gemm.update([id(managed)] if isinstance(submodule, GTPLinear | GTPGroupedLinear) else [])
+                in_gemm.update([id(managed)] if isinstance(submodule, GTPFused) and submodule.multiplies else [])
             elif param is not None:
                 nbytes = param.numel() * param.element_size()
                 ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
@@ -146,8 +148,8 @@ def _row(name: str, managed: ManagedParam, use: str, in_gemm: bool) -> ReportRow
         if native is None and isinstance(managed.wire, QuantizedWire):
             storage = f"{managed.wire.recipe.name} from master"
         if managed.wire is not None:
-            gathered = managed.wire.num_bytes(managed) or gathered
-            use = f"{use}, {managed.wire.describe(managed, '' if in_gemm else 'no fused nn.Linear')}"
+            gathered = managed.wire.num_bytes() or gathered
+            use = f"{use}, {managed.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
     return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use, storage)
 
 
@@ -155,7 +157,7 @@ def _use(module: nn.Module, managed: ManagedParam) -> str:
     if isinstance(managed, WholeParam):
         return f"whole ({managed.reason})"
     assert isinstance(managed, ShardedWeight)
-    if isinstance(module, GTPLinear | GTPEmbedding | GTPGroupedLinear):
+    if isinstance(module, GTPFused):
         exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
         return ", ".join(("fused op", *exchanges))
     return "attribute"

@@ -7,28 +7,28 @@ from planted_bugs_type import Bug
 NUMBERS = [
     Bug(
         "each mesh of experts takes the whole budget",
-        "_runtime/schedule.py",
+        "_schedule/order_of_gathers.py",
         "        choose(lane, left // len(others))",
         "        choose(lane, left)",
         ("tests/unit/test_schedule.py::TestKept",),
     ),
     Bug(
         "rowwise and columnwise blocks are swapped",
-        "quant/mxfp8.py",
+        "quant/recipes.py",
         "return (1, 32) if direction is Direction.ROWWISE else (32, 1)",
         "return (32, 1) if direction is Direction.ROWWISE else (1, 32)",
         ("tests/unit/test_quant_cast.py::TestRecipes::test_equal_their_definitions",),
     ),
     Bug(
         "columnwise data are those of forward",
-        "_runtime/gather.py",
+        "_params/gather.py",
         "    return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE",
         "    return Direction.ROWWISE",
         ("tests/distributed/test_quantized_training.py::TestQuantizedTraining::test_gtp_on_dim_1",),
     ),
     Bug(
         "backward reads the rowwise data",
-        "_runtime/param.py",
+        "_params/sharded_weight.py",
         "Columnwise(self) if wire is not None and wire.has_columnwise else self",
         "self",
         ("tests/distributed/test_quantized_training.py::TestQuantizedTraining::test_gtp_on_dim_1",),
@@ -77,7 +77,7 @@ NUMBERS = [
     ),
     Bug(
         "gradients are cast as weights are",
-        "quant/casts.py",
+        "quant/reference_casts.py",
         "        is_e5m2 = dtype == torch.float8_e5m2",
         "        is_e5m2 = False",
         ("tests/distributed/test_float8_gemms.py::TestGEMMs::test_equal_their_definitions",),
@@ -98,15 +98,15 @@ NUMBERS = [
     ),
     Bug(
         "amax of one slice of tp",
-        "_runtime/wire.py",
+        "_params/pack_planes.py",
         "        if amax is None or not wire.groups:",
         "        if amax is None or not wire.is_within_mesh:",
         ("tests/distributed/test_quantized_gather.py::TestGathered::test_tensor_parallel",),
     ),
     Bug(
         "quantized data of before",
-        "_runtime/wire.py",
-        "made_of[0] is weight.shard and made_of[1] == weight.state_of_shard",
+        "_params/pack_planes.py",
+        "made_of[0] is self.weight.shard and made_of[1] == self.weight.state_of_shard",
         "made_of[0] is weight.shard",
         ("tests/distributed/test_quantized_gather.py::TestGathered::test_writes_without_a_trace_are_seen",),
     ),
@@ -128,7 +128,7 @@ NUMBERS = [
     ),
     Bug(
         "shards under fully_shard have their own scale",
-        "quant/fsdp.py",
+        "quant/master.py",
         "        dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=group)",
         "        pass",
         ("tests/distributed/test_quantized_training.py::TestQuantizedTraining::test_fully_shard",),
@@ -149,14 +149,14 @@ NUMBERS = [
     ),
     Bug(
         "masters are not loaded",
-        "_master_optimizer.py",
+        "quant/master_optimizer.py",
         "                            other.copy_(state[_KEY])",
         "                            pass",
         ("tests/distributed/test_master_optimizer.py::TestMasterOptimizer::test_state_dict",),
     ),
     Bug(
         "masters are not written back",
-        "_master_optimizer.py",
+        "quant/master_optimizer.py",
         "            native.write(quantized)\n",
         "            pass\n",
         (
@@ -165,7 +165,7 @@ NUMBERS = [
     ),
     Bug(
         "weights that were loaded do not count",
-        "_master_optimizer.py",
+        "quant/master_optimizer.py",
         "                written.append(param)",
         "                pass",
         ("tests/distributed/test_master_optimizer.py::TestMasterOptimizer::test_weights_that_were_loaded_count",),
@@ -202,7 +202,7 @@ NUMBERS = [
     ),
     Bug(
         "count of tokens is taken for one",
-        "_runtime/tokens.py",
+        "_comm/tokens.py",
         "        return received[:, 1:]",
         "        return received[:, :-1]",
         (
@@ -211,7 +211,7 @@ NUMBERS = [
     ),
     Bug(
         "fewer tokens are told than there are",
-        "_runtime/tokens.py",
+        "_comm/tokens.py",
         "message[:1].fill_(values.numel())",
         "message[:1].fill_(min(values.numel(), self.capacity))",
         (
@@ -220,7 +220,7 @@ NUMBERS = [
     ),
     Bug(
         "exchange carries the fewest tokens",
-        "_runtime/tokens.py",
+        "_comm/tokens.py",
         "            self._settle(max(self._all_gather(count",
         "            self._settle(min(self._all_gather(count",
         (
@@ -305,14 +305,14 @@ NUMBERS = [
     ),
     Bug(
         "equal gradients are merged by the compiler",
-        "ops/compiled.py",
+        "ops/compiled_weight.py",
         "        return next(self._calls)",
         "        return 0",
         ("tests/distributed/test_gtp_shard_compile.py::TestCompile::test_one_weight_used_twice_with_equal_gradients",),
     ),
     Bug(
         "compiled code is given a shared buffer",
-        "ops/compiled.py",
+        "ops/compiled_lookup.py",
         "    return full.clone() if is_shared else full",
         "    return full",
         ("tests/distributed/test_gtp_shard_compile.py::TestCompile::test_weights_kept_in_memory_are_not_written_to",),

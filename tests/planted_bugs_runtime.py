@@ -7,21 +7,21 @@ from planted_bugs_type import Bug
 RUNTIME = [
     Bug(
         "no wait for a gather",
-        "_runtime/comm_context.py",
+        "_comm/context.py",
         "            done.work.wait()",
         "            pass",
         ("tests/distributed/test_gtp_shard_overlap.py::TestOverlap::test_prefetch_depth_changes_no_bit",),
     ),
     Bug(
         "stale gather is used",
-        "_runtime/gathered.py",
-        "return self.source is weight.shard and self.version == weight.version",
-        "return self.source is weight.shard",
+        "_params/sharded_weight.py",
+        "return gathered.source is self.shard and gathered.version == self.version",
+        "return gathered.source is self.shard",
         ("tests/distributed/test_gtp_shard_reads.py::TestReads::test_step_in_the_middle_of_a_forward",),
     ),
     Bug(
         "optimizer steps are not counted",
-        "_runtime/optimizer_steps.py",
+        "_schedule/optimizer_steps.py",
         "            watcher.note_step(updated)",
         "            pass",
         (
@@ -30,7 +30,7 @@ RUNTIME = [
     ),
     Bug(
         "kept weight outlives its pass",
-        "_runtime/gathering.py",
+        "_schedule/gathering.py",
         "if target.kept is not None and (weight.is_cut_again or not is_lasting):",
         "if target.kept is not None and weight.is_cut_again:",
         (
@@ -39,35 +39,35 @@ RUNTIME = [
     ),
     Bug(
         "kept weight survives a state dict",
-        "_runtime/modules.py",
+        "_modules/managed_module.py",
         "                binding.group.runtime.drop_kept(managed)",
         "                pass",
         ("tests/distributed/test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",),
     ),
     Bug(
         "prefetch crosses the end of backward",
-        "_runtime/state.py",
-        "        self._release_read_in_backward()\n        self._drop_prefetched()\n        self._end_keeps()",
-        "        self._release_read_in_backward()\n        self._end_keeps()",
+        "_schedule/runtime.py",
+        "        self.reads.release_read_in_backward()\n        self._drop_prefetched()\n        self._end_keeps()",
+        "        self.reads.release_read_in_backward()\n        self._end_keeps()",
         ("tests/distributed/test_gtp_shard_overlap.py::TestOverlap::test_changing_choice_of_layers_stays_right",),
     ),
     Bug(
         "prefetch of freed shards",
-        "_runtime/outer.py",
+        "_modules/outer_fully_shard.py",
         "                runtime.drop_prefetched_of(managed)",
         "                pass",
         ("tests/distributed/test_gtp_shard_fsdp.py::TestOrder::test_gathers_read_only_what_fully_shard_has_gathered",),
     ),
     Bug(
         "gradient late for fully_shard",
-        "_runtime/outer.py",
+        "_modules/outer_fully_shard.py",
         "            runtime.publish(managed)",
         "            pass",
         ("tests/distributed/test_gtp_shard_fsdp.py::TestFullyShardOutside::test_per_block_and_root",),
     ),
     Bug(
         "freed buffer is not poisoned",
-        "_runtime/gathering.py",
+        "_schedule/gathering.py",
         "                    poison(gathered.buffer)",
         "                    pass",
         (
@@ -76,49 +76,49 @@ RUNTIME = [
     ),
     Bug(
         "plan is never observed again",
-        "_runtime/schedule.py",
+        "_schedule/order_of_uses.py",
         "        if tuple(self._observed) != self.plan.uses:",
         "        if not self.plan.uses:",
         ("tests/unit/test_schedule.py::TestChain::test_pass_that_ends_early_shortens_the_plan",),
     ),
     Bug(
         "window is one use short",
-        "_runtime/schedule.py",
+        "_schedule/order_of_gathers.py",
         "max(position - window.depth + 1, 0)",
         "max(position - window.depth + 2, 0)",
         ("tests/unit/test_schedule.py::TestChain::test_window_slides_by_one_use",),
     ),
     Bug(
         "plan does not move on after a deviation",
-        "_runtime/schedule.py",
+        "_schedule/order_of_uses.py",
         "            self._cursors[lane] = uses.index(use, cursor) + 1",
         "            self._cursors[lane] = cursor",
         ("tests/unit/test_schedule.py::TestChain::test_skipped_uses_move_the_window_ahead",),
     ),
     Bug(
         "launch is never full",
-        "_runtime/schedule.py",
+        "_schedule/order_of_gathers.py",
         "total <= min(limit, max(before, _QUICK_NBYTES))",
         "total <= limit",
         ("tests/unit/test_schedule.py::TestTogether",),
     ),
     Bug(
         "budget of kept weights is not spent",
-        "_runtime/schedule.py",
+        "_schedule/order_of_gathers.py",
         "                left -= sizes[use]",
         "                pass",
         ("tests/unit/test_schedule.py::TestKept",),
     ),
     Bug(
         "sum in the place of the mean",
-        "_runtime/collectives.py",
+        "_comm/collectives.py",
         "            return ReduceScale(dist.ReduceOp.AVG, None, None)",
         "            return ReduceScale(dist.ReduceOp.SUM, None, None)",
         ("tests/distributed/test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_on_one_axis_meshes",),
     ),
     Bug(
         "float16 is divided twice",
-        "_runtime/collectives.py",
+        "_comm/collectives.py",
         "return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)",
         "return ReduceScale(dist.ReduceOp.SUM, predivide, factor)",
         (
@@ -127,7 +127,7 @@ RUNTIME = [
     ),
     Bug(
         "divisor without the replicas",
-        "_runtime/param.py",
+        "_params/managed_param.py",
         "        return self.mesh.size()",
         "        return self.mesh.size(self.mesh.ndim - 1)",
         (
@@ -136,7 +136,7 @@ RUNTIME = [
     ),
     Bug(
         "no all-reduce over replicas",
-        "_runtime/gradients.py",
+        "_schedule/reduce_gradients.py",
         "            self._all_reduce(slot, job.scale, job.replicate)",
         "            pass",
         (
@@ -145,7 +145,7 @@ RUNTIME = [
     ),
     Bug(
         "whole gradients skip the replicas",
-        "_runtime/gradients.py",
+        "_schedule/reduce_gradients.py",
         "            for group in active[1:]:",
         "            for group in active[2:]:",
         (
@@ -154,7 +154,7 @@ RUNTIME = [
     ),
     Bug(
         "second use replaces the first gradient",
-        "_runtime/param.py",
+        "_params/managed_param.py",
         "            self.reduced += reduced",
         "            self.reduced = reduced",
         (
@@ -163,7 +163,7 @@ RUNTIME = [
     ),
     Bug(
         "microbatch replaces the gradient",
-        "_runtime/param.py",
+        "_params/managed_param.py",
         "            total += reduced",
         "            total = reduced",
         (
@@ -172,7 +172,7 @@ RUNTIME = [
     ),
     Bug(
         "wide sum of microbatches is dropped",
-        "_runtime/param.py",
+        "_params/managed_param.py",
         "            self._wide_grad = reduced",
         "            pass",
         (
@@ -181,7 +181,7 @@ RUNTIME = [
     ),
     Bug(
         "unsynced microbatch is overwritten",
-        "_runtime/gradients.py",
+        "_schedule/reduce_gradients.py",
         "            return weight.unsharded_grad, True",
         "            return weight.unsharded_grad, False",
         (
@@ -190,7 +190,7 @@ RUNTIME = [
     ),
     Bug(
         "weight unused in the last microbatch",
-        "_runtime/gradients.py",
+        "_schedule/reduce_gradients.py",
         "                self.submit(weight, weight.unsharded_grad)",
         "                pass",
         (
@@ -199,7 +199,7 @@ RUNTIME = [
     ),
     Bug(
         "rows before the last all-reduce are lost",
-        "_runtime/gradients.py",
+        "_schedule/reduce_gradients.py",
         "            slot += earlier",
         "            pass",
         (
@@ -208,7 +208,7 @@ RUNTIME = [
     ),
     Bug(
         "whole unsynced gradient is lost",
-        "_runtime/whole.py",
+        "_params/whole_param.py",
         "        return unsynced.add_(grad)  # rounded once, after the addition",
         "        return grad.to(self.reduce_dtype)",
         (
@@ -217,7 +217,7 @@ RUNTIME = [
     ),
     Bug(
         "whole gradient counts twice",
-        "_runtime/whole.py",
+        "_params/whole_param.py",
         "        grad, self.leaf.grad = self.leaf.grad, None",
         "        grad = self.leaf.grad",
         (
@@ -226,14 +226,14 @@ RUNTIME = [
     ),
     Bug(
         "reduce_dtype is ignored",
-        "_runtime/param.py",
+        "_params/managed_param.py",
         "= policy.reduce_dtype or self.compute_dtype",
         "= self.compute_dtype",
         ("tests/distributed/test_gtp_shard_gradients.py::TestGradients::test_fp32_reduction_of_bf16_compute_is_exact",),
     ),
     Bug(
         "sum in the dtype of the wire",
-        "_runtime/scattering.py",
+        "_comm/reduce_scatter.py",
         "else torch.promote_types(wire_dtype, torch.float32)",
         "else wire_dtype",
         (
@@ -242,28 +242,28 @@ RUNTIME = [
     ),
     Bug(
         "exchange sums where it should average",
-        "_runtime/scattering.py",
+        "_comm/reduce_scatter.py",
         "        is_mean = scale.op == dist.ReduceOp.AVG",
         "        is_mean = False",
         ("tests/distributed/test_gtp_shard_reductions.py::TestReductions::test_bf16_parameters_accumulate_in_fp32",),
     ),
     Bug(
         "rows of the wrong rank are sent",
-        "_runtime/send_ring.py",
+        "_comm/send_ring.py",
         "place.begin + self._rank * nbytes",
         "place.begin",
         ("tests/unit/test_copy_engine.py::test_gradients_in_the_ring",),
     ),
     Bug(
         "more reductions in flight than allowed",
-        "_runtime/comm_context.py",
+        "_comm/context.py",
         "len(self._reductions) >= self._schedule.max_inflight_reduce_scatters",
         "len(self._reductions) > self._schedule.max_inflight_reduce_scatters",
         ("tests/distributed/test_gtp_shard_memory.py::TestMemory::test_reductions_in_flight_are_bounded",),
     ),
     Bug(
         "rows of a short shard lie at its end",
-        "_runtime/layout.py",
+        "_params/layout.py",
         "slot.narrow(0, 0, self.local_rows)",
         "slot.narrow(0, self.chunk_rows - self.local_rows, self.local_rows)",
         (
@@ -272,7 +272,7 @@ RUNTIME = [
     ),
     Bug(
         "freezing is not followed",
-        "_runtime/param.py",
+        "_params/managed_param.py",
         "        if self.leaf.requires_grad != self.param.requires_grad:",
         "        if self.param.requires_grad and not self.leaf.requires_grad:",
         (
@@ -281,28 +281,28 @@ RUNTIME = [
     ),
     Bug(
         "hook after the accumulation is not run",
-        "_runtime/param.py",
+        "_params/managed_param.py",
         "        run_post_accumulate_hooks(self.param)",
         "        pass",
         ("tests/distributed/test_gtp_shard_switches.py::TestSwitches::test_hooks_fire_once_with_the_right_values",),
     ),
     Bug(
         "what a gradient hook returns is dropped",
-        "_runtime/param.py",
-        "        reduced = run_tensor_hooks(self.param, reduced, self._spec)",
-        "        run_tensor_hooks(self.param, reduced, self._spec)",
+        "_params/managed_param.py",
+        "        reduced = run_tensor_hooks(self.param, reduced, self.spec)",
+        "        run_tensor_hooks(self.param, reduced, self.spec)",
         ("tests/distributed/test_gtp_shard_hooks.py::TestHooks::test_parameter_hooks_may_replace_the_gradient",),
     ),
     Bug(
         "saved view begins at the wrong element",
-        "_runtime/saved.py",
+        "_params/saved_for_backward.py",
         "begin + packed.offset",
         "begin",
         ("tests/distributed/test_gtp_shard_reads.py::TestReads::test_slices_of_a_weight",),
     ),
     Bug(
         "write before backward is not seen",
-        "_runtime/saved.py",
+        "_params/saved_for_backward.py",
         "    if weight.version != version:",
         "    if weight.version.param > version.param:",
         (
@@ -311,49 +311,49 @@ RUNTIME = [
     ),
     Bug(
         "digest does not see the order",
-        "_runtime/digest.py",
+        "_comm/digest.py",
         "_mixed(piece + places * _STRIDE)",
         "_mixed(piece)",
         ("tests/unit/test_digest.py::test_the_order_of_elements_counts",),
     ),
     Bug(
         "replicas are not compared",
-        "_runtime/first_forward.py",
+        "_schedule/first_forward.py",
         "        elif has_replicas(param.mesh):",
         "        elif not has_replicas(param.mesh):",
         ("tests/distributed/test_gtp_shard_reads.py::TestReads::test_ranks_that_begin_with_other_values_are_refused",),
     ),
     Bug(
         "slowest gather backend is taken",
-        "_runtime/backends.py",
+        "_comm/gather_backends.py",
         "    best = min(measured, key=lambda name: measured[name][0])",
         "    best = max(measured, key=lambda name: measured[name][0])",
         ("tests/distributed/test_gather_choice.py::TestGatherChoice::test_takes_the_fastest_on_all_ranks",),
     ),
     Bug(
         "last weight gradients of a split backward",
-        "_runtime/split_backward.py",
+        "_modules/pipelines.py",
         "                runtime.complete_gradients()",
         "                pass",
         ("tests/distributed/test_gtp_shard_pipeline.py::TestPipeline::test_zero_bubble",),
     ),
     Bug(
         "graph reads the inputs of its recording",
-        "capture.py",
+        "graphs/capture_step.py",
         "            target.copy_(source, non_blocking=True)",
         "            pass",
         ("tests/distributed/test_capture_step.py::TestCaptureStep::test_each_call_is_one_step",),
     ),
     Bug(
         "replay is no step to the runtime",
-        "capture.py",
+        "graphs/capture_step.py",
         "            runtime.note_step(graph.written)",
         "            pass",
         ("tests/distributed/test_capture_step.py::TestCaptureStep::test_eager_steps_between_replays_see_new_weights",),
     ),
     Bug(
         "changed shape is not seen",
-        "capture.py",
+        "graphs/record_again.py",
         "return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device",
         "return type(leaf), leaf.stride(), leaf.dtype, leaf.device",
         (
@@ -362,28 +362,28 @@ RUNTIME = [
     ),
     Bug(
         "changed hyperparameter is not seen",
-        "_baked_in.py",
+        "graphs/record_again.py",
         "            if old.get(name) != now.get(name):",
         "            if name not in old:",
         ("tests/distributed/test_capture_step.py::TestCaptureStep::test_baked_in_hyperparameters_must_stay",),
     ),
     Bug(
         "switch of training is not seen",
-        "_surroundings.py",
+        "graphs/record_again.py",
         "            [module.training for module in self._modules],",
         "            [],",
         ("tests/distributed/test_capture_step.py::TestCaptureStep::test_changes_that_graphs_do_not_know_start_anew",),
     ),
     Bug(
         "second use in a recorded block",
-        "_runtime/recording.py",
+        "graphs/block_recording.py",
         "        is_first = all(weight is not other.weight for other in self.written)",
         "        is_first = True",
         ("tests/distributed/test_capture_blocks.py::TestCaptureBlocks::test_replays_are_eager_steps",),
     ),
     Bug(
         "graph is replayed before its backward",
-        "capture_blocks.py",
+        "graphs/capture_blocks.py",
         "        if graph.awaits_backward:",
         "        if False:",
         ("tests/distributed/test_capture_blocks.py::TestCaptureBlocks::test_microbatches",),

@@ -102,7 +102,6 @@ from .modes import (
     unseen_by_checkpoint_policies,
     without_dispatch_modes,
 )
-from .optimizers import muon_adjust_lr, muon_orthogonalize
 from .parallelism import (
     FullyShardCut,
     empty_grads_set_aside,
@@ -118,6 +117,8 @@ from .tensors import (
     assert_on_device,
     copy_all,
     make_wrapper_subclass,
+    muon_adjust_lr,
+    muon_orthogonalize,
     sleep_stream,
     storage_use_count,
     without_torch_function,

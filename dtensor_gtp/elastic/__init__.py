@@ -3,27 +3,17 @@
 from .attach import synchronize_replicas
 from .checkpoint import ReplicaSavePlanner
 from .handover import handover_path, leave_state, take_state
+from .memory_model import MemoryModel, RankMemory, check_memory
 from .mesh import ElasticMesh, nonuniform_mesh
 from .parallel import BlockColwiseParallel, BlockRowwiseParallel
-from .plan import (
-    Box,
-    Bucket,
-    MemoryModel,
-    RankMemory,
-    Segment,
-    SyncPlan,
-    WeightSpec,
-    box_of_rank,
-    check_memory,
-    plan_sync,
-    segments_of,
-)
+from .plan import Box, Bucket, Segment, SyncPlan, box_of_rank, plan_sync, segments_of
 from .recovery import HeldState, StateLostError, hold_state, recover_state
-from .regroup import Survivors, join, num_waiting, regroup
+from .regroup import Survivors, num_waiting, regroup
 from .replicas import BatchShare, Replica, ReplicaLayout, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
 from .transfer import Move, plan_moves
-from .watch import RanksLostError, RankWatch
+from .watch import RanksLostError, RankWatch, join
+from .weight_spec import WeightSpec
 
 __all__ = [
     "BatchShare",

@@ -10,16 +10,18 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch_compat as compat
-from .._runtime.binding import binding_of
-from .._runtime.outer import is_outer_module
-from .._runtime.param import ManagedParam, ShardedWeight
-from .._runtime.state import Runtime
-from .._validate import agree_on_all_ranks
+from .._comm.agreement import agree_on_all_ranks
+from .._modules.binding import binding_of
+from .._modules.outer_fully_shard import is_outer_module
+from .._params.managed_param import ManagedParam
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from .mesh import ElasticMesh
-from .plan import WeightSpec, box_of_rank, plan_sync
+from .plan import box_of_rank, plan_sync
 from .replicas import check_size
 from .sync import ReplicaSync
+from .weight_spec import WeightSpec
 
 # Of a parameter: the dim that tensor parallelism cuts, and the rows that stay together; None if it cuts nothing.
 _TensorParallelCut = tuple[int, int] | None
@@ -206,6 +208,3 @@ def _check_box(spec: WeightSpec, param: ManagedParam, mesh: ElasticMesh) -> None
             f"the plan gives rank {dist.get_rank()} a part of shape {box.size} of '{spec.name}', but its shard has "
             f"shape {tuple(param.shard.shape)}"
         )
-
-
-__all__ = ["synchronize_replicas"]

@@ -40,6 +40,3 @@ class ReplicaSavePlanner(DefaultSavePlanner):
         if not self._is_writer:
             state = self.state_dict
             self.state_dict = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
-
-
-__all__ = ["ReplicaSavePlanner"]

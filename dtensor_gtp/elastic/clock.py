@@ -32,6 +32,3 @@ def wait_for_key(store: compat.Store, name: str, seconds: float) -> None:
     """Wait until ``store`` has ``name``, at most ``seconds``."""
     with suppress(RuntimeError):  # it says so when the time is over
         store.wait([name], timedelta(seconds=seconds))
-
-
-__all__ = ["now", "sleep", "wait", "wait_for_key"]

@@ -17,6 +17,8 @@ import torch
 from .recovery import HeldState
 
 _MEMORY = Path("/dev/shm")
+
+
 _PREFIX = "dtensor_gtp"
 
 
@@ -63,6 +65,3 @@ def take_state(path: Path) -> HeldState | None:
     step, tensors, plain = torch.load(path, map_location="cpu", weights_only=False)
     path.unlink()
     return HeldState(step, tensors, plain)
-
-
-__all__ = ["handover_path", "leave_state", "take_state"]

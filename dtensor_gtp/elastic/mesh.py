@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._validate import agree_on_all_ranks, device_of
-from ..mesh import set_device, start_process_group, world_mesh, world_size
-from .plan import MemoryModel, WeightSpec, check_memory
+from .._comm.agreement import agree_on_all_ranks, device_of
+from .._comm.process_groups import set_device, start_process_group, world_mesh, world_size
+from .memory_model import MemoryModel, check_memory
 from .replicas import BatchShare, Place, ReplicaLayout, plan_replicas, replicas_of
+from .weight_spec import WeightSpec
 
 _AXES = ("gtp", "tp")
 
@@ -167,6 +168,3 @@ def _replica_mesh(device_type: str, layout: ReplicaLayout, world: DeviceMesh, ge
         for axis, ranks in zip(_AXES, (column, row), strict=True)
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=torch.tensor(grid), mesh_dim_names=_AXES)
-
-
-__all__ = ["ElasticMesh", "nonuniform_mesh"]

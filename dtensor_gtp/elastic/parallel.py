@@ -121,6 +121,3 @@ def _distribute(linear: nn.Linear, name: str, mesh: DeviceMesh, placement: Place
         # By its module: there it is one that knows blocks.
         sharded = dtensor.distribute_tensor(param, mesh, [placement])
         linear.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
-
-
-__all__ = ["BlockColwiseParallel", "BlockRowwiseParallel"]

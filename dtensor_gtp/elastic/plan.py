@@ -18,45 +18,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ..placement import chunk_rows, chunk_size_and_offset
-from ..policy import SchedulePolicy
+from ..placement import chunk_size_and_offset
 from .replicas import ReplicaLayout, count_of, format_ranks
+from .weight_spec import WeightSpec
 
 # Segments that are printed of each weight.
 _MAX_SEGMENTS = 12
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """What the planner must know of a parameter.
-
-    Args:
-        name: Fully qualified name.
-        shape: Logical shape.
-        dim: The dim that gtp cuts; None for a parameter that stays whole.
-        block_size: Rows of ``dim`` that stay together on one rank.
-        tp_dim: The dim that tensor parallelism cuts, before gtp cuts the slice; None if it does not.
-        tp_block_size: Rows of ``tp_dim`` that stay together on one tp rank, e.g. head_dim.
-        nbytes: Bytes of an element of the gradient on the wire.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = 0
-    block_size: int = 1
-    tp_dim: int | None = None
-    tp_block_size: int = 1
-    nbytes: int = 4
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def num_tp_blocks(self) -> int:
-        """Blocks that tensor parallelism may hand out."""
-        assert self.tp_dim is not None
-        return self.shape[self.tp_dim] // self.tp_block_size
 
 
 class Box(NamedTuple):
@@ -307,92 +274,6 @@ def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
             segments.setdefault(holders, []).append((index, box))
     buckets = [Bucket(holders, tuple(parts)) for holders, parts in sorted(segments.items())]
     return SyncPlan(layout, tuple(weights), tuple(buckets))
-
-
-@dataclass(frozen=True)
-class MemoryModel:
-    """What a rank must hold, in bytes.
-
-    Args:
-        budget: Memory of a rank.
-        shard_nbytes: Bytes of each element that a rank holds: parameter, gradient and optimizer state. 16 for float32
-            parameters and AdamW.
-        gathered_nbytes: Bytes of an element of a gathered weight.
-        reduce_nbytes: Bytes of an element of a gradient that is sent.
-        prefetch_depth, prefetch_nbytes, max_inflight_reduce_scatters: As in ``SchedulePolicy``.
-        activation_nbytes: Activations of a rank at tensor-parallel size 1.
-    """
-
-    budget: int
-    shard_nbytes: int = 16
-    gathered_nbytes: int = 2
-    reduce_nbytes: int = 4
-    prefetch_depth: int = 2
-    max_inflight_reduce_scatters: int = 2
-    activation_nbytes: int = 0
-    prefetch_nbytes: int = SchedulePolicy.prefetch_nbytes
-
-
-class RankMemory(NamedTuple):
-    """Bytes of one rank, by purpose."""
-
-    shards: int
-    buffers: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_nbytes(value)}" for name, value in self._asdict().items())
-        return f"{format_nbytes(self.total)} ({parts})"
-
-
-def memory_of_replica(
-    layout: ReplicaLayout, replica: int, weights: Sequence[WeightSpec], model: MemoryModel
-) -> RankMemory:
-    """What the fullest rank of a replica must hold: the first one, which has the largest chunk of every weight."""
-    rank, tp = layout.replicas[replica].ranks[0], layout.replicas[replica].tp
-    shards = sum(box_of_rank(weight, layout, rank).numel for weight in weights) * model.shard_nbytes
-    slices = sorted((_slice_numel(weight, tp) for weight in weights if weight.dim is not None), reverse=True)
-    gathered = sum(slices[: model.prefetch_depth + 1]) * model.gathered_nbytes
-    if slices and model.prefetch_depth and model.prefetch_nbytes:
-        # The one in use, the window, and the launch that crosses its end.
-        largest = slices[0] * model.gathered_nbytes
-        in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, SchedulePolicy.coalesce_nbytes)
-        gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))
-    # Those that are computed and wait for each other, beside those that are sent together.
-    launch = max([SchedulePolicy.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
-    sent = min(sum(slices) * model.reduce_nbytes, (model.max_inflight_reduce_scatters + 1) * launch)
-    return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // tp))
-
-
-def _slice_numel(weight: WeightSpec, tp: int) -> int:
-    """Elements of the gathered weight on a tp rank."""
-    if weight.tp_dim is None:
-        return weight.numel
-    rows = weight.shape[weight.tp_dim]
-    return weight.numel // rows * chunk_rows(rows, tp, weight.tp_block_size) if rows else 0
-
-
-def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: MemoryModel) -> list[RankMemory]:
-    """The memory of every replica's fullest rank.
-
-    Raises:
-        ValueError: A replica is too small for its ranks' memory.
-    """
-    found = [memory_of_replica(layout, index, weights, model) for index in range(len(layout.replicas))]
-    for index, memory in enumerate(found):
-        if memory.total > model.budget:
-            replica = layout.replicas[index]
-            raise ValueError(
-                f"nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but replica "
-                f"{index} of {len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
-                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, or "
-                "shard over fewer, larger replicas."
-            )
-    return found
 
 
 def format_nbytes(nbytes: float) -> str:

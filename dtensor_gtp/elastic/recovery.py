@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._validate import device_of
+from .._comm.agreement import device_of
 from .mesh import ElasticMesh
 from .plan import Box
 from .transfer import Move, plan_moves
@@ -262,6 +262,3 @@ def _box_of(tensor: DTensor) -> Box:
 def format_path(path: Path) -> str:
     """``'model.norm.weight'``."""
     return f"'{'.'.join(map(str, path))}'"
-
-
-__all__ = ["HeldState", "StateLostError", "hold_state", "recover_state"]

@@ -16,16 +16,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from . import clock
-from .replicas import Place, ReplicaLayout, replicas_of
-from .watch import RankWatch, format_place
+from .replicas import Place, ReplicaLayout, format_place, replicas_of
 
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
+
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -90,6 +91,14 @@ class Membership(NamedTuple):
         return Survivors(rank, self.replicas, dead, joined, self.generation)
 
 
+class Watch(Protocol):
+    """Tells who is alive: a ``RankWatch``."""
+
+    def is_alive(self, rank: int) -> bool: ...
+
+    def move_to(self, layout: ReplicaLayout, rank: int, generation: int) -> None: ...
+
+
 def regroup(
     layout: ReplicaLayout,
     rank: int,
@@ -100,7 +109,7 @@ def regroup(
     backend: str | None = None,
     timeout: timedelta | None = None,
     num_replicas: int = 1,
-    watch: RankWatch | None = None,
+    watch: Watch | None = None,
 ) -> Survivors:
     """Leave the process groups of a job that lost ranks, and make one of those that are left and of those that join.
 
@@ -145,58 +154,13 @@ def regroup(
         layout, generation = members.layout, members.generation
         if watch is not None:
             watch.move_to(layout, rank, generation)
-        if _start(store, members, rank, backend, timeout):
+        if start_regrouped(store, members, rank, backend, timeout):
             return members.seen_by(rank)
-
-
-def join(
-    store: compat.Store,
-    *,
-    grace: timedelta,
-    backend: str,
-    timeout: timedelta | None = None,
-    limit: timedelta | None = None,
-    num_replicas: int = 1,
-) -> tuple[Survivors, RankWatch | None]:
-    """Wait until the ranks of a job take this process in, e.g. that of a repaired GPU. They do when they regroup.
-
-    Args:
-        store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
-        grace: How long to wait for that, and then as for :func:`regroup` if ranks are lost meanwhile.
-        limit: Of the :class:`RankWatch` that is made for this rank, if the others have one.
-
-    Returns:
-        Who is there, and the watch.
-
-    Raises:
-        TimeoutError: Nobody took this process in.
-    """
-    waiting = _waiting(store)
-    ticket = waiting.add("tickets", 1)
-    name = f"admitted/{ticket}"
-    end = clock.now() + grace.total_seconds()
-    while not waiting.check([name]):
-        if clock.now() > end:
-            waiting.set(name, "gave up")
-            raise TimeoutError(f"no rank of the job took this process in within {grace.total_seconds():g} seconds.")
-        clock.sleep(_POLL_SECONDS)
-    members = _members_of(waiting.get(name).decode())
-    rank, layout = len(members.alive) + members.tickets.index(ticket), members.layout
-    watch = None
-    if limit is not None:
-        watch = RankWatch(layout, rank, store, limit=limit, generation=members.generation)
-    if _start(store, members, rank, backend, timeout):
-        return members.seen_by(rank), watch
-    survivors = regroup(
-        layout, rank, store, generation=members.generation, grace=grace, backend=backend, timeout=timeout,
-        num_replicas=num_replicas, watch=watch,
-    )  # fmt: skip
-    return survivors, watch
 
 
 def num_waiting(store: compat.Store) -> int:
     """Processes that wait in :func:`join`. Ranks may see another number at another time: let one decide for all."""
-    return len(_waiting_tickets(_waiting(store)))
+    return len(_waiting_tickets(waiting_store(store)))
 
 
 def agree_on_survivors(
@@ -219,12 +183,12 @@ def agree_on_survivors(
             alive = [is_alive(other) for other in absent]  # of each: to look is to begin to listen
             if not any(alive):
                 break
-        clock.sleep(_POLL_SECONDS)
+        clock.sleep(POLL_SECONDS)
     if not store.check(["members"]):
         present = [other for other in range(num_ranks) if store.check([names[other]])]
         # Whoever is first decides: the others find its list there.
         store.compare_set("members", "", json.dumps(decide(present)))
-    return _members_of(store.get("members").decode())
+    return parse_members(store.get("members").decode())
 
 
 class _Decision:
@@ -236,7 +200,7 @@ class _Decision:
 
     def __call__(self, alive: Sequence[int]) -> Membership:
         return members_of(
-            self._layout, alive, _waiting_tickets(_waiting(self._store)), self._num_replicas, self._generation + 1
+            self._layout, alive, _waiting_tickets(waiting_store(self._store)), self._num_replicas, self._generation + 1
         )
 
 
@@ -263,14 +227,16 @@ def _fields(place: Place) -> tuple[int, int, int]:
     return place.replica, place.gtp, place.tp
 
 
-def _members_of(text: str) -> Membership:
+def parse_members(text: str) -> Membership:
     alive, tickets, replicas, tp, dead, generation = json.loads(text)
     return Membership(
         tuple(alive), tuple(tickets), tuple(map(tuple, replicas)), tp, tuple(map(tuple, dead)), generation
     )
 
 
-def _start(store: compat.Store, members: Membership, rank: int, backend: str, timeout: timedelta | None) -> bool:
+def start_regrouped(
+    store: compat.Store, members: Membership, rank: int, backend: str, timeout: timedelta | None
+) -> bool:
     """Make the default group; False if some of its ranks are lost by now."""
     compat.restart_group_names()
     try:
@@ -293,7 +259,7 @@ def _shared(store: compat.Store, generation: int) -> compat.Store:
     return compat.PrefixStore(f"dtensor_gtp_regroup_{generation}", store)
 
 
-def _waiting(store: compat.Store) -> compat.Store:
+def waiting_store(store: compat.Store) -> compat.Store:
     return compat.PrefixStore("dtensor_gtp_join", store)
 
 
@@ -304,7 +270,4 @@ def _waiting_tickets(waiting: compat.Store) -> list[int]:
 def _admit(store: compat.Store, members: Membership) -> None:
     """By all members, alike: whoever decided may be gone."""
     for ticket in members.tickets:
-        _waiting(store).set(f"admitted/{ticket}", json.dumps(members))
-
-
-__all__ = ["Membership", "Survivors", "agree_on_survivors", "join", "members_of", "num_waiting", "regroup"]
+        waiting_store(store).set(f"admitted/{ticket}", json.dumps(members))

@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .plan import WeightSpec
+    from .weight_spec import WeightSpec
+
 
 # Ranks that are printed of each replica.
 _MAX_RANKS = 16
@@ -374,3 +375,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def count_of(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_place(rank: int, place: Place) -> str:
+    """``rank 3 (replica 1, gtp 0, tp 0)``."""
+    return f"rank {rank} (replica {place.replica}, gtp {place.gtp}, tp {place.tp})"

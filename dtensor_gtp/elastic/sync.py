@@ -24,15 +24,16 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._runtime import collectives
-from .._runtime.collectives import ReduceScale
-from .._runtime.comm_context import CommContext
-from .._runtime.debug import profiler_range
-from .._runtime.digest import digest
-from .._runtime.gradients import WholeBucket
-from .._runtime.param import ManagedParam, ShardedWeight
-from .._runtime.whole import WholeParam
-from .._validate import device_of
+from .._comm import collectives
+from .._comm.agreement import device_of
+from .._comm.collectives import ReduceScale
+from .._comm.context import CommContext
+from .._comm.debug import profiler_range
+from .._comm.digest import digest
+from .._params.managed_param import ManagedParam
+from .._params.sharded_weight import ShardedWeight
+from .._params.whole_param import WholeParam
+from .._schedule.gradient_protocols import WholeBucket
 from .mesh import ElasticMesh
 from .plan import Box, SyncPlan, box_of_rank
 from .replicas import BatchShare
@@ -424,6 +425,3 @@ def _whole_box(shape: Sequence[int]) -> Box:
 
 def _nothing() -> None:
     pass
-
-
-__all__ = ["Channel", "ReplicaSync", "clip_grad_norm_"]

@@ -82,6 +82,3 @@ def subtract(box: Box, part: Box) -> list[Box]:
             left.append(Box(start, (*size[:dim], after, *size[dim + 1 :])))
         offset[dim], size[dim] = common.offset[dim], common.size[dim]
     return left
-
-
-__all__ = ["Missing", "Move", "plan_moves", "subtract"]

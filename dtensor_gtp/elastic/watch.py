@@ -15,19 +15,17 @@ import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from . import clock
-from .replicas import Place, ReplicaLayout
-
-if TYPE_CHECKING:
-    from .regroup import Survivors
+from .regroup import POLL_SECONDS, Survivors, parse_members, regroup, start_regrouped, waiting_store
+from .replicas import Place, ReplicaLayout, format_place
 
 logger = logging.getLogger(__name__)
+
 
 # Without these, torch's watchdog of NCCL ends a process in which a collective has failed, or sleeps for a minute after
 # the failure, which who leaves the process group waits for, or ends the process when it has waited for a dump.
@@ -36,15 +34,29 @@ _WATCHDOG = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+
+
 # Beats, and looks at the beats of others, within a limit.
 _BEATS_PER_LIMIT = 6
+
+
 # Ranks of the ring that each one listens to: so many that fail together are all found.
 _NUM_NEIGHBOURS = 2
+
+
 _DONE = b"done"
+
+
 _SILENT, _CLOSED = b"was silent", b"has closed its watch"
+
+
 _UPDATE, _KEEP = b"update", b"keep"
+
+
 # Under this name the last rank that is done.
 _ENDED = "ended"
+
+
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
 _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
 
@@ -196,8 +208,6 @@ class RankWatch:
         self, *, grace: timedelta, backend: str | None = None, timeout: timedelta | None = None, num_replicas: int = 1
     ) -> Survivors:
         """:func:`regroup` of the ranks that are left and of those that wait to join; they are watched over then."""
-        from .regroup import regroup
-
         return regroup(
             self.layout, self.rank, self.store, generation=self.generation, grace=grace, backend=backend,
             timeout=timeout, num_replicas=num_replicas, watch=self,
@@ -296,9 +306,46 @@ def report_lost(store: compat.Store, rank: int, reason: str) -> None:
     store.set("any", "1")
 
 
-def format_place(rank: int, place: Place) -> str:
-    """``rank 3 (replica 1, gtp 0, tp 0)``."""
-    return f"rank {rank} (replica {place.replica}, gtp {place.gtp}, tp {place.tp})"
+def join(
+    store: compat.Store,
+    *,
+    grace: timedelta,
+    backend: str,
+    timeout: timedelta | None = None,
+    limit: timedelta | None = None,
+    num_replicas: int = 1,
+) -> tuple[Survivors, RankWatch | None]:
+    """Wait until the ranks of a job take this process in, e.g. that of a repaired GPU. They do when they regroup.
 
+    Args:
+        store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
+        grace: How long to wait for that, and then as for :func:`regroup` if ranks are lost meanwhile.
+        limit: Of the :class:`RankWatch` that is made for this rank, if the others have one.
 
-__all__ = ["Pulse", "RankWatch", "RanksLostError", "beat_of", "format_place", "is_peer_lost"]
+    Returns:
+        Who is there, and the watch.
+
+    Raises:
+        TimeoutError: Nobody took this process in.
+    """
+    waiting = waiting_store(store)
+    ticket = waiting.add("tickets", 1)
+    name = f"admitted/{ticket}"
+    end = clock.now() + grace.total_seconds()
+    while not waiting.check([name]):
+        if clock.now() > end:
+            waiting.set(name, "gave up")
+            raise TimeoutError(f"no rank of the job took this process in within {grace.total_seconds():g} seconds.")
+        clock.sleep(POLL_SECONDS)
+    members = parse_members(waiting.get(name).decode())
+    rank, layout = len(members.alive) + members.tickets.index(ticket), members.layout
+    watch = None
+    if limit is not None:
+        watch = RankWatch(layout, rank, store, limit=limit, generation=members.generation)
+    if start_regrouped(store, members, rank, backend, timeout):
+        return members.seen_by(rank), watch
+    survivors = regroup(
+        layout, rank, store, generation=members.generation, grace=grace, backend=backend, timeout=timeout,
+        num_replicas=num_replicas, watch=watch,
+    )  # fmt: skip
+    return survivors, watch

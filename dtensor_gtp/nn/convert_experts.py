@@ -46,6 +46,8 @@ _FORMS = {
     "modules": _Form(None, "{}.gate_proj.weight", "{}.up_proj.weight", "{}.down_proj.weight"),
     "mixtral": _Form(None, "{}.w1.weight", "{}.w3.weight", "{}.w2.weight"),
 }
+
+
 _LINEAR_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 

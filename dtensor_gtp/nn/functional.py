@@ -9,10 +9,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from .._runtime.binding import Binding, binding_of
-from .._runtime.param import ShardedWeight, Site
-from .._runtime.state import Runtime
-from .._runtime.whole import WholeParam
+from .._modules.binding import Binding, binding_of
+from .._params.managed_param import Site
+from .._params.sharded_weight import ShardedWeight
+from .._params.whole_param import WholeParam
+from .._schedule.runtime import Runtime
 from ..ops.cross_entropy import IGNORED, loss_exchange, vocabulary_parallel_loss
 from ..ops.linear import linear as sharded_linear
 

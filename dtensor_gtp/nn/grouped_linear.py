@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
-from .._runtime.debug import DebugFlags
-from ..ops.grouped import grouped_linear
+from .._comm.debug import DebugFlags
+from .._modules.binding import binding_of
+from .._modules.fused_forward import GTPFused, forward_in_frame
+from .._params.managed_param import ManagedParam, Site
+from .._params.sharded_weight import ShardedWeight
+from .._params.whole_param import WholeParam
+from ..ops.compiled_grouped import grouped_linear as compiled_grouped_linear
+from ..ops.grouped import grouped_linear, sharded_grouped_linear
+from ..ops.grouped_several import several_grouped_linear
 from ..placement import GTPShard
 
 
@@ -43,6 +51,10 @@ class GroupedLinear(nn.Module):
 
     The arithmetic is ``torch.nn.functional.grouped_mm``; in float64, which that lacks, a loop over the groups.
     """
+
+    # What gtp_shard and quantize_ ask of a layer, beside the methods with gtp in their names.
+    gtp_gathers_together = True  # weights of one layer travel in one launch
+    has_grouped_weight = True
 
     def __init__(
         self,
@@ -99,6 +111,18 @@ class GroupedLinear(nn.Module):
         if name.startswith("bias"):
             return Replicate()
         return GTPShard(1 if self.single_grouped_weight else 0)
+
+    def gtp_fused_mixin(self, params: Mapping[str, ManagedParam]) -> type[GTPFused] | None:
+        """The fused op, if the forward is the stock one and each rank computes with the groups, and the slices of them,
+        that expert and tensor parallelism have left it."""
+        weights = [params.get(name) for name in self.names_of("weight")]
+        is_stock = type(self).forward is GroupedLinear.forward and "forward" not in self.__dict__
+        is_cut = all(
+            isinstance(weight, ShardedWeight)
+            and all(isinstance(p, Shard) for p in (weight.tp_spec.placements if weight.tp_spec is not None else ()))
+            for weight in weights
+        )
+        return GTPGroupedLinear if is_stock and is_cut else None
 
     def check_gtp_placement(self, fqn: str, param: torch.Tensor, placement: GTPShard) -> None:
         """What ``gtp_shard`` asks before it cuts a parameter that expert or tensor parallelism has cut.
@@ -265,3 +289,39 @@ def convert_grouped_state_dict(
 def local_part(value: torch.Tensor) -> torch.Tensor:
     """Of a weight that expert parallelism has cut, the groups of this rank."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+class GTPGroupedLinear(GTPFused):
+    """Mixin of ``GroupedLinear``."""
+
+    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        module = cast(GroupedLinear, self)
+        binding = binding_of(module)
+        assert binding is not None
+        if torch.compiler.is_compiling():
+            if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
+                return super().forward(x, split_sizes, scales)  # type: ignore[misc, no-any-return]
+            compiled = binding.compiled["weight"]
+            module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
+            # Reads the bias as an attribute: whichever it is, the graph gets its value.
+            own_bias = module.bias
+            value = local_part(own_bias) if isinstance(own_bias, torch.Tensor) else None
+            return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
+        params = {name: binding.params.get(name) for kind in ("weight", "bias") for name in module.names_of(kind)}
+        weights = [param for param in params.values() if isinstance(param, ShardedWeight)]
+        biases = [param for param in params.values() if isinstance(param, WholeParam)]
+        is_plain = (len(weights), len(biases)) == tuple(len(module.names_of(kind)) for kind in ("weight", "bias"))
+        if not is_plain or torch.is_autocast_enabled(x.device.type):
+            return forward_in_frame(self, GTPGroupedLinear, x, split_sizes, scales)
+        for name, param in params.items():
+            assert param is not None
+            param.follow(Site(module, name))
+        values, runtime = [local_part(bias.value()) for bias in biases], binding.group.runtime
+        shape = weights[0].layout.shape
+        if module.single_grouped_weight:
+            module.check_input(x, split_sizes, scales, shape)
+            value = values[0] if values else None
+            return sharded_grouped_linear(x, value, split_sizes, scales, runtime, weights[0])
+        module.check_input(x, split_sizes, scales, torch.Size((len(weights), *shape)))
+        value = torch.stack(values) if values else None
+        return several_grouped_linear(x, value, split_sizes, scales, runtime, weights)

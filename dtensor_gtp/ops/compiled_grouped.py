@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._runtime.saved import check_unmodified
-from .compiled import CompiledWeight, _ask_policy, _gradient_of, handles
+from .._params.saved_for_backward import check_unmodified
+from .compiled_weight import CompiledWeight, ask_policy, gradient_of, handles
 from .grouped import add_bias, multiply, multiply_grad, reduce_wgrad
 
 
@@ -61,7 +61,7 @@ def _grouped_backward(
         if needs_input:
             check_unmodified(weight, weight.compiled_version)
             grad_x = multiply_grad(grad, ends, runtime, weight)
-    return grad_x, _gradient_of(leaf)
+    return grad_x, gradient_of(leaf)
 
 
 @_grouped_backward.register_fake
@@ -75,7 +75,7 @@ def _(
     needs_input: bool,
     call: int,
 ) -> tuple[Tensor, Tensor]:
-    return grad.new_empty((grad.shape[0], in_features) if needs_input else 0), _gradient_of(leaf)
+    return grad.new_empty((grad.shape[0], in_features) if needs_input else 0), gradient_of(leaf)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -97,5 +97,6 @@ def _grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _grouped.register_autograd(_grad, setup_context=_setup)
 
+
 for _mode in compat.POLICY_MODES:
-    _grouped.register_torch_dispatch(_mode, _ask_policy)
+    _grouped.register_torch_dispatch(_mode, ask_policy)

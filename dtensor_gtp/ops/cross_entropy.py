@@ -22,20 +22,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .. import _torch_compat as compat
-from .._runtime import collectives
-from .._runtime.collectives import ReduceScale
-from .._runtime.comm_context import Done
-from .._runtime.debug import profiler_range
-from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_differentiable, check_unmodified
-from .._runtime.state import Runtime
-from .._runtime.tokens import TokenExchange
+from .._comm import collectives
+from .._comm.collectives import ReduceScale
+from .._comm.debug import profiler_range
+from .._comm.streams import Done
+from .._comm.tokens import TokenExchange
+from .._params.saved_for_backward import check_differentiable, check_unmodified
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 from .exchange import SUM, can_exchange, check_range
 
 _MAX = ReduceScale(dist.ReduceOp.MAX, None, None)
+
+
 # float32 logits of a chunk on a rank: large enough for efficient products, small beside a layer's activations. So much
 # of hidden states of all ranks is kept for backward, too.
 CHUNK_NBYTES = 256 * 2**20
+
+
 # In the place of a target without a loss: no row, and none that a mistaken target could be.
 IGNORED = -(2**62)
 
@@ -64,7 +68,7 @@ def loss_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | No
         def is_worth(capacity: int) -> bool:
             return is_asked_for or _exchanged_nbytes(weight, capacity) < _gathered_nbytes(weight)
 
-        weight.losses = TokenExchange(weight, "loss", policy.exchange_tokens, is_worth)
+        weight.losses = weight.exchange("loss", policy.exchange_tokens, is_worth)
     return weight.losses
 
 
@@ -106,7 +110,7 @@ def vocabulary_parallel_loss(
     runtime.ensure_initialized()
     weight.check_readable()
     with torch.no_grad(), compat.unseen_by_checkpoint_policies():
-        targets = exchange.gather(target, IGNORED, runtime.comm)
+        targets = exchange.gather(target, IGNORED, runtime.comm, weight.groups)
         if targets is None:
             return None
         check_range(targets.masked_fill(targets == IGNORED, 0).view(-1), weight.layout.shape[0])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_differentiable
-from .._runtime.state import Runtime
+from .._params.saved_for_backward import check_differentiable
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 from .exchange import exchanged_grad, exchanged_lookup
 from .ungathered import using
 

@@ -18,14 +18,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .. import _torch_compat as compat
-from .._runtime import collectives
-from .._runtime.collectives import ReduceScale
-from .._runtime.debug import profiler_range
-from .._runtime.param import ShardedWeight
-from .._runtime.state import Runtime
-from .._runtime.tokens import TokenExchange
+from .._comm import collectives
+from .._comm.collectives import ReduceScale
+from .._comm.debug import profiler_range
+from .._comm.tokens import TokenExchange
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 
 SUM = ReduceScale(dist.ReduceOp.SUM, None, None)
+
+
 _ID_NBYTES = 8
 
 
@@ -43,7 +45,7 @@ def token_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | N
         def is_worth(capacity: int) -> bool:
             return is_asked_for or _exchanged_nbytes(weight, capacity) < _gathered_nbytes(weight)
 
-        weight.lookups = TokenExchange(weight, "lookup", policy.exchange_tokens, is_worth)
+        weight.lookups = weight.exchange("lookup", policy.exchange_tokens, is_worth)
     return weight.lookups
 
 
@@ -106,7 +108,7 @@ def exchanged_ids(indices: torch.Tensor, runtime: Runtime, weight: ShardedWeight
     runtime.ensure_initialized()
     weight.check_readable()
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
-        return exchange.gather(indices.reshape(-1), 0, runtime.comm)
+        return exchange.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
 
 
 def _own_rows(ids: torch.Tensor, weight: ShardedWeight) -> torch.Tensor:

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from .. import _torch_compat as compat
-from .._runtime.gathered import Gatherable
-from .._runtime.param import ShardedWeight
-from .._runtime.state import Runtime
-from ..quant.base import Quantized
+from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._schedule.runtime import Runtime
 from ..quant.float8_gemms import Float8GEMMs, Tensors
+from ..quant.planes import Quantized
 from .ungathered import UngatheredWeight
 
 

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from .. import _torch_compat as compat
-from .._runtime.debug import profiler_range
-from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_unmodified, refuse_partial_recording
-from .._runtime.state import Runtime
-from ..quant.base import Direction
-from ..quant.grouped_gemms import GroupedRowwiseGEMMs
-from ..quant.linear import gemms_of
-from ..quant.tensor import WeightWithRecipe, for_product
+from .._comm.debug import profiler_range
+from .._params.saved_for_backward import check_unmodified, refuse_partial_recording
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
+from ..quant.float8_gemms import GroupedRowwiseGEMMs
+from ..quant.master import for_product
+from ..quant.planes import Direction
+from ..quant.weight import WeightWithRecipe, gemms_of
 from .float8 import using_quantized
 
 

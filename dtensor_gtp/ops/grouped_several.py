@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from .. import _torch_compat as compat
-from .._runtime.debug import profiler_range
-from .._runtime.gathered import Gatherable
-from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_unmodified, refuse_partial_recording
-from .._runtime.state import Runtime
+from .._comm.debug import profiler_range
+from .._params.saved_for_backward import check_unmodified, refuse_partial_recording
+from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._schedule.runtime import Runtime
 from .grouped import add_bias, grouped_mm, grouped_wgrad
 
 

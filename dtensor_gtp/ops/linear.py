@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
-from .._runtime.debug import profiler_range
-from .._runtime.param import ShardedWeight
-from .._runtime.saved import check_differentiable, check_unmodified, refuse_partial_recording
-from .._runtime.state import Runtime
+from .._comm.debug import profiler_range
+from .._params.saved_for_backward import check_differentiable, check_unmodified, refuse_partial_recording
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs
 from . import float8

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._runtime.param import ShardedWeight
-from .._runtime.state import Runtime
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 
 Multiply = Callable[[Tensor, Runtime, ShardedWeight], Tensor]
 

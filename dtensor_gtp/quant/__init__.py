@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from .api import quantize_
-from .base import Direction, PlaneSpec, Quantized, Recipe
-from .float8_blockwise import Float8Blockwise
-from .float8_rowwise import Float8Rowwise
-from .float8_tensorwise import Float8Tensorwise
-from .mxfp8 import MXFP8
+from .base import Recipe
 from .native import NativeWeight
-from .nvfp4 import NVFP4
-from .recipes import RECIPES, resolve_recipe
+from .planes import Direction, PlaneSpec, Quantized
+from .recipes import MXFP8, NVFP4, RECIPES, Float8Blockwise, Float8Rowwise, Float8Tensorwise, resolve_recipe
 
 __all__ = [
     "MXFP8",

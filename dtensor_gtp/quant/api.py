@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import cast
 from .base import Recipe
-from .native import to_native
+from .master import dense_of, hook, in_place_of, with_recipe
+from .native import NativeWeight
+from .native_parts import PLANE_NAMES, NativeInfo, groups_of, native_planes, quantize_parts
 from .native_state import hook_native, unhook_native
 from .placement import check_slices
+from .planes import Quantized
 from .recipes import resolve_recipe
-from .state_dict import hook
-from .tensor import with_recipe
 
 
 def quantize_(
@@ -102,10 +104,9 @@ def quantize_(
 
 
 def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str], bool] | None) -> nn.Parameter | None:
-    from ..nn.grouped_linear import GroupedLinear  # not at the top: it leads back here
-
     weight = module._parameters.get("weight")
-    is_known = isinstance(module, nn.Linear | GroupedLinear)
+    is_grouped = getattr(type(module), "has_grouped_weight", False)  # a GroupedLinear
+    is_known = is_grouped or isinstance(module, nn.Linear)
     if not is_known and (filter_fn is None or weight is None or weight.ndim < 2 or weight.numel() == 0):
         return None
     if filter_fn is not None and not filter_fn(module, name):
@@ -115,7 +116,7 @@ def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str
             f"quantize_ supports a GroupedLinear with one weight for all groups, but '{name}' has one for each. Build "
             "it with single_grouped_weight=True, or leave it out with filter_fn."
         )
-    if weight.ndim != 2 and not isinstance(module, GroupedLinear):
+    if weight.ndim != 2 and not is_grouped:
         raise NotImplementedError(
             f"quantize_ supports weights with 2 dims, but '{name}.weight' of {type(module).__name__} has shape "
             f"{tuple(weight.shape)}. Leave it out with filter_fn."
@@ -179,4 +180,42 @@ def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
                 hook(submodule, name, choice.recipe)
 
 
-__all__ = ["quantize_"]
+def blank_native(values: torch.Tensor, shape: torch.Size, info: NativeInfo) -> NativeWeight:
+    """A native weight without values, for one on the meta device.
+
+    Args:
+        values: Of its dtype and device.
+        shape: Of this part.
+    """
+    specs = native_planes(info.recipe)
+    stored = {n: torch.empty(s.shape(shape), dtype=s.dtype, device=values.device) for n, s in specs.items()}
+    if "amax" in stored:  # one for each matrix
+        stored["amax"] = torch.empty((*shape[:-2], 1, 1), dtype=torch.float32, device=values.device)
+    planes = tuple(stored[name] for name in PLANE_NAMES if name in stored)
+    return NativeWeight(Quantized(planes, stored.get("amax")), shape, values.dtype, info)
+
+
+def to_native(params: dict[str, nn.Parameter], recipes: dict[str, Recipe]) -> dict[str, nn.Parameter]:
+    """Native parameters with the values of ``params``, in the same places.
+
+    Args:
+        params: By name.
+        recipes: By the same names.
+    """
+    infos = {
+        name: NativeInfo(recipes[name], name, torch.Size(param.shape), groups_of(param, recipes[name]))
+        for name, param in params.items()
+    }
+    values = {name: dense_of(param).detach() for name, param in params.items()}
+    real = [name for name, value in values.items() if not value.is_meta]
+    quantized = dict(
+        zip(real, quantize_parts([values[name] for name in real], [infos[name] for name in real]), strict=True)
+    )
+    new = {}
+    for name, param in params.items():
+        value, info = values[name], infos[name]
+        local = blank_native(value, value.shape, info)
+        if name in quantized:
+            local = NativeWeight(quantized[name], value.shape, value.dtype, info)
+        new[name] = in_place_of(param, local)
+    return new

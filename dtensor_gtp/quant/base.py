@@ -9,76 +9,18 @@ whole weight would have been quantized to, bit for bit.
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from math import lcm
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from . import cast
 from .casts import casts_for
+from .planes import Direction, PlaneSpec, Quantized
 
 if TYPE_CHECKING:
     from .float8_gemms import Float8GEMMs
-
-
-class Direction(enum.Enum):
-    """Which data of a weight of shape ``(out_features, in_features)`` a GEMM needs."""
-
-    ROWWISE = enum.auto()  # blocks along in_features: forward
-    COLUMNWISE = enum.auto()  # blocks along out_features: the gradient of the input
-
-
-class PlaneSpec(NamedTuple):
-    """One plane.
-
-    Args:
-        dtype: Of its elements.
-        rows: Rows of the weight in one step of the plane, None if one step takes all of them.
-        columns: The same for columns.
-        packed: Elements of the plane for each step, along the dim whose steps are longer than 1.
-    """
-
-    dtype: torch.dtype
-    rows: int | None
-    columns: int | None
-    packed: int = 1
-
-    def step(self, dim: int) -> int | None:
-        """Size of a step along a dim of the weight, counted from its end: -2 are rows, -1 columns, others matrices."""
-        return {-2: self.rows, -1: self.columns}.get(dim, 1)
-
-    def size(self, dim: int, size: int) -> int:
-        """Size of the plane along ``dim`` for ``size`` elements of a weight that begin with a whole step."""
-        step = self.step(dim)
-        if step is None:
-            return 1
-        return cast.num_blocks(size, step) * (self.packed if step > 1 else 1)
-
-    def shape(self, weight: torch.Size) -> torch.Size:
-        """Shape of the plane of a weight of that shape."""
-        return torch.Size(self.size(dim - len(weight), size) for dim, size in enumerate(weight))
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes for each element of a large weight; a plane with one element for all rows or columns counts as 0."""
-        if self.rows is None or self.columns is None:
-            return 0.0
-        return self.dtype.itemsize * self.packed / (self.rows * self.columns)
-
-
-class Quantized(NamedTuple):
-    """Quantized matrices.
-
-    Args:
-        planes: As ``Recipe.planes`` describes them.
-        amax: What ``Recipe.amax`` gave, over whole matrices; None for recipes that need none.
-    """
-
-    planes: tuple[torch.Tensor, ...]
-    amax: torch.Tensor | None
 
 
 @dataclass(frozen=True)

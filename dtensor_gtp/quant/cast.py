@@ -21,16 +21,32 @@ from __future__ import annotations
 import torch
 
 E4M3_MAX = 448.0
+
+
 E4M3_MIN = 2.0**-9  # the smallest, a denormal
+
+
 E5M2_MAX = 57344.0
+
+
 E2M1_MAX = 6.0
+
+
 # The smallest normal float32.
 SMALLEST_SCALE = 2.0**-126
+
+
 # A block scale of nvfp4 may be as small as E4M3_MIN: their product is still normal.
 SMALLEST_TENSOR_SCALE = SMALLEST_SCALE / E4M3_MIN
+
+
 # Dtypes that widen to float32.
 WIDENS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 _E8M0_NAN = 0xFF
+
+
 _NAN = float("nan")
 
 

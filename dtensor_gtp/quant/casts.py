@@ -15,145 +15,22 @@ from functools import cache, partial
 import torch
 import torch.nn as nn
 
-from .._kernels import decided, failure, has_same_bits
+from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from . import cast
+from .reference_casts import Casts
 
 logger = logging.getLogger(__name__)
 
+
 _ENV = "DTENSOR_GTP_CASTS"
+
+
 # Within a matrix, Triton's kernels count in int32.
 _MAX_NUMEL = 2**31 - 2**24
+
+
 # Of what is cast, and of what is dequantized or transposed.
 _DTYPES = (*cast.WIDENS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
-
-
-class Casts:
-    """The reference. Matrices have shape ``(*, rows, columns)``; magnitudes and scales are float32 if nothing else is
-    said."""
-
-    def amax(self, weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-        """Largest magnitude over ``dims``: ``(-1,)`` or ``(-2, -1)``."""
-        return cast.amax(weight, dims)
-
-    def e4m3_scale(self, largest: torch.Tensor) -> torch.Tensor:
-        """Scales of e4m3."""
-        return cast.e4m3_scale(largest)
-
-    def cast_matrix(
-        self, matrix: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Elements, and a scale of shape ``(*, 1, 1)`` for each matrix.
-
-        Args:
-            dtype: float8_e4m3fn or float8_e5m2.
-            amax: Largest magnitude, shape ``(*, 1, 1)``; by default the matrix's own.
-        """
-        amax = cast.amax(matrix, (-2, -1)) if amax is None else amax
-        is_e5m2 = dtype == torch.float8_e5m2
-        scale = cast.e5m2_scale(amax) if is_e5m2 else cast.e4m3_scale(amax)
-        scaled = cast.wide(matrix) / scale
-        return cast.to_e5m2(scaled) if is_e5m2 else cast.to_e4m3(scaled), scale
-
-    def cast_matrix_turned(self, matrix: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`turned` of the e4m3 elements, and the scale."""
-        data, scale = self.cast_matrix(matrix)
-        return self.turned(data, multiple), scale
-
-    def cast_rows(
-        self,
-        matrix: torch.Tensor,
-        *,
-        factor: torch.Tensor | None = None,
-        group: torch.Tensor | None = None,
-        amax: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """e4m3 elements, and a scale of shape ``(*, rows, 1)`` for each row.
-
-        Args:
-            factor: Each column is multiplied by one first, in float32; shape ``(columns,)``.
-            group: Shape ``(rows,)``: which factors are those of each row; ``factor`` has shape ``(groups, columns)``.
-            amax: Largest magnitudes, shape ``(*, rows, 1)``; by default the matrix's own.
-        """
-        values = cast.wide(matrix)
-        if factor is not None:
-            values = values * (factor if group is None else factor[group])
-        scale = cast.e4m3_scale(cast.amax(values, (-1,)) if amax is None else amax)
-        return cast.to_e4m3(values / scale), scale
-
-    def cast_blocks(self, matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """e4m3 elements, and a scale for each block: of columns ``(1, size)``, or square."""
-        scale = cast.e4m3_scale(cast.block_amax(matrix, block))
-        return cast.to_e4m3(cast.wide(matrix) / cast.spread(scale, block, matrix.shape)), scale
-
-    def cast_blocks_turned(
-        self, matrix: torch.Tensor, block: tuple[int, int], multiple: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`cast_blocks` of the transpose, whose columns are filled up with zeros to a multiple."""
-        return self.cast_blocks(self.turned(matrix, multiple), block)
-
-    def cast_mx(self, matrix: torch.Tensor, block: tuple[int, int], rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """e4m3 elements, and an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
-        scale = cast.e8m0_scale(cast.block_amax(matrix, block), rounding)
-        reciprocal = cast.spread(cast.e8m0_reciprocal(scale), block, matrix.shape)
-        return cast.to_e4m3(cast.wide(matrix) * reciprocal), scale
-
-    def cast_nvfp4(
-        self, matrix: torch.Tensor, block: tuple[int, int], amax: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pairs of e2m1 elements, and an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``.
-
-        Args:
-            amax: Largest magnitude, shape ``(*, 1, 1)``.
-        """
-        tensor_scale = cast.nvfp4_tensor_scale(amax)
-        scale = cast.nvfp4_block_scale(cast.block_amax(matrix, block), tensor_scale)
-        padded = cast.pad_to_blocks(cast.wide(matrix), block)
-        spread = cast.spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
-        return cast.pack_nibbles(cast.to_e2m1(padded / spread), -1 if block[0] == 1 else -2), scale
-
-    def dequantize_matrix(self, data: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values of :meth:`cast_matrix` of e4m3, in ``dtype``."""
-        return (data.to(torch.float32) * cast.e4m3_scale(amax)).to(dtype)
-
-    def dequantize_blocks(
-        self, data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The values of e4m3 elements, in ``dtype``.
-
-        Args:
-            scale: float32 or e8m0, one for each block; with a block of ``(1, 0)`` one for each row.
-        """
-        if block[1]:
-            wide = cast.e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale
-            scale = cast.spread(wide, block, data.shape)
-        return (data.to(torch.float32) * scale).to(dtype)
-
-    def dequantize_nvfp4(
-        self,
-        packed: torch.Tensor,
-        scale: torch.Tensor,
-        amax: torch.Tensor,
-        block: tuple[int, int],
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """The values of :meth:`cast_nvfp4`, of ``shape``, in ``dtype``."""
-        elements = cast.from_e2m1(cast.unpack_nibbles(packed, -1 if block[0] == 1 else -2))
-        total = scale.to(torch.float32) * cast.nvfp4_tensor_scale(amax)
-        spread = cast.spread(total, block, elements.shape)
-        return (elements * spread)[..., : shape[-2], : shape[-1]].to(dtype)
-
-    def turned(self, matrix: torch.Tensor, multiple: int = 1) -> torch.Tensor:
-        """The transpose, row-major, its columns filled up with zeros to a multiple."""
-        # Elements of float8 are moved as bytes: compilers know how to.
-        dtype, plain = matrix.dtype, matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
-        missing = -matrix.shape[-2] % multiple
-        turned = torch.nn.functional.pad(plain.mT, (0, missing)) if missing else plain.mT
-        return turned.contiguous().view(dtype)
-
-    def row_major(self, matrix: torch.Tensor) -> torch.Tensor:
-        """``matrix`` itself or a contiguous copy."""
-        return matrix.contiguous()
 
 
 _REFERENCE = Casts()
@@ -239,6 +116,3 @@ def _probe(casts: Casts, matrix: torch.Tensor) -> Iterator[tuple[str, tuple[torc
         yield "dequantize_blocks", (casts.dequantize_blocks(*cast_of(matrix, block), block, torch.float32),)
     packed = _REFERENCE.cast_nvfp4(matrix, (1, 16), amax)
     yield "dequantize_nvfp4", (casts.dequantize_nvfp4(*packed, amax, (1, 16), matrix.shape, torch.bfloat16),)
-
-
-__all__ = ["Casts", "casts_for", "describe_casts"]

@@ -129,6 +129,3 @@ def _missing_dtype(dtype: torch.dtype) -> str:
 def _warn_once(message: str) -> None:
     # Python shows one warning with one text from one place once.
     warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-__all__ = ["ComputePath", "check_forced", "choose_path", "warn_dequantized"]

@@ -13,15 +13,65 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
-from .base import Direction, Quantized, Recipe
-from .native import NativeWeight
-from .native_parts import native_block_of
-from .tensor import MasterWeight, StoredWeight, WeightWithRecipe
+from .base import Recipe
+from .planes import Direction, Quantized
+from .weight import WeightWithRecipe
 
 aten = torch.ops.aten
+
+
+class StoredWeight(WeightWithRecipe):
+    """What ``quantize_`` makes of a parameter: masters with a recipe, or the quantized data itself (``native``)."""
+
+    def dense(self) -> torch.Tensor:
+        """The most precise values there are, an ordinary tensor."""
+        raise NotImplementedError
+
+    @property
+    def row_block(self) -> int:
+        """Rows that stay together on one rank."""
+        raise NotImplementedError
+
+    def sent_direction(self, direction: Direction) -> Direction:
+        """Of the data that serve ``direction``."""
+        raise NotImplementedError
+
+    def amax_over(self, group: dist.ProcessGroup) -> torch.Tensor | None:
+        """The recipe's statistic over the whole weight, whose shards the ranks of ``group`` have."""
+        raise NotImplementedError
+
+    def sent_planes(self, direction: Direction, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """What this rank has to send."""
+        raise NotImplementedError
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Called by ``fully_shard``: the quantized bytes of this shard."""
+        inputs, info = pre_all_gather(self, mesh, outer_size)
+        return inputs, (info, outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Called by ``fully_shard``: the unsharded parameter."""
+        info, outer_size = metadata
+        return post_all_gather(all_gather_outputs, info, param_dtype, outer_size, out)
 
 
 @dataclass(frozen=True)
@@ -36,22 +86,11 @@ class GatherInfo:
         amax: The recipe's statistic over the whole weight.
     """
 
-    shard: MasterWeight | NativeWeight
+    shard: StoredWeight
     group_name: str
     world: int
     direction: Direction
     amax: torch.Tensor | None
-
-    def direction_of(self, direction: Direction) -> Direction:
-        """The data that serve ``direction``: native weights have rowwise data only."""
-        is_native = isinstance(self.shard, NativeWeight)
-        return Direction.ROWWISE if is_native else self.shard.recipe.direction(direction)
-
-    def planes(self, direction: Direction) -> tuple[torch.Tensor, ...]:
-        """What this rank has to send."""
-        if isinstance(self.shard, NativeWeight):
-            return self.shard.quantized.planes
-        return self.shard.recipe.quantize(self.shard.master, direction, self.amax).planes
 
 
 def pre_all_gather(
@@ -62,20 +101,11 @@ def pre_all_gather(
     Raises:
         NotImplementedError: The weight's shards are not alike or cut its blocks; raised on all ranks alike.
     """
-    recipe, world = shard.recipe, mesh.size()
+    group, world = mesh.get_group(), mesh.size()
     _check_shards(shard, outer_size, world)
-    if isinstance(shard, NativeWeight):
-        native = GatherInfo(shard, mesh.get_group().group_name, world, Direction.ROWWISE, shard.quantized.amax)
-        return (_packed(native, Direction.ROWWISE),), native
-    assert isinstance(shard, MasterWeight)
     in_backward = compat.current_graph_task_id() != -1
-    direction = recipe.direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
-    group = mesh.get_group()
-    amax = recipe.amax(shard.master)
-    if amax is not None and -2 in recipe.amax_dims and world > 1:
-        # As integers, which are ordered like floats that are not negative, except that a NaN is the largest.
-        dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
-    info = GatherInfo(shard, group.group_name, world, direction, amax)
+    direction = shard.sent_direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
+    info = GatherInfo(shard, group.group_name, world, direction, shard.amax_over(group))
     return (_packed(info, direction),), info
 
 
@@ -85,8 +115,7 @@ def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> No
             f"fully_shard gathers quantized weights with 2 dims, but got one of shape {tuple(outer_size)}. Use "
             "gtp_shard, or leave the weight out of quantize_."
         )
-    is_native = isinstance(shard, NativeWeight)
-    rows, block = outer_size[0], native_block_of(shard.recipe, -2) if is_native else shard.recipe.block[0]
+    rows, block = outer_size[0], shard.row_block
     if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
         return
     raise NotImplementedError(
@@ -100,8 +129,8 @@ def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> No
 def _packed(info: GatherInfo, direction: Direction) -> torch.Tensor:
     """The planes of the shard, one after the other, as bytes; the end may be filled up."""
     recipe, shape = info.shard.recipe, info.shard.shape
-    parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in info.planes(direction)]
-    length = max(recipe.num_bytes(shape, info.direction_of(d)) for d in Direction)
+    parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in info.shard.sent_planes(direction, info.amax)]
+    length = max(recipe.num_bytes(shape, info.shard.sent_direction(d)) for d in Direction)
     missing = length - sum(part.numel() for part in parts)
     return torch.cat([*parts, parts[0].new_zeros(missing)] if missing or len(parts) > 1 else parts)
 
@@ -161,13 +190,13 @@ class GatheredWeight(WeightWithRecipe):
         return self._info.shard.recipe
 
     def quantized_for(self, direction: Direction) -> Quantized:
-        info, direction = self._info, self._info.direction_of(direction)
+        info, direction = self._info, self._info.shard.sent_direction(direction)
         slots = self._slots if direction is info.direction else _gather_now(info, direction)
         return _unpacked(info, slots, direction)
 
     def dequantize_for(self, direction: Direction) -> torch.Tensor:
         quantized, info = self.quantized_for(direction), self._info
-        return self.recipe.dequantize(quantized, self.shape, info.direction_of(direction), self.dtype)
+        return self.recipe.dequantize(quantized, self.shape, info.shard.sent_direction(direction), self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -193,6 +222,3 @@ def _gather_now(info: GatherInfo, direction: Direction) -> torch.Tensor:
     slots = packed.new_empty(info.world * packed.numel())
     dist.all_gather_into_tensor(slots, packed, group=compat.resolve_group(info.group_name))
     return slots
-
-
-__all__ = ["GatherInfo", "GatheredWeight", "post_all_gather", "pre_all_gather"]

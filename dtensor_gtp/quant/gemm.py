@@ -21,6 +21,8 @@ from .casts import casts_for
 
 # Of rows and columns of an operand on hardware.
 ALIGNMENT = 16
+
+
 BLOCK = 128
 
 
@@ -118,6 +120,3 @@ def _right_scale(operand: Operand) -> torch.Tensor:
         # Rows of four scales, along the contraction.
         return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
     return scale
-
-
-__all__ = ["ALIGNMENT", "BLOCK", "Granularity", "Operand", "product"]

@@ -13,19 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn as nn
+import torch.distributed as dist
 
 from .. import _torch_compat as compat
-from .base import Direction, Quantized, Recipe
-from .native_parts import (
-    PLANE_NAMES,
-    NativeInfo,
-    groups_of,
-    native_block_of,
-    native_planes,
-    quantize_parts,
-)
-from .tensor import StoredWeight, dense_of, in_place_of
+from .base import Recipe
+from .fsdp import StoredWeight
+from .native_parts import PLANE_NAMES, NativeInfo, native_block_of, native_planes, quantize_parts
+from .planes import Direction, Quantized
 
 aten = torch.ops.aten
 
@@ -80,6 +74,19 @@ class NativeWeight(StoredWeight):
 
     def dense(self) -> torch.Tensor:
         return self.dequantized_to(self.dtype)
+
+    @property
+    def row_block(self) -> int:
+        return native_block_of(self.recipe, -2)
+
+    def sent_direction(self, direction: Direction) -> Direction:
+        return Direction.ROWWISE
+
+    def amax_over(self, group: dist.ProcessGroup) -> torch.Tensor | None:
+        return self._quantized.amax
+
+    def sent_planes(self, direction: Direction, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return self._quantized.planes
 
     def dequantized_to(self, dtype: torch.dtype) -> torch.Tensor:
         """The values, computed in float32 and rounded once to ``dtype``."""
@@ -360,47 +367,3 @@ def native_of(param: torch.Tensor) -> NativeWeight | None:
     """The native weight that a parameter is or that is its local part; None if its storage is another."""
     local = compat.local_part(param)
     return local if isinstance(local, NativeWeight) else None
-
-
-def blank_native(values: torch.Tensor, shape: torch.Size, info: NativeInfo) -> NativeWeight:
-    """A native weight without values, for one on the meta device.
-
-    Args:
-        values: Of its dtype and device.
-        shape: Of this part.
-    """
-    specs = native_planes(info.recipe)
-    stored = {n: torch.empty(s.shape(shape), dtype=s.dtype, device=values.device) for n, s in specs.items()}
-    if "amax" in stored:  # one for each matrix
-        stored["amax"] = torch.empty((*shape[:-2], 1, 1), dtype=torch.float32, device=values.device)
-    planes = tuple(stored[name] for name in PLANE_NAMES if name in stored)
-    return NativeWeight(Quantized(planes, stored.get("amax")), shape, values.dtype, info)
-
-
-def to_native(params: dict[str, nn.Parameter], recipes: dict[str, Recipe]) -> dict[str, nn.Parameter]:
-    """Native parameters with the values of ``params``, in the same places.
-
-    Args:
-        params: By name.
-        recipes: By the same names.
-    """
-    infos = {
-        name: NativeInfo(recipes[name], name, torch.Size(param.shape), groups_of(param, recipes[name]))
-        for name, param in params.items()
-    }
-    values = {name: dense_of(param).detach() for name, param in params.items()}
-    real = [name for name, value in values.items() if not value.is_meta]
-    quantized = dict(
-        zip(real, quantize_parts([values[name] for name in real], [infos[name] for name in real]), strict=True)
-    )
-    new = {}
-    for name, param in params.items():
-        value, info = values[name], infos[name]
-        local = blank_native(value, value.shape, info)
-        if name in quantized:
-            local = NativeWeight(quantized[name], value.shape, value.dtype, info)
-        new[name] = in_place_of(param, local)
-    return new
-
-
-__all__ = ["NativeWeight", "blank_native", "native_of", "to_native"]

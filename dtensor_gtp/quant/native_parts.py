@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .base import Direction, PlaneSpec, Quantized, Recipe
+from .base import Recipe
+from .planes import Direction, PlaneSpec, Quantized
 
 PLANE_NAMES = ("elements", "scales")
+
+
 _AMAX = PlaneSpec(torch.float32, None, None)  # one for each matrix
 
 
@@ -109,15 +112,3 @@ def recipe_groups(spec: compat.DTensorSpec, recipe: Recipe) -> tuple[str, ...]:
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     cut = [axis for axis in axes if getattr(spec.placements[axis], "dim", ndim) - ndim in recipe.amax_dims]
     return tuple(mesh.get_group(axis).group_name for axis in cut)
-
-
-__all__ = [
-    "PLANE_NAMES",
-    "NativeInfo",
-    "groups_of",
-    "native_block_of",
-    "native_planes",
-    "quantize_parts",
-    "recipe_groups",
-    "stores_amax",
-]

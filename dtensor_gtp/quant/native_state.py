@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
 from ..placement import GTPShard
-from .base import PlaneSpec, Quantized, Recipe
+from .base import Recipe
 from .native import NativeWeight, native_of
 from .native_parts import PLANE_NAMES, NativeInfo, groups_of, native_planes, quantize_parts
+from .planes import PlaneSpec, Quantized
 from .recipes import RECIPES
 
 _NAMES = (*PLANE_NAMES, "amax")
@@ -249,15 +250,3 @@ def unhook_native(module: nn.Module, name: str) -> None:
     for child_name, child in list(module._modules.items()):
         if isinstance(child, NativePlanes) and child._source[1] == name:
             del module._modules[child_name]
-
-
-__all__ = [
-    "NativePlanes",
-    "assemble",
-    "hook_native",
-    "plane_spec",
-    "planes_of",
-    "quantized_like",
-    "take_planes",
-    "unhook_native",
-]

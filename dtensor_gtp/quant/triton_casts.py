@@ -12,13 +12,19 @@ import triton
 from .. import _torch_compat as compat
 from . import cast
 from . import triton_kernels as kernels
-from .casts import Casts
+from .reference_casts import Casts
 
 # Elements of a tile of flat kernels, and the parts in which the maximum of a large matrix is found.
 _BLOCK = 4096
+
+
 _PARTS = 512
+
+
 # Programs that share a matrix in a flat cast: a few for each processor of a large GPU.
 _PROGRAMS = 2048
+
+
 # Rows up to this length stay in registers.
 _LONGEST_ROW = 16384
 
@@ -413,6 +419,3 @@ def _on(matrix: torch.Tensor) -> AbstractContextManager[Any]:
     stack.enter_context(torch.cuda.device(matrix.device))
     stack.enter_context(unseen)
     return stack
-
-
-__all__ = ["TritonCasts"]

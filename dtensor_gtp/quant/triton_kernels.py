@@ -8,92 +8,23 @@ because not every GPU lets Triton name the type.
 Matrices are row-major, several of them one after the other. Offsets within a tile are int32, those of tiles int64.
 """
 
+
 # No `from __future__ import annotations`: Triton reads them.
 
 import triton
 import triton.language as tl
 
-_INFINITY = tl.constexpr(0x7F800000)
-_SMALLEST_SCALE = tl.constexpr(2.0**-126)
-_SMALLEST_TENSOR_SCALE = tl.constexpr(2.0**-117)
-
-
-@triton.jit
-def _magnitude(value):
-    """As an integer: the order is that of the floats, and a NaN is the largest."""
-    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _scale_of(largest, E5M2: tl.constexpr):
-    """float8 scale of a magnitude."""
-    element_max: tl.constexpr = 57344.0 if E5M2 else 448.0
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), element_max)
-    return tl.where(largest < _INFINITY, tl.maximum(scale, _SMALLEST_SCALE), float("nan"))
-
-
-@triton.jit
-def _divided(x, scale, HARDWARE: tl.constexpr):
-    """``x / scale``, rounded as IEEE says, for quotients that are not beyond the range of float8.
-
-    IEEE's division costs as much as all the rest of a cast. For many quotients with one divisor, its correctly rounded
-    reciprocal and two corrections by the exact remainder give the same bits (Markstein, "Computation of elementary
-    functions on the IBM RISC System/6000 processor", 1990), if the remainder is a normal number: hence the shift.
-    """
-    if HARDWARE:
-        shift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
-        x = x * shift
-        reciprocal, negative = tl.div_rn(1.0, scale * shift), -scale * shift
-        first = x * reciprocal
-        second = tl.fma(tl.fma(first, negative, x), reciprocal, first)
-        third = tl.fma(tl.fma(second, negative, x), reciprocal, second)
-        # A zero would be positive, whatever it is made of.
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000
-        return (_magnitude(third) | sign).to(tl.float32, bitcast=True)
-    return tl.div_rn(x, scale)
-
-
-@triton.jit
-def _to_float8(value, E5M2: tl.constexpr, HARDWARE: tl.constexpr, HAS_NAN: tl.constexpr = True):
-    """float32 to the bits of float8: nearest, ties to even, saturating; every NaN is 0x7F."""
-    if HARDWARE:  # which saturates
-        code = value.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        element_max: tl.constexpr = 57344.0 if E5M2 else 448.0
-        clamped = tl.minimum(tl.maximum(value, -element_max), element_max)
-        dropped: tl.constexpr = 21 if E5M2 else 20  # bits of the mantissa
-        smallest_normal: tl.constexpr = 2.0**-14 if E5M2 else 2.0**-6
-        # The sum with it has the smallest denormal as its last bit.
-        denormal: tl.constexpr = 2.0**7 if E5M2 else 2.0**14
-        denormal_bits: tl.constexpr = (127 + (7 if E5M2 else 14)) << 23
-        bias: tl.constexpr = (127 - (15 if E5M2 else 7)) << 23
-        bits = _magnitude(clamped)
-        magnitude = bits.to(tl.float32, bitcast=True)
-        half: tl.constexpr = (1 << (dropped - 1)) - 1
-        normal = (bits - bias + half + ((bits >> dropped) & 1)) >> dropped
-        small = (magnitude + denormal).to(tl.int32, bitcast=True) - denormal_bits
-        sign = (clamped.to(tl.int32, bitcast=True) >> 24) & 0x80
-        code = (tl.where(magnitude < smallest_normal, small, normal) | sign).to(tl.uint8)
-    if HAS_NAN:
-        code = tl.where(value == value, code, 0x7F).to(tl.uint8)
-    return code
-
-
-@triton.jit
-def _from_e4m3(code, HARDWARE: tl.constexpr):
-    """The bits of e4m3 to float32, exact."""
-    if HARDWARE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    wide = code.to(tl.int32)  # as the bits of a float32 whose exponent is 120 too small
-    value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def _nvfp4_tensor_scale(largest):
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 2688.0)
-    return tl.where(largest < _INFINITY, tl.maximum(scale, _SMALLEST_TENSOR_SCALE), float("nan"))
-
+from .triton_arithmetic import (
+    _INFINITY,
+    _divided,
+    _from_e2m1,
+    _from_e4m3,
+    _magnitude,
+    _nvfp4_tensor_scale,
+    _scale_of,
+    _to_e2m1,
+    _to_float8,
+)
 
 # --- magnitudes and scales --------------------------------------------------------------------------------------------
 
@@ -355,28 +286,6 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
     tl.store(scale_ptr + tl.program_id(0), scale)
     code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
     tl.store(q_ptr + base + row * num_columns + column, code, mask=is_inside)
-
-
-# --- nvfp4 ------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _to_e2m1(value):
-    """float32 to 4-bit codes; a NaN becomes 0."""
-    magnitude = tl.abs(value)
-    code = (magnitude > 0.25).to(tl.int32)
-    code += (magnitude > 1.25).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude > 5.0).to(tl.int32)
-    code += (magnitude >= 0.75).to(tl.int32) + (magnitude >= 1.75).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-    code |= (value.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(value == value, code, 0)
-
-
-@triton.jit
-def _from_e2m1(code):
-    """4-bit codes in int32 to float32."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    bits = tl.where(exponent == 0, mantissa * 0x3F000000, ((exponent + 126) << 23) | (mantissa << 22))
-    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import argparse
 import torch
 from torch.distributed import ReduceOp
 
-from dtensor_gtp._runtime.collectives import ReduceScale
-from dtensor_gtp._runtime.scattering import make_scattering
+from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.reduce_scatter import make_scattering
 from report import markdown_table
 
 _AVERAGE = ReduceScale(ReduceOp.AVG, None, None)

@@ -19,9 +19,10 @@ from runtime_common import Raw, local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
-from dtensor_gtp._runtime.state import Runtime
-from dtensor_gtp._surroundings import SUMS
-from dtensor_gtp.capture import CapturedStep, _read, _write
+from dtensor_gtp._schedule.runtime import Runtime
+from dtensor_gtp.graphs.capture_step import CapturedStep
+from dtensor_gtp.graphs.record_again import SUMS
+from dtensor_gtp.graphs.record_step import read_values, write_values
 
 
 class OnHost:
@@ -72,23 +73,23 @@ class OnHost:
         self.events.append("record")
         self.check_nothing_is_kept()
         places = self.places()
-        found = _read(places)
+        found = read_values(places)
         written = [*self.tensors(), *(local(grad) for grad in found if grad is not None)]
         values = [tensor.clone() for tensor in written]
         outputs, spec = step()
         self.check_nothing_is_kept()
-        left = _read(places)
+        left = read_values(places)
         for tensor, value in zip(written, values, strict=True):
             tensor.copy_(value)
 
         def replay() -> None:
             self.events.append("replay")
-            _write(places, found)
+            write_values(places, found)
             # No hook of an optimizer runs in a replay, no version tells of it, and the runtime's state is not touched.
             versions = torch.autograd._unsafe_preserve_version_counter((*self.model.parameters(), *written))
             with mock.patch.object(Runtime, "note_step"), versions, self.runtime_unchanged():
                 again, _ = step()
-            for target, source in zip([*outputs, *left], [*again, *_read(places)], strict=True):
+            for target, source in zip([*outputs, *left], [*again, *read_values(places)], strict=True):
                 if target is not None and target is not source:
                     local(target).copy_(local(source))
 

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers import Test, lanes
 
 from dtensor_gtp import GTPShard, SchedulePolicy
-from dtensor_gtp.quant.tensor import master_of
+from dtensor_gtp.quant.master import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
 ALL = SchedulePolicy(min_shard_numel=0)

@@ -31,10 +31,10 @@ from dtensor_gtp import (
     MixedPrecisionPolicy,
     SchedulePolicy,
     _torch_compat,
-    _validate,
     gtp_shard,
     register_gtp_forward_method,
 )
+from dtensor_gtp._modules import bad_arguments as _validate
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._runtime.binding import binding_of
-from dtensor_gtp._runtime.param import ShardedWeight, WeightState
-from dtensor_gtp._runtime.state import Runtime
+from dtensor_gtp._modules.binding import binding_of
+from dtensor_gtp._params.sharded_weight import ShardedWeight, WeightState
+from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.ops.ungathered import UngatheredWeight
 
 VOCABULARY = 31  # 4 * 8 - 1: the last rank's shard is short
@@ -113,11 +113,11 @@ def assert_idle(module: nn.Module) -> None:
     """Nothing is gathered, in flight, half reduced or left open."""
     runtime = runtime_of(module)
     left: dict[str, Any] = {
-        "frames": runtime._frames,
+        "frames": runtime.reads.frames,
         "is_in_backward": runtime._is_in_backward,
-        "saved weights": runtime._backward_saved,
-        "weights read in backward": runtime._backward_frame.held,
-        "values read in backward": runtime._backward_frame.values,
+        "saved weights": runtime.reads.saved_in_backward,
+        "weights read in backward": runtime.reads.in_backward.held,
+        "values read in backward": runtime.reads.in_backward.values,
         "reductions": runtime.comm._reductions,
         "gradients that wait": runtime.grads._waiting,
     }

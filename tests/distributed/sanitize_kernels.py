@@ -107,7 +107,7 @@ def run_recipes() -> int:
 
 def run_sums() -> int:
     """Of an odd and an even number of ranks, with the own addend among the others or apart; how many."""
-    from dtensor_gtp._runtime.triton_addends import add  # needs Triton
+    from dtensor_gtp._comm.triton_addends import add  # needs Triton
 
     num = 0
     dtypes = (torch.bfloat16, torch.float32) if HAS_GPU else (torch.float16,)

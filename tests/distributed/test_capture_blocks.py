@@ -24,10 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._runtime.comm_context import CommContext
-from dtensor_gtp._runtime.gathering import Gathering
-from dtensor_gtp._runtime.state import Frame, Runtime
-from dtensor_gtp.capture_blocks import CapturedBlocks
+from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._schedule.attribute_reads import Frame
+from dtensor_gtp._schedule.gathering import Gathering
+from dtensor_gtp._schedule.runtime import Runtime
+from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 from dtensor_gtp.nn import GroupedLinear
 
 BF16 = torch.bfloat16
@@ -121,7 +122,9 @@ class OnHost:
 
         def replay() -> None:
             self.events.append("replay")
-            hidden = mock.patch.object(self.runtime, "_frames", [Frame()]) if self.runtime else contextlib.nullcontext()
+            hidden = (
+                mock.patch.object(self.runtime.reads, "frames", [Frame()]) if self.runtime else contextlib.nullcontext()
+            )
             with torch.enable_grad(), hidden:
                 again = step()
             for target, source in zip(self.tensors(result), self.tensors(again), strict=True):

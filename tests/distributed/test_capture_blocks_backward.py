@@ -12,8 +12,8 @@ from test_capture_blocks import VOCABULARY, WIDTH, OnHost, Pair, Wire, one_of, t
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import SchedulePolicy
-from dtensor_gtp.capture import _MOST_SEEN
-from dtensor_gtp.capture_blocks import CapturedBlocks
+from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
+from dtensor_gtp.graphs.record_again import MOST_SEEN
 
 # A block is last here, and the last weight of a recorded block is gathered again for backward.
 UNKEPT = SchedulePolicy(min_shard_numel=0, keep_last=False)
@@ -151,9 +151,9 @@ class TestWhatBackwardComesTo:
     def test_kinds_of_inputs_that_never_come_again_are_not_remembered_for_ever(self, world: Any) -> None:
         pair = Pair(world)
         block, x = pair.models[1].blocks[0], torch.randn(7, WIDTH)
-        for number in range(_MOST_SEEN + 10):
+        for number in range(MOST_SEEN + 10):
             block(x, float(number))
-        assert len(pair.captured._blocks[0]._seen) == _MOST_SEEN
+        assert len(pair.captured._blocks[0]._seen) == MOST_SEEN
 
     def test_removal_before_backward_is_refused(self, world: Any) -> None:
         pair = Pair(world)

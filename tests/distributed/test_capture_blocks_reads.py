@@ -15,9 +15,10 @@ from test_capture_blocks import BF16, VOCABULARY, WIDTH, OnHost, Pair, one_of, t
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.gathered import Gatherable, Gathered
-from dtensor_gtp._runtime.gathering import Gathering
-from dtensor_gtp.capture_blocks import CapturedBlocks
+from dtensor_gtp._params.gathered import Gathered
+from dtensor_gtp._params.sharded_weight import Gatherable
+from dtensor_gtp._schedule.gathering import Gathering
+from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 from dtensor_gtp.nn import GroupedLinear
 
 

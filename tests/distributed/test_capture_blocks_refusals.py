@@ -14,7 +14,7 @@ from test_capture_blocks import WIDTH, Net, OnHost, Pair, Wire, one_of, tokens_o
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard, quantize_
-from dtensor_gtp.capture_blocks import CapturedBlocks
+from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 
 
 @pytest.fixture

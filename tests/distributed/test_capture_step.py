@@ -22,9 +22,9 @@ from runtime_common import assert_idle, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
-from dtensor_gtp._capture_checks import check_capturable, check_inputs, check_state
-from dtensor_gtp._runtime import gather
-from dtensor_gtp.capture import CapturedStep
+from dtensor_gtp._params import gather
+from dtensor_gtp.graphs.capture_step import CapturedStep
+from dtensor_gtp.graphs.checks import check_capturable, check_inputs, check_state
 
 BF16 = torch.bfloat16
 

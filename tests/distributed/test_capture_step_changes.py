@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._baked_in import Addresses, addresses, changed
-from dtensor_gtp._surroundings import Surroundings
-from dtensor_gtp.capture import CapturedStep
-from dtensor_gtp.optim import MasterOptimizer
+from dtensor_gtp.graphs.capture_step import CapturedStep
+from dtensor_gtp.graphs.record_again import Addresses, Surroundings, addresses, changed
 from dtensor_gtp.quant import Float8Tensorwise, quantize_
+from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 
 Step = Callable[..., Any]
 

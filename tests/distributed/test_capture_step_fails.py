@@ -17,8 +17,8 @@ from runtime_common import Raw, assert_idle, local, runtime_of
 from test_capture_blocks import Wire, Work, one_of
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._runtime.copy_engine import CopyEngine
-from dtensor_gtp.capture import CapturedStep
+from dtensor_gtp._comm.copy_engine import CopyEngine
+from dtensor_gtp.graphs.capture_step import CapturedStep
 
 
 class Breaking(nn.Module):

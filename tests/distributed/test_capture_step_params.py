@@ -11,8 +11,8 @@ from capture_common import Setting, rows
 from common import fake_world
 from runtime_common import runtime_of
 
-from dtensor_gtp._capture_checks import check_params
-from dtensor_gtp.capture import CapturedStep
+from dtensor_gtp.graphs.capture_step import CapturedStep
+from dtensor_gtp.graphs.checks import check_params
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.binding import binding_of
+from dtensor_gtp._modules.binding import binding_of
 
 
 class Stack(nn.Module):

@@ -15,10 +15,10 @@ from unittest import mock
 import torch
 from torch.distributed import ReduceOp
 
-from dtensor_gtp._runtime import addends
-from dtensor_gtp._runtime import scattering as scattering_module
-from dtensor_gtp._runtime.collectives import ReduceScale
-from dtensor_gtp._runtime.scattering import make_scattering
+from dtensor_gtp._comm import addends
+from dtensor_gtp._comm import reduce_scatter as scattering_module
+from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.reduce_scatter import make_scattering
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -70,7 +70,7 @@ def cases() -> Iterator[tuple[int, list[int], torch.dtype, int]]:
 class TestBits(unittest.TestCase):
     def test_sum_and_mean(self) -> None:
         """This rank's addend among the others, or apart from them: the first, one in between, the last."""
-        from dtensor_gtp._runtime.triton_addends import add  # needs Triton
+        from dtensor_gtp._comm.triton_addends import add  # needs Triton
 
         for case in cases():
             num_ranks, sizes, dtype, offset = case

@@ -18,7 +18,7 @@ from torch.testing._internal.common_utils import run_tests
 from trace_common import graph_kernels, trace_of, trace_picture
 
 from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard
-from dtensor_gtp._runtime.comm_context import CommContext
+from dtensor_gtp._comm.context import CommContext
 
 # Cycles of the SM clock: about 200 ms, far longer than also a busy host takes to launch a block under the profiler.
 LATE = 320_000_000

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, capture_step, gtp_shard, sharding_report
-from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp._comm.copy_engine import CopyEngine
 
 # Cycles of the SM clock: about 50 ms.
 LATE = 80_000_000

@@ -23,8 +23,8 @@ from cuda_common import NUM_RANKS, take_gpu
 from timing import HANG_S, come_late
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp._runtime.copy_engine import CopyEngine
-from dtensor_gtp._runtime.send_ring import SendRing
+from dtensor_gtp._comm.copy_engine import CopyEngine
+from dtensor_gtp._comm.send_ring import SendRing
 
 # Cycles of the SM clock: about five seconds. Where a busy host lets a peer leave later than that, a test shows less.
 VERY_LATE = 8_000_000_000

@@ -24,7 +24,7 @@ from torch.testing._internal.common_utils import run_tests
 
 import dtensor_gtp
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._runtime import debug
+from dtensor_gtp._comm import debug
 
 # One forward goes another way than the one before, which is worth a line to those who debug prefetching.
 PROGRAM = """
@@ -71,7 +71,7 @@ class TestDebuggingAids(unittest.TestCase):
         self.assertTrue(any(re.match(unexpected, line) for line in lines), result.stderr)
 
     def test_loggers_are_off_by_default_and_one_for_each_module(self) -> None:
-        for name in ("dtensor_gtp", "dtensor_gtp.api", "dtensor_gtp._runtime.gathering"):
+        for name in ("dtensor_gtp", "dtensor_gtp.api", "dtensor_gtp._schedule.gathering"):
             self.assertEqual(logging.getLogger(name).level, logging.NOTSET, name)
             self.assertIn(name, logging.Logger.manager.loggerDict)
 

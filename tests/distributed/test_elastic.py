@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime import collectives
+from dtensor_gtp._comm import collectives
 from dtensor_gtp.elastic import (
     BatchShare,
     BlockColwiseParallel,

@@ -38,10 +38,12 @@ from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, quantize_
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._runtime import backends, comm_context, copy_engine
-from dtensor_gtp._runtime.copy_engine import CastingBackend, Content, CopyEngine
-from dtensor_gtp._runtime.send_ring import SendRing
-from dtensor_gtp._runtime.zero_cta import ZeroCTA
+from dtensor_gtp._comm import context as comm_context
+from dtensor_gtp._comm import copy_engine, symmetric_memory
+from dtensor_gtp._comm import gather_backends as backends
+from dtensor_gtp._comm.copy_engine import CastingBackend, Content, CopyEngine
+from dtensor_gtp._comm.send_ring import SendRing
+from dtensor_gtp._comm.zero_cta import ZeroCTA
 from dtensor_gtp.quant import NVFP4, Float8Tensorwise
 
 
@@ -137,7 +139,7 @@ class OnFile(CopyEngine):
     num_casts = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
+        with mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"):
             super().__init__(group, device)
 
     def _cast(self, pairs: list[Any]) -> None:
@@ -163,7 +165,7 @@ class RingOnFile(SendRing):
     num_in_place = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
-        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
+        with mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"):
             super().__init__(group, device, enough_nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
@@ -420,14 +422,14 @@ class TestGatherBackends(GlooTest):
         group = self.gtp_mesh().get_group()
         cpu = torch.device("cpu")
         with self.assertRaisesRegex(RuntimeError, "a cpu device has no copy engines"):
-            copy_engine.refuse_without_symmetric_memory(group, cpu)
+            symmetric_memory.refuse_without_symmetric_memory(group, cpu)
         host = "b" if self.rank == 3 else "a"
         with (
-            mock.patch.object(copy_engine, "_missing", return_value=None),
-            mock.patch.object(copy_engine, "host_name", return_value=host),
+            mock.patch.object(symmetric_memory, "_missing", return_value=None),
+            mock.patch.object(symmetric_memory, "host_name", return_value=host),
             self.assertRaisesRegex(RuntimeError, r"the ranks span hosts \['a', 'b'\]"),
         ):
-            copy_engine.refuse_without_symmetric_memory(group, cpu)
+            symmetric_memory.refuse_without_symmetric_memory(group, cpu)
 
     def test_inner_backend_of_a_nested_call_does_not_count(self) -> None:
         """As all of the schedule: that of the outermost call."""

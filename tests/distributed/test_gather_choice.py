@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, sharding_report
-from dtensor_gtp._runtime import backends, probe
+from dtensor_gtp._comm import gather_backends as backends
+from dtensor_gtp._comm import probe
 
 
 class Clock:

@@ -14,7 +14,7 @@ from torch.cuda.graphs import make_graphed_callables  # torch's own, if this is 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.comm_context import CommContext
+from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp.nn import GroupedLinear
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._dtensor_elementwise import is_elementwise, operands_of, propagate_alike
+from dtensor_gtp._dtensor.elementwise import is_elementwise, operands_of, propagate_alike
 from dtensor_gtp.placement import GTPShard
 
 aten = torch.ops.aten

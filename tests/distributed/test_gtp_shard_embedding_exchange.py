@@ -29,7 +29,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
-from dtensor_gtp._runtime.comm_context import CommContext
+from dtensor_gtp._comm.context import CommContext
 
 EXCHANGE = SchedulePolicy(min_shard_numel=0, embedding="exchange")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

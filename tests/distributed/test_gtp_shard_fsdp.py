@@ -49,7 +49,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
-from dtensor_gtp._runtime.state import Runtime
+from dtensor_gtp._schedule.runtime import Runtime
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
-from dtensor_gtp._runtime.gathered import Gatherable, Gathered
-from dtensor_gtp._runtime.param import ShardedWeight
+from dtensor_gtp._params.gathered import Gathered
+from dtensor_gtp._params.sharded_weight import Gatherable, ShardedWeight
 from dtensor_gtp.nn import GroupedLinear
 
 WIDTH = 8

@@ -33,8 +33,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.gathered import Gathered
-from dtensor_gtp._runtime.param import ShardedWeight
+from dtensor_gtp._params.gathered import Gathered
+from dtensor_gtp._params.sharded_weight import ShardedWeight
 
 
 class Generic(nn.Module):

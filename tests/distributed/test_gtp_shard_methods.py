@@ -21,7 +21,7 @@ from dtensor_gtp import (
     register_gtp_forward_method,
     sharding_report,
 )
-from dtensor_gtp._runtime.gathering import ChainKey, Entry
+from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
 
 
 class AutoEncoder(nn.Module):

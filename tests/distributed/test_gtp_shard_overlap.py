@@ -40,7 +40,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
-from dtensor_gtp._runtime.gathering import ChainKey, Entry
+from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
 
 
 def policy(depth: int, max_inflight: int = 2, **options: int) -> SchedulePolicy:

@@ -29,7 +29,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._runtime.param import WeightState
+from dtensor_gtp._params.sharded_weight import WeightState
 
 VOCABULARY = 31
 WIDTH = 8

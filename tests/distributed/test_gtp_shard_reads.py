@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.binding import binding_of
-from dtensor_gtp._runtime.state import Runtime
+from dtensor_gtp._modules.binding import binding_of
+from dtensor_gtp._schedule.runtime import Runtime
 
 
 class Filter(nn.Module):
@@ -238,7 +238,7 @@ class TestReads(GlooTest):
             with self.assertRaises(SkipError):
                 output.sum().backward()
             model.set_requires_gradient_sync(True)
-            with self.assertLogs("dtensor_gtp._runtime.state", "WARNING") as logs:
+            with self.assertLogs("dtensor_gtp._schedule.runtime", "WARNING") as logs:
                 model(x)
             self.assertEqual("with those of earlier microbatches that were not synced" in logs.output[0], not is_synced)
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPModule, MixedPrecisionPolicy, gtp_shard
-from dtensor_gtp._runtime.param import WeightState
+from dtensor_gtp._params.sharded_weight import WeightState
 
 
 class TestSwitches(GlooTest):

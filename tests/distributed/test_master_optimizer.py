@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import gtp_shard, quantize_
-from dtensor_gtp.optim import MasterOptimizer
 from dtensor_gtp.quant import MXFP8, Direction
+from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 
 
 def make(**options: Any) -> nn.Linear:

@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, checkpoint, gtp_shard, quantize_
-from dtensor_gtp.optim import MasterOptimizer
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 from dtensor_gtp.quant.native import native_of
 
 HIDDEN = 256

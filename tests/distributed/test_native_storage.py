@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant.master import MasterWeight
 from dtensor_gtp.quant.native import NativeWeight
-from dtensor_gtp.quant.tensor import MasterWeight
 
 
 def native(module: nn.Module, recipe: Any, **kwargs: Any) -> nn.Module:

@@ -33,7 +33,6 @@ from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_
 from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.optim import MasterOptimizer
 from dtensor_gtp.quant import (
     MXFP8,
     NVFP4,
@@ -44,6 +43,7 @@ from dtensor_gtp.quant import (
     Quantized,
     Recipe,
 )
+from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 from dtensor_gtp.quant.native import native_of
 
 ShardFn = Callable[[nn.Module], nn.Module]

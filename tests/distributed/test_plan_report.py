@@ -21,7 +21,7 @@ from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._runtime.copy_engine import CopyEngine
+from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp.report import PassReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import MXFP8, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise
-from dtensor_gtp.quant.tensor import MasterWeight, recipe_of
+from dtensor_gtp.quant.master import MasterWeight, recipe_of
 
 
 class Model(nn.Module):

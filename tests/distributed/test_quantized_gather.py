@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, init_weight_mesh, quantize_
-from dtensor_gtp._runtime.wire import as_integers
+from dtensor_gtp._comm.collectives import as_integers
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Tensorwise, Quantized, Recipe
 
 # A window whose end falls between the two sizes of a weight that tensor parallelism has cut unevenly.

@@ -12,7 +12,7 @@ from runtime_common import runtime_of
 from test_capture_blocks import one_of
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from dtensor_gtp._runtime.comm_context import CommContext
+from dtensor_gtp._comm.context import CommContext
 
 
 @pytest.mark.parametrize("options", [{}, {"coalesce_grad_nbytes": 0}, {"reduce_scatter": "all_to_all"}])

@@ -180,7 +180,9 @@ class Lanes:
         self._pools = Pools()  # of tests that do not run ahead
         self._ahead: dict[Test, Future[None]] = {}
         self._executor: ThreadPoolExecutor | None = None
-        self._pools_of_lane = threading.local()
+        self._of_lane = threading.local()
+        self._pools_of_lanes: list[Pools] = []
+        self._is_stopped = False
 
     def start(self, tests: Iterable[Test], num_lanes: int) -> None:
         """Begin to run ``tests``, of which those of a class follow each other."""
@@ -191,8 +193,13 @@ class Lanes:
             self._executor.submit(self._run_class, futures)
 
     def _run_class(self, futures: dict[Test, Future[None]]) -> None:
-        pools = self._pools_of_lane.__dict__.setdefault("pools", Pools())
+        if not hasattr(self._of_lane, "pools"):
+            self._of_lane.pools = Pools()
+            self._pools_of_lanes.append(self._of_lane.pools)
+        pools: Pools = self._of_lane.pools
         for test, future in futures.items():
+            if self._is_stopped:
+                return
             try:
                 future.set_result(pools.of(test.num_ranks).run(*test[1:]))
             except Exception as error:  # for pytest to raise
@@ -207,9 +214,12 @@ class Lanes:
             future.result()
 
     def stop(self) -> None:
-        """Begin no more classes."""
+        """End what runs ahead: pytest does not want the rest."""
+        self._is_stopped = True
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+        for pools in self._pools_of_lanes:
+            pools.close()
 
 
 @cache

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dtensor_gtp._runtime import addends
-from dtensor_gtp._runtime.addends import _Key
+from dtensor_gtp._comm import addends
+from dtensor_gtp._comm.addends import _Key
 
 BF16 = torch.bfloat16
 
@@ -64,7 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def triton(kernel: Callable[..., None] | None) -> Any:
     module = None if kernel is None else SimpleNamespace(add=kernel)
-    return mock.patch.dict(sys.modules, {"dtensor_gtp._runtime.triton_addends": module})
+    return mock.patch.dict(sys.modules, {"dtensor_gtp._comm.triton_addends": module})
 
 
 @pytest.mark.parametrize(

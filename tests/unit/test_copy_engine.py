@@ -14,17 +14,19 @@ import torch
 
 from dtensor_gtp import SchedulePolicy
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._runtime import copy_engine, zero_cta
-from dtensor_gtp._runtime import scattering as scattering_module
-from dtensor_gtp._runtime.addends import Sum
-from dtensor_gtp._runtime.collectives import ReduceScale
-from dtensor_gtp._runtime.comm_context import CommContext, Groups
-from dtensor_gtp._runtime.copy_engine import CopyEngine, offsets
-from dtensor_gtp._runtime.debug import DebugFlags
-from dtensor_gtp._runtime.gradients import Gradients
-from dtensor_gtp._runtime.scattering import Sending, make_scattering
-from dtensor_gtp._runtime.send_ring import Place, SendRing
-from dtensor_gtp._runtime.zero_cta import ZeroCTA
+from dtensor_gtp._comm import copy_engine, symmetric_memory, zero_cta
+from dtensor_gtp._comm import reduce_scatter as scattering_module
+from dtensor_gtp._comm.addends import Sum
+from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._comm.copy_engine import CopyEngine
+from dtensor_gtp._comm.debug import DebugFlags
+from dtensor_gtp._comm.groups import Groups
+from dtensor_gtp._comm.reduce_scatter import Sending, make_scattering
+from dtensor_gtp._comm.send_ring import Place, SendRing
+from dtensor_gtp._comm.symmetric_memory import offsets
+from dtensor_gtp._comm.zero_cta import ZeroCTA
+from dtensor_gtp._schedule.reduce_gradients import Gradients
 
 NUM_RANKS = 4
 # Ends what hangs.
@@ -52,9 +54,9 @@ class Ranks:
 
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(NUM_RANKS)]
         with (
-            mock.patch.object(copy_engine, "refuse_on_all_ranks"),
+            mock.patch.object(symmetric_memory, "refuse_on_all_ranks"),
             mock.patch.object(zero_cta, "refuse_on_all_ranks"),
-            mock.patch.object(copy_engine.dist, "barrier", lambda group: group.ranks.barrier.wait()),
+            mock.patch.object(symmetric_memory.dist, "barrier", lambda group: group.ranks.barrier.wait()),
             mock.patch.object(compat, "resolve_group", lambda name: name),
             mock.patch.object(compat, "twin_group", lambda group, device, desc, options: group),
             mock.patch.object(compat, "nccl_zero_cta_options"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtensor_gtp._runtime import digest as digests
-from dtensor_gtp._runtime.digest import digest
+from dtensor_gtp._comm import digest as digests
+from dtensor_gtp._comm.digest import digest
 
 
 @pytest.mark.parametrize(

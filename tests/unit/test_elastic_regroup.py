@@ -23,7 +23,7 @@ from mesh_common import fake_world
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import RanksLostError, RankWatch, join, num_waiting, replicas_of
-from dtensor_gtp.elastic.regroup import _start, agree_on_survivors, members_of
+from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of, start_regrouped
 from dtensor_gtp.elastic.watch import is_peer_lost
 
 
@@ -112,9 +112,9 @@ class TestStart(TestCase):
         names = []
         for num_failures in (0, 1, 3):
             for _ in range(num_failures):
-                self.assertFalse(_start(dist.HashStore(), members, 0, "gloo", timedelta(milliseconds=1)))
+                self.assertFalse(start_regrouped(dist.HashStore(), members, 0, "gloo", timedelta(milliseconds=1)))
             alone = members_of(replicas_of([[0]]), [0])
-            self.assertTrue(_start(dist.HashStore(), alone, 0, "gloo", timedelta(seconds=HANG_SECONDS)))
+            self.assertTrue(start_regrouped(dist.HashStore(), alone, 0, "gloo", timedelta(seconds=HANG_SECONDS)))
             names.append(dist.group.WORLD.group_name)
             dist.destroy_process_group()
         self.assertEqual(len(set(names)), 1, names)

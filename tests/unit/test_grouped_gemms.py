@@ -15,9 +15,9 @@ import torch.nn as nn
 from dtensor_gtp import quantize_
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise
-from dtensor_gtp.quant.base import Direction, Quantized
 from dtensor_gtp.quant.compute import choose_path
-from dtensor_gtp.quant.grouped_gemms import GroupedRowwiseGEMMs
+from dtensor_gtp.quant.float8_gemms import GroupedRowwiseGEMMs
+from dtensor_gtp.quant.planes import Direction, Quantized
 
 GROUPS, N, K = 3, 32, 48
 

@@ -12,8 +12,8 @@ import torch
 from test_copy_engine import CPU, NUM_RANKS, Engine, Group, Ranks, value
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._runtime import copy_engine
-from dtensor_gtp._runtime.copy_engine import Content
+from dtensor_gtp._comm import copy_engine
+from dtensor_gtp._comm.copy_engine import Content
 
 
 @pytest.mark.parametrize(("seed", "expected_nbytes"), [(0, 0), (1, 1 << 16)])

@@ -53,7 +53,10 @@ def test_rank_order_says_where_each_process_stands(job: pytest.MonkeyPatch, plac
     """The order is not its own inverse."""
     order = (2, 0, 3, 1)
     job.setenv("WORLD_SIZE", "4")
-    job.setattr("dtensor_gtp.mesh.rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), order[place], 4)]))
+    job.setattr(
+        "dtensor_gtp._comm.process_groups.rendezvous",
+        lambda *args, **kwargs: iter([(dist.HashStore(), order[place], 4)]),
+    )
     ranks = []
     job.setattr(dist, "init_process_group", lambda *args, rank, **kwargs: pytest.exit(str(ranks.append(rank))))
     with pytest.raises(pytest.exit.Exception):
@@ -106,7 +109,7 @@ def test_local_rank_chooses_the_device(job: pytest.MonkeyPatch) -> None:
     job.setattr(torch, "get_device_module", lambda device_type: devices)
     job.setenv("LOCAL_RANK", "3")
     job.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.exit("reached"))
-    job.setattr("dtensor_gtp.mesh.rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), 0, 1)]))
+    job.setattr("dtensor_gtp._comm.process_groups.rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), 0, 1)]))
     with pytest.raises(pytest.exit.Exception):
         init_weight_mesh("cuda")
     assert devices.current == 3

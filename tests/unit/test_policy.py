@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from dtensor_gtp import SchedulePolicy
-from dtensor_gtp._runtime.debug import DebugFlags
+from dtensor_gtp._comm.debug import DebugFlags
 
 
 def test_schedule_policy_defaults() -> None:

@@ -52,7 +52,7 @@ NEED_A_GROUP = {
 }
 # The one place that makes meshes, of the whole world where nobody has made one; it communicates over none of them.
 MAKES_MESHES = {
-    "mesh.py": ("init_device_mesh", "init_process_group", "get_world_size", "get_backend"),
+    "_comm/process_groups.py": ("init_device_mesh", "init_process_group", "get_world_size", "get_backend"),
     "elastic/regroup.py": ("init_process_group", "get_backend"),
 }
 # To abandon all process groups of a process, of which some ranks are gone, is not to communicate in any of them.

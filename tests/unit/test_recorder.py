@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._recorder import CudaRecorder
+from dtensor_gtp.graphs.recorder import CudaRecorder
 
 
 class Allocator:

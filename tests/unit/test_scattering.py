@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from dtensor_gtp._runtime.collectives import ReduceScale
-from dtensor_gtp._runtime.scattering import make_scattering, sum_dtype
+from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.reduce_scatter import make_scattering, sum_dtype
 from dtensor_gtp.policy import ReduceScatterKind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from expecttest import TestCase
 
-from dtensor_gtp._runtime.schedule import Chain, Plan, Traits, Window, choose_kept, format_nbytes, format_plan
+from dtensor_gtp._comm.debug import format_nbytes
+from dtensor_gtp._schedule.order_of_gathers import Plan, Traits, Window, choose_kept
+from dtensor_gtp._schedule.order_of_uses import Chain, format_plan
 
 NAMES = ("table.weight", "layer0.weight", "layer1.weight", "head.weight")
 

@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_
-from dtensor_gtp._runtime.gathering import Gathering
-from dtensor_gtp._runtime.gradients import Gradients
+from dtensor_gtp._schedule.gathering import Gathering
+from dtensor_gtp._schedule.reduce_gradients import Gradients
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import Float8Tensorwise
 

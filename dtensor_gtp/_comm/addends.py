@@ -1,0 +1,112 @@
+"""The sum over ranks of what an exchange has received, see ``scattering``: which implementation runs.
+
+On CUDA one kernel by Triton reads each addend once, this rank's own from where it was sent, and writes the sum. Where
+that cannot run, ``torch.sum`` or ``torch.mean`` do the same, which want all addends side by side: bit for bit the same,
+except for the mean over a number of ranks that is no power of two, whose factor torch rounds with the size of the
+gradient, and for gradients that torch adds in parts: of one element, or of more than 2 GiB in all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .._torch_compat.kernel_trial import decided, failure, has_same_bits
+from .symmetric_memory import waiting_allowed
+
+logger = logging.getLogger(__name__)
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# More addends of one element torch shares out among threads.
+_MOST_RANKS = 63
+
+
+class Sum(Protocol):
+    """``factor`` times the sum over ranks, on the current stream."""
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        rank: int,
+        num_ranks: int,
+        factor: float,
+    ) -> None:
+        """
+        Args:
+            out: The result, shape ``(numel,)``, float32.
+            rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or ``(num_ranks - 1, numel)``, without
+                that of this rank.
+            own: This rank's addend if it is not in ``rows``: contiguous parts, one behind the other in ``out``.
+            rank: This rank.
+        """
+
+
+class _Key(NamedTuple):
+    """All that the kernel is compiled for."""
+
+    device: int
+    dtype: torch.dtype
+    num_ranks: int
+
+
+@cache
+def _verdicts() -> dict[_Key, tuple[Sum | None, str]]:
+    """The kernel for what has been asked, or why there is none."""
+    return {}
+
+
+def fused_sum(like: torch.Tensor, num_ranks: int) -> Sum | None:
+    """The kernel that adds what ``num_ranks`` ranks send, of the dtype and on the device of ``like``; None: torch."""
+    if type(like) is not torch.Tensor or not like.is_cuda:
+        return None  # also what only looks like a tensor on a GPU
+    if like.dtype not in _DTYPES or num_ranks > _MOST_RANKS:
+        return None
+    return _decided(_Key(like.device.index, like.dtype, num_ranks))[0]
+
+
+def _decided(key: _Key) -> tuple[Sum | None, str]:
+    def warn(reason: str) -> None:
+        told = f"{key.dtype} of {key.num_ranks} ranks on cuda:{key.device}"
+        logger.warning("Gradients that were exchanged are added by torch, not by one kernel (%s): %s", told, reason)
+
+    return decided(_verdicts(), key, None, lambda: _try(torch.device("cuda", key.device), key), warn)
+
+
+def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
+    """The kernel, if it works and has torch's bits. Waits for the GPU."""
+    if torch.version.hip is not None:
+        return None, "not tested on rocm"
+    try:
+        from .triton_addends import add  # needs Triton, which comes with torch for GPUs
+
+        with waiting_allowed(device):
+            # What is aligned has a kernel of its own.
+            for sizes in ([1040, 16], [1001, 8]):
+                if not all(has_same_bits(*pair) for pair in _probe(add, sizes, device, key)):
+                    return None, "the sum by Triton has other bits than torch's"
+    except Exception as error:
+        return None, failure(error)
+    return add, ""
+
+
+def _probe(add: Sum, sizes: list[int], device: torch.device, key: _Key) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Sum and mean by the kernel and by torch; with the rank's own row, and without."""
+    num_ranks, numel, rank = key.num_ranks, sum(sizes), key.num_ranks // 2
+    steps = torch.arange(num_ranks * numel, dtype=torch.float32, device=device)
+    rows = ((steps * 37 % 1009 - 499.3) * torch.exp2(steps % 21 - 14)).to(key.dtype).view(num_ranks, numel)
+    peers, own = torch.cat([rows[:rank], rows[rank + 1 :]]), rows[rank].split(sizes)
+    for factor, reduce in ((1.0, torch.sum), (1 / num_ranks, torch.mean)):
+        expected = reduce(rows, 0, dtype=torch.float32)
+        for given in (partial(add, rows=rows, own=[]), partial(add, rows=peers, own=own)):
+            out = torch.empty(numel, dtype=torch.float32, device=device)
+            given(out, rank=rank, num_ranks=num_ranks, factor=factor)
+            yield out, expected

@@ -1,0 +1,129 @@
+"""Stateless collectives: tensors, group and reduction are arguments, the current stream is the caller's.
+
+On devices with streams a collective is ordered on the current stream. Without streams (gloo) it runs in the background
+and the returned ``Work`` says when it is done.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+
+
+class ReduceScale(NamedTuple):
+    """How a sum over ranks becomes the gradient: the collective's own operation, and divisions around it."""
+
+    op: dist.ReduceOp.RedOpType
+    predivide: float | None
+    postdivide: float | None
+
+
+class Works:
+    """Background works to be waited for together, by several who need not know of each other. The first one who waits
+    lets go of them, because a work holds its tensors also when it is complete."""
+
+    def __init__(self, works: Iterable[dist.Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+@functools.lru_cache(maxsize=64)  # a factor may be another one in each step
+def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
+    """Average over ``num_ranks``, or divide the sum by ``factor`` if one is given.
+
+    float16 divides by about the root before and after the sum, because the sum of many ranks overflows it; the same
+    split as in torch's ``fully_shard`` (``_get_gradient_divide_factors``).
+    """
+    if dtype != torch.float16:
+        if factor is None:
+            return ReduceScale(dist.ReduceOp.AVG, None, None)
+        return ReduceScale(dist.ReduceOp.SUM, None, factor if factor != 1 else None)
+    factor = float(num_ranks) if factor is None else factor
+    predivide = 1.0
+    while factor % predivide == 0 and factor / predivide > predivide:
+        predivide *= 2
+    return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    """Gather ``shard`` of each rank into ``output``; ``shard`` may be this rank's own slice of ``output``.
+
+    Args:
+        output: Shape ``(world * rows, ...)``, contiguous.
+        shard: Shape ``(rows, ...)``, contiguous, same dtype.
+        stream: The current stream orders the collective; else it runs in the background.
+    """
+    return compat.all_gather_base(output, shard, group, async_op=not stream)
+
+
+def all_gather_many(
+    outputs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup, stream: bool
+) -> dist.Work | Works | None:
+    """Several :func:`all_gather` of one group, as one launch where streams order it; dtypes and shapes may differ."""
+    if len(outputs) == 1:
+        return all_gather(outputs[0], shards[0], group, stream)
+    if stream:
+        return compat.all_gather_coalesced(outputs, shards, group, async_op=False)
+    if len({shard.dtype for shard in shards}) == 1:
+        return Works([compat.all_gather_coalesced(outputs, shards, group, async_op=True)])
+    # gloo would make one tensor of all of them, as if they had one dtype.
+    return Works(all_gather(*pair, group, stream) for pair in zip(outputs, shards, strict=True))
+
+
+def reduce_scatter(
+    output: torch.Tensor, full: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool
+) -> dist.Work | None:
+    """Reduce ``full`` over the ranks and leave this rank's rows in ``output``; ``full`` may be divided in place.
+
+    Args:
+        output: Shape ``(rows, ...)``, contiguous.
+        full: Shape ``(world * rows, ...)``, contiguous, same dtype.
+    """
+    if scale.predivide is not None:
+        full.div_(scale.predivide)
+    return compat.reduce_scatter_base(output, full, scale.op, group, async_op=not stream)
+
+
+def reduce_scatter_many(
+    outputs: list[torch.Tensor], fulls: list[torch.Tensor], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
+) -> dist.Work | None:
+    """Several :func:`reduce_scatter` of one group and dtype, as one launch."""
+    if len(outputs) == 1:
+        return reduce_scatter(outputs[0], fulls[0], scale, group, stream)
+    if scale.predivide is not None:
+        for full in fulls:
+            full.div_(scale.predivide)
+    return compat.reduce_scatter_coalesced(outputs, fulls, scale.op, group, async_op=not stream)
+
+
+def all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    """Send the i-th of equal slices of ``input`` to rank i, and receive rank i's as the i-th of ``output``.
+
+    Args:
+        output, input: Shape ``(world * rows, ...)``, contiguous, same dtype.
+    """
+    return compat.all_to_all_base(output, input, group, async_op=not stream)
+
+
+def all_reduce(tensor: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    """Reduce ``tensor`` over the ranks in place, without the divisions of ``scale``."""
+    return compat.all_reduce(tensor, scale.op, group, async_op=not stream)
+
+
+# Planes travel as integers of their size: not every backend knows every float.
+_WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers, for which every backend has collectives."""
+    return tensor.view(_WIRE_DTYPES[tensor.dtype.itemsize])

@@ -1,0 +1,311 @@
+"""Gathers by the GPUs' copy engines, through symmetric memory: no SM of a GEMM is taken.
+
+[Note: rules of the copy engine]
+Each rank has one *stage*, memory that its peers on the same host can read, in two halves that gathers use in turn. A
+gather, in the order of the stream, is
+
+1. a barrier: all ranks have read what earlier gathers left in the stages;
+2. a cast of the rank's own rows into its half, one kernel for each dtype;
+3. a barrier: all stages are filled;
+4. a copy of every peer's half into the output; beside it, on another stream, that of its own.
+
+The cast is a kernel, which waits behind a GEMM for SMs, and the wire with it. So it runs on a stream of its own, ahead:
+it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this half.
+That one must be known to precede it, so in the first gather of a pass, across the border of a CUDA graph, and in eager
+code once a graph has used the stage, whose replays are not seen here (nor that a recording has failed, unless it was
+that of ``capture_step``), the cast comes in its place between the barriers.
+Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
+
+What is made of shards before (their magnitudes, over which ranks agree, and quantized data) is made on the same stream,
+beside what compute does then, be it only the embedding at the beginning of a step. So a cast that comes in its place
+between the barriers waits for that stream.
+
+[Note: kept casts]
+With ``SchedulePolicy.keep_casts`` the stage has a place for each shard instead of two halves, and what was cast there
+serves as long as [Note: what is made of a shard] says: backward copies what forward has cast. Each rank decides by
+itself whether it casts: barriers and copies are the same. A place is written to ahead of the first barrier if the
+gather before was not of the same shard, the only one whose readers may still be there. What a graph has cast is good
+within the same recording alone, and what eager code has, as long as no graph has used the stage.
+
+What follows from it:
+
+- *A slow peer* is waited for in both barriers, by the streams. Nobody reads a stage that is not filled, nor fills one
+  that is still read.
+- *An optimizer that is stepping* writes to shards. Peers never read a shard, only its copy in the stage, which the
+  owner's gather stream made after all that its compute stream was given before, the step of the optimizer included.
+- *A shard may be freed, replaced or loaded* while peers read, for the same reason. The memory of the shard itself obeys
+  [Note: streams and memory], as with any backend.
+- *Both barriers are within the gather*, and the first one of a pass relies on no other: so a pass can be recorded into
+  a CUDA graph, replayed any number of times and mixed with eager ones. All ranks must replay alike, because the stage
+  of a graph is not that of eager code if it has grown in between.
+- *The stage grows* when a larger gather comes, outside of CUDA graphs only: all ranks wait for their streams, then
+  meet, before the old stage is freed. One that a graph uses is kept for as long as the backend is.
+- *A process that ends or hangs in between* leaves its peers' streams waiting, and their hosts perhaps with them, as
+  long as these processes live. What ends them is the launcher; the watchdog of a later collective of NCCL was seen
+  not to, within a minute. What they have mapped of a process that is gone stays valid memory until they unmap it.
+
+Barriers are memory operations of the streams: no kernel has to find a place beside the GEMMs (see
+``_torch_compat.driver``). A copy within one GPU, even one by the driver, takes time from the GEMMs: so a gather has as
+few as can be. NVLink multicast is not used. ``send_ring`` exchanges gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+from .symmetric_memory import ALIGNMENT, PeerCopies, offsets
+
+# A target, and a source of the same shape.
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Content(NamedTuple):
+    """What the rows of a shard are.
+
+    Args:
+        owner: Whose they are, the same object each time.
+        state: Equal to an earlier one if they have the same bits as then; None if that is not known.
+    """
+
+    owner: Hashable
+    state: Hashable | None
+
+
+class _KeptPlaces:
+    """Where each shard lies in a stage that keeps them, and what was cast there last, see [Note: kept casts]."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._begins: dict[Hashable, int] = {}
+        self._states: dict[Hashable, Hashable] = {}
+        self._coming: dict[Hashable, Hashable] = {}
+        self._last_gather: dict[Hashable, int] = {}
+
+    def lay_out(self, owners: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
+        """The places of these shards, new ones behind all others."""
+        for owner, nbytes in zip(owners, sizes, strict=True):
+            if owner not in self._begins:
+                self._begins[owner] = self.nbytes
+                self.nbytes = self.nbytes + offsets([nbytes])[-1]
+        return [self._begins[owner] for owner in owners]
+
+    def use(self, owners: Sequence[Hashable], states: Sequence[Hashable | None], number: int) -> list[bool]:
+        """Take note that gather ``number`` sends these. Returns which of them lie there already."""
+        pairs = zip(owners, states, strict=True)
+        is_there = [state is not None and self._states.get(owner) == state for owner, state in pairs]
+        self._coming = dict(zip(owners, states, strict=True))
+        for owner in owners:
+            self._states.pop(owner, None)
+        self._last_gather.update(dict.fromkeys(owners, number))
+        return is_there
+
+    def note_casts(self) -> None:
+        """The casts of the last gather have been launched: now its shards lie there."""
+        self._states.update(self._coming)
+
+    def is_free(self, owners: Sequence[Hashable], number: int) -> bool:
+        """Whether none of them was sent by gather ``number - 1``, which peers may still read."""
+        return all(self._last_gather.get(owner, -2) < number - 1 for owner in owners)
+
+    def forget(self) -> None:
+        """The stage is another."""
+        self._states.clear()
+
+
+class CastingBackend(ABC):
+    """A gather backend that derives from this casts what it sends, and copies it into this rank's part of the output:
+    the runtime gives it shards as they are."""
+
+    cast_stream: torch.Stream | None = None  # who owns streams sets it, to have casts ahead
+
+    @abstractmethod
+    def keep_casts(self, expected_nbytes: int) -> None:
+        """On all ranks, before the first gather: see [Note: kept casts].
+
+        Args:
+            expected_nbytes: Of all shards, as far as it is known; the same on all ranks.
+        """
+
+    @abstractmethod
+    def begin_pass(self) -> None:
+        """On all ranks: what comes may be recorded into another graph than what came before, or into one on some."""
+
+    @abstractmethod
+    def all_gather(
+        self,
+        outputs: list[torch.Tensor],
+        shards: list[torch.Tensor],
+        ready: torch.Event | None = None,
+        contents: Sequence[Content] | None = None,
+    ) -> None:
+        """Copy each rank's shards into the outputs, on the current stream.
+
+        Args:
+            outputs: Shape ``(world * rows, ...)``, contiguous.
+            shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
+                the output. They may have been made on ``cast_stream``: whoever reads them waits for it, and all it was
+                given is done before the outputs may be read.
+            ready: When outputs, and what shards are made of, may be used; None: when the current stream comes to it.
+            contents: What the shards are, to find what was cast of them before.
+        """
+
+
+class CopyEngine(PeerCopies, CastingBackend):
+    """Gathers of one communicator, see [Note: rules of the copy engine].
+
+    Args:
+        group, device: As for ``PeerCopies``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._num_gathers = 0
+        self._kept: _KeptPlaces | None = None
+        self._expected_nbytes = 0
+        # When the first barrier of the last gather was passed and its places were filled, and in which recording of a
+        # graph, if in one.
+        self._last_passed: torch.Event | None = None
+        self._last_recording: int | None = None
+
+    def keep_casts(self, expected_nbytes: int) -> None:
+        self._kept, self._expected_nbytes = _KeptPlaces(), expected_nbytes
+
+    def begin_pass(self) -> None:
+        if self._kept is None:
+            self._num_gathers = 0
+        self._last_passed = None
+
+    def all_gather(
+        self,
+        outputs: list[torch.Tensor],
+        shards: list[torch.Tensor],
+        ready: torch.Event | None = None,
+        contents: Sequence[Content] | None = None,
+    ) -> None:
+        # By addresses: each view of a tensor takes the host microseconds, for each weight.
+        sizes = [output.nbytes // self._num_ranks for output in outputs]
+        stage, begins, is_there, is_free = self._places(sizes, contents)
+        self._num_gathers += 1
+        stale = [
+            (stage.view(self._rank, begin, shard.shape, output.dtype), shard)
+            for begin, shard, output, there in zip(begins, shards, outputs, is_there, strict=True)
+            if not there and shard.shape[0]
+        ]
+        filled = self._fill_ahead(ready, stale) if is_free and stale else None
+        stage.barrier(0)
+        self._fill(stale, filled, ready)
+        stage.barrier(1)
+        parts = [
+            compat.Fetch(begin, output.data_ptr(), nbytes, nbytes)
+            for begin, output, nbytes in zip(begins, outputs, sizes, strict=True)
+        ]
+        own = [
+            part
+            for part, shard in zip(parts, shards, strict=True)
+            if part.target + self._rank * part.stride != shard.data_ptr()
+        ]
+        taken = self._take_beside(stage, own)
+        try:
+            stage.fetch([(rank, rank) for rank in self._peers()], parts)
+        finally:
+            if taken is not None:
+                torch.accelerator.current_stream(self._device.index).wait_event(taken)
+        if taken is None and own:
+            stage.fetch([(self._rank, self._rank)], own)
+
+    def _places(
+        self, sizes: list[int], contents: Sequence[Content] | None
+    ) -> tuple[compat.SymmetricBuffer, list[int], list[bool], bool]:
+        """The stage, where in it the shards lie, which are there already, and whether their places may be written to
+        when the first barrier of the gather before was passed."""
+        if self._kept is None:
+            places = offsets(sizes)
+            stage = self._reserve(2 * places[-1])
+            half = self._num_gathers % 2 * (stage.nbytes // (2 * ALIGNMENT) * ALIGNMENT)
+            return stage, [half + at for at in places[:-1]], [False] * len(sizes), True
+        assert contents is not None
+        owners = [(content.owner, nbytes) for content, nbytes in zip(contents, sizes, strict=True)]
+        begins = self._kept.lay_out(owners, sizes)
+        missing = self._stage is None or self._stage.nbytes < self._kept.nbytes
+        # What is not expected comes in small steps.
+        stage = self._reserve(max(self._kept.nbytes * 9 // 8, self._expected_nbytes) if missing else self._kept.nbytes)
+        scope = self._scope()
+        states = [None if None in (scope, content.state) else (scope, content.state) for content in contents]
+        is_free = self._kept.is_free(owners, self._num_gathers)
+        return stage, begins, self._kept.use(owners, states, self._num_gathers), is_free
+
+    def _scope(self) -> Hashable | None:
+        """What is cast now is good where this is the same; None: nowhere."""
+        recording = self._recording()
+        return recording if recording is not None else None if self._captured else "eager"
+
+    def _recording(self) -> int | None:
+        """A number of the graph that is recorded now, None if none is."""
+        return compat.capture_id(torch.cuda.current_stream(self._device)) if self._is_capturing() else None
+
+    def _grow(self, nbytes: int) -> None:
+        super()._grow(nbytes)
+        self._last_passed = None
+        if self._kept is not None:
+            self._kept.forget()
+
+    def _fill_ahead(self, ready: torch.Event | None, stale: list[_Pair]) -> torch.Event | None:
+        """Cast on a stream of its own, if it is known when nobody reads the places any more; when that is done."""
+        if ready is None or self.cast_stream is None or self._last_passed is None:
+            return None
+        recording = self._recording()
+        if recording != self._last_recording or (recording is None and self._captured):
+            return None
+        self.cast_stream.wait_event(ready)
+        self.cast_stream.wait_event(self._last_passed)
+        with self.cast_stream:
+            self._cast(stale)
+        return self.cast_stream.record_event()
+
+    def _fill(self, stale: list[_Pair], filled: torch.Event | None, ready: torch.Event | None) -> None:
+        """Between the barriers: the places have their content, from now on or since ``filled``."""
+        if filled is None and stale:
+            self._wait_for_packing(ready)
+            self._cast(stale)
+        if self._kept is not None:
+            self._kept.note_casts()
+        if self.cast_stream is not None:
+            stream = torch.accelerator.current_stream(self._device.index)
+            if filled is not None:
+                stream.wait_event(filled)
+            self._last_passed, self._last_recording = stream.record_event(), self._recording()
+
+    def _wait_for_packing(self, ready: torch.Event | None) -> None:
+        """Let the current stream wait for what was made of shards on the stream of casts."""
+        if ready is None or self.cast_stream is None:
+            return
+        self.cast_stream.wait_event(ready)  # a graph may not know that stream yet
+        torch.accelerator.current_stream(self._device.index).wait_event(self.cast_stream.record_event())
+
+    def _take_beside(self, stage: compat.SymmetricBuffer, own: list[compat.Fetch]) -> torch.Event | None:
+        """Copy what is this rank's own out of its stage beside what comes from peers, if there is a stream for it; when
+        that is done, and all that was made there."""
+        if self.cast_stream is None or self._last_passed is None or not own:
+            return None
+        self.cast_stream.wait_event(self._last_passed)
+        with self.cast_stream:
+            stage.fetch([(self._rank, self._rank)], own)
+        return self.cast_stream.record_event()
+
+    def _cast(self, pairs: list[_Pair]) -> None:
+        """Into the stage, from shards, which may be of another dtype."""
+        plain = [pair for pair in pairs if _is_copied_as_bytes(*pair)]
+        cast = [pair for pair in pairs if not _is_copied_as_bytes(*pair)] if len(plain) < len(pairs) else []
+        for some, copy in ((plain, compat.copy_bytes), (cast, compat.copy_all)):
+            if some:
+                copy([target for target, _ in some], [source for _, source in some])
+
+
+def _is_copied_as_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.is_cuda and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()

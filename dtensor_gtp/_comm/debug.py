@@ -1,0 +1,138 @@
+"""Debugging aids, switched on with the environment variable ``DTENSOR_GTP_DEBUG``.
+
+``poison``: a gather buffer is filled with NaN when it is freed, so that a read after the release shows in the result.
+``delay`` or ``delay=SEED``: every stream (on CPU: the host) sleeps a random time at each gather, use and
+reduce-scatter, so that a missing wait shows.
+``order``: before each collective, the ranks of the mesh compare what they are about to launch, and raise if it differs.
+It waits for the device each time.
+``splits``: layers that are built while it is set check the sizes of their groups on the device (``GroupedLinear``).
+Several can be given: ``poison,delay=7``. None changes a correct result.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+
+_ENV = "DTENSOR_GTP_DEBUG"
+
+
+_MAX_DELAY_US = 300
+
+
+@dataclass(frozen=True)
+class DebugFlags:
+    """Parsed ``DTENSOR_GTP_DEBUG``."""
+
+    poison: bool = False
+    delay_seed: int | None = None
+    order: bool = False
+    splits: bool = False
+
+    @classmethod
+    def from_env(cls) -> DebugFlags:
+        """Raises:
+        ValueError: The variable names an unknown aid.
+        """
+        poison, seed, order, splits = False, None, False, False
+        for word in filter(None, (part.strip() for part in os.environ.get(_ENV, "").split(","))):
+            name, _, value = word.partition("=")
+            if name == "poison" and not value:
+                poison = True
+            elif name == "order" and not value:
+                order = True
+            elif name == "splits" and not value:
+                splits = True
+            elif name == "delay" and (not value or value.isdecimal()):
+                seed = int(value or 0)
+            else:
+                raise ValueError(
+                    f"{_ENV} expects 'poison', 'delay', 'delay=SEED', 'order' or 'splits', but got {word!r}."
+                )
+        return cls(poison, seed, order, splits)
+
+
+class Delays:
+    """Seeded random sleeps on the current stream, or on the host where there are no streams."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._random = random.Random(seed)
+        self._device = device
+
+    def sleep(self) -> None:
+        micros = self._random.randrange(_MAX_DELAY_US)
+        if self._device.type == "cuda":
+            # Cycles of the SM clock, about 1.7 of them in a nanosecond. It sleeps the stream, not the host.
+            compat.sleep_stream(micros * 1700)
+        else:
+            time.sleep(micros * 1e-6)
+
+
+def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Compare what the ranks of one mesh are about to launch.
+
+    Args:
+        what: Name of the collective and of what it communicates.
+        groups: Communicators of the mesh's axes.
+        device: Where their backend expects tensors.
+
+    Raises:
+        RuntimeError: It differs. Raised on all ranks of the mesh.
+    """
+    code, differs = zlib.crc32(what.encode()), 0
+    for group in groups:
+        # What one axis has found out, the next one hands on: in the end all ranks of the mesh know.
+        mine = torch.tensor([code, differs], device=device)
+        told = mine.new_empty(group.size(), 2)
+        dist.all_gather_into_tensor(told.view(-1), mine, group=group)
+        differs = int(any(other != [code, 0] for other in told.tolist()))
+    if not differs:
+        return
+    launched = {dist.get_rank(): what}
+    for group in groups:
+        parts: list[dict[int, str]] = [{}] * group.size()
+        dist.all_gather_object(parts, launched, group=group)
+        launched = {rank: other for part in parts for rank, other in part.items()}
+    told_by = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(launched.items()))
+    raise RuntimeError(
+        f"The ranks of one mesh are about to launch different collectives ({told_by}). All ranks must use the same "
+        "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "
+        "Run the module on an empty input where a rank has no data for it."
+    )
+
+
+_NOTHING = nullcontext()
+
+
+def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
+    """A named range in the profiler's trace; free while no profiler records."""
+    return torch.profiler.record_function(f"{name} ({detail})") if compat.is_profiling() else _NOTHING
+
+
+def poison(buffer: torch.Tensor) -> None:
+    """Fill a freed gather buffer with NaN, also one of elements that travel as bytes: 255 is a NaN of e4m3."""
+    if buffer.is_floating_point():
+        buffer.fill_(float("nan"))
+    elif buffer.dtype == torch.uint8:
+        buffer.fill_(255)
+
+
+def format_nbytes(nbytes: int) -> str:
+    """A number of bytes for people to read."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

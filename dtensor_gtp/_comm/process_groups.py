@@ -1,0 +1,84 @@
+"""Starts the process group of the world and makes the mesh of all its ranks."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from .. import _torch_compat as compat
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def device_types(config: str) -> list[str]:
+    """Of a backend configuration such as ``cpu:gloo,cuda:nccl``."""
+    return [part.partition(":")[0] for part in config.split(",")]
+
+
+def world_size() -> int:
+    """Number of ranks; from the environment as long as there is no process group.
+
+    Raises:
+        RuntimeError: There is no process group, and the environment does not say how to initialize it.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size()
+    missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
+    if missing:
+        raise RuntimeError(
+            f"init_weight_mesh expects a process group, or the variables {', '.join(_RENDEZVOUS)} in the environment "
+            f"to initialize it from, but {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set. Start the "
+            "processes with torchrun, or call torch.distributed.init_process_group before."
+        )
+    return int(os.environ["WORLD_SIZE"])
+
+
+def set_device(device_type: str) -> None:
+    """Make the device of index LOCAL_RANK this process's current one; the CPU has no index."""
+    if device_type == "cpu" or (dist.is_initialized() and dist.get_backend() == "fake"):
+        return
+    module = torch.get_device_module(device_type)
+    if not module.is_available():
+        raise ValueError(
+            f"init_weight_mesh expects a device that this process has, but there is no '{device_type}' here. Pass "
+            "'cpu', or install a torch for this device."
+        )
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is None:
+        raise RuntimeError(
+            "init_weight_mesh expects the variable LOCAL_RANK in the environment, the index of this process's device "
+            "on its host, but it is not set. Start the processes with torchrun, or set it."
+        )
+    num_devices = module.device_count()
+    if not 0 <= int(local_rank) < num_devices:
+        raise ValueError(
+            f"init_weight_mesh expects a device of its own for each process, but LOCAL_RANK is {local_rank} and there "
+            f"are {num_devices} '{device_type}' devices. Start at most {num_devices} processes on a host (torchrun "
+            "--nproc-per-node), or set LOCAL_RANK=0 where each process sees only its own device."
+        )
+    module.set_device(int(local_rank))
+
+
+def start_process_group(
+    device_type: str, backend: str | None, timeout: timedelta | None, rank_order: tuple[int, ...]
+) -> None:
+    """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""
+    backend = backend or {"cuda": "nccl", "cpu": "gloo"}.get(device_type)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
+    # torchrun may serve all attempts of a job from one store, where gloo would find addresses of ended processes.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = compat.PrefixStore(f"attempt_{attempt}_of_{world_size}", store)
+    dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
+
+
+def world_mesh(device_type: str) -> DeviceMesh:
+    """1-D mesh of all ranks, on a device that the process group can communicate on."""
+    known = device_types(dist.get_backend_config())
+    device_type = device_type if device_type in known else known[0]
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("world",))

@@ -1,0 +1,204 @@
+"""Gradients that peers fetch by copy engines, from where the GEMM has written them.
+
+[Note: places in the ring]
+A gradient is sent from the *ring*, symmetric memory of this rank. Peers must know where it lies, without a word: a
+place follows from the sizes of what was submitted before in this backward, which is the same on all ranks, as the order
+of collectives is. Whether the gradient was written there to begin with is another matter, and each rank's own: a GEMM
+is *offered* the place that comes next if nobody uses it any more. Else, and for a gradient that was made elsewhere (a
+microbatch added to earlier ones, say), the scatter stream copies it there, by a kernel, after all before it was read.
+
+A place is in use until compute has waited for the exchange that has read it (``CommContext`` retires it) or longer. An
+exchange ends with a barrier, so then all peers have read it. Which places are in use may differ between ranks; nothing
+but offers depends on it.
+
+An exchange, in the order of the scatter stream, is
+
+1. a barrier: all ranks have written what they send;
+2. a copy of every peer's addend for this rank;
+3. a barrier: all ranks have read.
+
+The rank's own addend stays where it is, until the kernel that adds reads it (see [Note: kernels after an exchange] in
+``comm_context``).
+
+What cannot travel with a gradient is launched before that one is given a place. If a gradient has no room beside those
+that it travels with, they are all laid out anew when they are launched, in a ring that grows if it must. At the end of
+each backward the ring grows to what would have spared that, up to ``enough_nbytes``. So in the first backward gradients
+are copied, and the second one has room. Rules of growth, and for CUDA graphs, are those of [Note: rules of the copy
+engine]. Places begin anew with each backward, so addresses repeat from step to step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+from .symmetric_memory import PeerCopies, offsets
+
+_ALIGNMENT = 512  # as torch's allocator has it: GEMMs choose their kernels by it
+
+
+class Place:
+    """A range of the ring in bytes, in use for as long as the object lives."""
+
+    __slots__ = ("__weakref__", "begin", "end")
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+
+    def overlaps(self, begin: int, end: int) -> bool:
+        return self.begin < end and begin < self.end
+
+
+class SendRing(PeerCopies):
+    """Exchanges of one communicator, see [Note: places in the ring]. Collective over ``group``.
+
+    Args:
+        group, device: As for ``PeerCopies``.
+        enough_nbytes: Up to where it grows for more to be in flight. A gradient that takes more than half of that (a
+            head) has room of its own besides, or those that follow it would find their places in use.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
+        super().__init__(group, device)
+        self._enough_nbytes = enough_nbytes
+        self._head = 0
+        self._used: list[weakref.ref[Place]] = []
+        self._waiting: list[Place] = []  # for their launch
+        self._offered: torch.Tensor | None = None
+        # What a backward has submitted, in all and at most, and what would have been room for all that had to be laid
+        # out anew.
+        self._submitted_nbytes = self._largest_nbytes = 0
+        self._wanted_nbytes = 0
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def _next(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Where the next gradient begins and ends; beyond the end of the ring if it has no room there."""
+        size = offsets([numel * dtype.itemsize], _ALIGNMENT)[-1]
+        begin = self._head if self._head + size <= self._nbytes else 0
+        return begin, begin + size
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the group."""
+        return self._rank
+
+    @property
+    def _nbytes(self) -> int:
+        return 0 if self._stage is None else self._stage.nbytes
+
+    def offer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for a gradient that is the next one to be submitted; None if it is still in use."""
+        shape = torch.Size(shape)
+        begin, end = self._next(shape.numel(), dtype)
+        self._used = [ref for ref in self._used if ref() is not None]
+        is_used = any((place := ref()) is not None and place.overlaps(begin, end) for ref in self._used)
+        self._offered = None if is_used or end > self._nbytes else self.room(Place(begin, end), shape, dtype)
+        return self._offered
+
+    def has_offered(self, buffer: torch.Tensor) -> bool:
+        """Whether it is the memory that was offered last, and nothing has been submitted since."""
+        return buffer is self._offered
+
+    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> Place | None:
+        """The place of a gradient that is submitted now, to be sent in ``dtype``; None if it has no room beside those
+        that wait.
+
+        Raises:
+            RuntimeError: It is not the one that the last place was offered to.
+        """
+        offered, self._offered = self._offered, None
+        if offered is not None and offered is not buffer:
+            raise RuntimeError("a place of the send ring was offered to a gradient, but another one was submitted")
+        begin, end = self._next(buffer.numel(), dtype)
+        self._submitted_nbytes += end - begin
+        self._largest_nbytes = max(self._largest_nbytes, end - begin)
+        if end > self._nbytes or any(place.overlaps(begin, end) for place in self._waiting):
+            return None
+        self._head = end
+        return self._new(begin, end)
+
+    def _new(self, begin: int, end: int) -> Place:
+        place = Place(begin, end)
+        self._waiting.append(place)
+        self._used.append(weakref.ref(place))
+        return place
+
+    def lay_out(self, fulls: list[torch.Tensor], dtype: torch.dtype) -> list[Place]:
+        """New places for gradients that are launched together and that have not all got one, on the scatter stream.
+
+        Those of ``fulls`` that lie in the ring are replaced by copies. The places that they had must be held until the
+        launch is retired.
+        """
+        fulls[:] = [full.clone() if self._is_inside(full) else full for full in fulls]
+        ends = offsets([full.numel() * dtype.itemsize for full in fulls], _ALIGNMENT)
+        self._wanted_nbytes = max(self._wanted_nbytes, self._head + ends[-1])
+        if ends[-1] > self._nbytes:
+            self._grow(ends[-1])
+        self._head = ends[-1]
+        self._waiting.clear()
+        return [self._new(begin, end) for begin, end in pairwise(ends)]
+
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        begin = 0 if self._stage is None else self._stage.address(self._rank)
+        return begin <= tensor.data_ptr() < begin + self._nbytes
+
+    def is_in(self, place: Place, full: torch.Tensor) -> bool:
+        """Whether a gradient was written to its place to begin with: it was offered."""
+        assert self._stage is not None
+        return full.data_ptr() == self._stage.address(self._rank) + place.begin
+
+    def room(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """The memory of a place, on this rank: a tensor object of its own each time."""
+        assert self._stage is not None
+        return self._stage.view(self._rank, place.begin, shape, dtype).view(shape)
+
+    def rewind(self) -> None:
+        """Nothing waits or is in flight: begin anew."""
+        self._head = self._submitted_nbytes = self._largest_nbytes = self._wanted_nbytes = 0
+        self._offered = None
+        self._waiting.clear()
+        self._used.clear()
+
+    @property
+    def missing_nbytes(self) -> int:
+        """What it should have had in this backward; 0 if that is what it has."""
+        is_large = self._largest_nbytes > self._enough_nbytes // 2
+        enough = self._enough_nbytes + self._largest_nbytes * is_large
+        wanted = max(min(enough, self._submitted_nbytes), self._wanted_nbytes)
+        return wanted if wanted > self._nbytes else 0
+
+    def grow(self, nbytes: int) -> None:
+        """On the scatter stream, when nothing waits or is in flight. Collective."""
+        self._grow(nbytes)
+
+    # --- exchanges ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, received: torch.Tensor, sizes: Sequence[int], places: Sequence[Place]) -> None:
+        """Copy the row for this rank out of every peer's gradients, on the current stream.
+
+        Args:
+            received: Shape ``(world, numel)``, contiguous; row i comes from rank i, and that of this rank is left out.
+                Or shape ``(world - 1, numel)``, which has no such row. What comes of each gradient lies in a row one
+                behind the other.
+            sizes: Elements of a row of each gradient; their sum is ``numel``.
+            places: Where gradients of shape ``(world, size)`` lie; row i is for rank i. All that wait.
+        """
+        assert places == self._waiting, "gradients are launched in the order in which they were submitted"
+        self._waiting = []
+        stage = self._used_stage()
+        stage.barrier(0)
+        item, target = received.itemsize, received.data_ptr()
+        stride, fetches = received.shape[1] * item, []
+        for size, place in zip(sizes, places, strict=True):
+            nbytes = size * item
+            fetches.append(compat.Fetch(place.begin + self._rank * nbytes, target, stride, nbytes))
+            target += nbytes
+        has_own = received.shape[0] == self._num_ranks
+        stage.fetch([(rank, rank if has_own or rank < self._rank else rank - 1) for rank in self._peers()], fetches)
+        stage.barrier(1)

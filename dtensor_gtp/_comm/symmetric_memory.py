@@ -1,0 +1,173 @@
+"""Memory of this rank that peers on the same host map and copy from."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_compat as compat
+
+ALIGNMENT = 16
+
+
+class Stage(Protocol):
+    """Memory that is made by all ranks of a communicator together."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Stage)
+
+
+class Staged(Generic[S]):
+    """A stage that grows, see [Note: rules of the copy engine]. Collective over ``group``.
+
+    Args:
+        group: Ranks of one host, one GPU each. Its name is kept, see ``Groups``.
+        device: This rank's GPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group_name = group.group_name
+        self._device = device
+        self._rank, self._num_ranks = group.rank(), group.size()
+        # Ranks that cannot map each other's memory find out now, not in the first forward.
+        self._stage: S | None = self._allocate(ALIGNMENT)
+        self._captured: list[S] = []
+        self._num_captured_before = 0
+
+    def begin_recording(self) -> None:
+        """Before a recording into a CUDA graph that may fail."""
+        self._num_captured_before = len(self._captured)
+
+    def forget_recording(self) -> None:
+        """The last one has failed: no graph uses what it alone has used."""
+        del self._captured[self._num_captured_before :]
+
+    def _allocate(self, nbytes: int) -> S:
+        raise NotImplementedError
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _wait_on_host(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _reserve(self, nbytes: int) -> S:
+        """The stage, which has at least so many bytes on all ranks."""
+        if self._stage is None or self._stage.nbytes < nbytes:
+            self._grow(nbytes)
+        return self._used_stage()
+
+    def _used_stage(self) -> S:
+        """The stage as it is, to be used on the current stream."""
+        assert self._stage is not None
+        if self._is_capturing() and self._stage not in self._captured:
+            self._captured.append(self._stage)
+        return self._stage
+
+    def _grow(self, nbytes: int) -> None:
+        if self._is_capturing():
+            raise RuntimeError(
+                f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
+                "captured. Run the step eagerly before it is captured; capture_step does."
+            )
+        with waiting_allowed(self._device):
+            self._wait_on_host()
+            dist.barrier(group=compat.resolve_group(self._group_name))
+            self._stage = None
+            self._stage = self._allocate(nbytes)
+
+
+class PeerCopies(Staged[compat.SymmetricBuffer]):
+    """A stage in symmetric memory, from which peers copy. Collective over ``group``.
+
+    Args:
+        group, device: As for ``Staged``.
+
+    Raises:
+        RuntimeError: There is no symmetric memory for these ranks. Raised on each rank that has a reason.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        refuse_without_symmetric_memory(group, device)
+        super().__init__(group, device)
+
+    def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
+        return compat.SymmetricBuffer(nbytes, self._device, self._group_name)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Symmetric memory of this rank: the stage, and those that graphs have used before it grew."""
+        stages = {id(stage): stage.nbytes for stage in (self._stage, *self._captured) if stage is not None}
+        return sum(stages.values())
+
+    def _peers(self) -> list[int]:
+        """The others, each rank beginning with its neighbour, so that no link is asked by all at once."""
+        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+
+
+@contextmanager
+def waiting_allowed(device: torch.device) -> Iterator[None]:
+    """What has to wait for the GPU once does so, also in a step that is watched for waiting."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
+    """Where parts of these sizes in bytes lie one behind the other, aligned; the last number is the end."""
+    places = [0]
+    for nbytes in sizes:
+        places.append(places[-1] + -(-nbytes // alignment) * alignment)
+    return places
+
+
+def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises:
+    RuntimeError: The ranks of ``group`` cannot have memory that all of them map, as far as can be told beforehand.
+        Raised on all ranks of the group if on one.
+    """
+    refuse_on_all_ranks(group, _missing(device))
+
+
+def refuse_on_all_ranks(group: dist.ProcessGroup, reason: str | None) -> None:
+    """Raises:
+    RuntimeError: Some rank of ``group`` has a reason to, or they are on several hosts. Raised on all of them.
+    """
+    told: list[tuple[str | None, str]] = [(None, "")] * group.size()
+    dist.all_gather_object(told, (reason, host_name()), group=group)
+    reasons = sorted({other for other, _ in told if other is not None})
+    if reasons:
+        raise RuntimeError("; ".join(reasons))
+    hosts = sorted({host for _, host in told})
+    if len(hosts) > 1:
+        raise RuntimeError(f"the ranks span hosts {hosts}, and copy engines reach GPUs of one host only")
+
+
+def _missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"a {device.type} device has no copy engines"
+    backend = compat.symmetric_memory_backend(device)
+    if backend != "CUDA":
+        return f"symmetric memory is of the kind {backend!r} here, but copies need 'CUDA'"
+    return None
+
+
+def host_name() -> str:
+    """A name of this host that is another one on any other, also in containers that are all called alike."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()

@@ -1,0 +1,315 @@
+"""Specs, redistribution and distribution of block placements: wrappers of [Note: block placements in DTensor]."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .._torch_compat import (
+    DTensorSpec,
+    OpSchema,
+    StridedShard,
+    distribute_tensor_modules,
+    mesh_coordinate,
+    redistribute_module,
+)
+from ..placement import GTPShard, _BlockGTPShard, _StridedGTPShard, chunk_rows, chunk_size_and_offset
+
+# A list of torch's _TransformInfo: what happens on one mesh axis, in order.
+Steps = list[Any]
+
+
+def has_block(spec: DTensorSpec) -> bool:
+    return any(isinstance(p, _BlockGTPShard) for p in spec.placements)
+
+
+def is_sharding(placement: Placement) -> bool:
+    return isinstance(placement, Shard | StridedShard)
+
+
+def _replace_blocks(placements: Iterable[Placement], replacement: Callable[[_BlockGTPShard], Placement]) -> list[Any]:
+    return [replacement(p) if isinstance(p, _BlockGTPShard) else p for p in placements]
+
+
+def gathered(spec: DTensorSpec) -> DTensorSpec:
+    """``spec`` with Replicate() for each block placement."""
+    if not has_block(spec):
+        return spec
+    placements = _replace_blocks(spec.placements, lambda p: Replicate())
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def map_specs(schema: OpSchema, function: Callable[[DTensorSpec], DTensorSpec]) -> OpSchema:
+    """``schema`` with ``function`` of each spec, also of those in lists."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(mapped(item) for item in value)
+        return function(value) if isinstance(value, DTensorSpec) else value
+
+    args = tuple(mapped(value) for value in schema.args_schema)
+    kwargs = {name: mapped(value) for name, value in schema.kwargs_schema.items()}
+    return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
+
+
+def has_empty_shard(spec: DTensorSpec) -> bool:
+    """True if some rank of the mesh has no rows; the same answer on every rank."""
+    sizes = [{size} for size in spec.shape]
+    for axis, placement in enumerate(spec.placements):
+        if is_sharding(placement):
+            num_chunks = spec.mesh.size(axis)
+            dim = sharded_dim(placement)
+            sizes[dim] = {
+                placement._local_shard_size_and_offset(size, num_chunks, index)[0]  # type: ignore[attr-defined]
+                for size in sizes[dim]
+                for index in range(num_chunks)
+            }
+    return any(0 in of_dim for of_dim in sizes)
+
+
+def stock_sibling(spec: DTensorSpec) -> DTensorSpec:
+    """``spec`` with a plain Shard for each block placement: the same dims, not the same layout."""
+    if not has_block(spec):
+        return spec
+    placements = _replace_blocks(spec.placements, lambda p: Shard(p.dim))
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+# --- DTensorSpec ------------------------------------------------------------------------------------------------------
+
+
+class _Placements(NamedTuple):
+    """Stands in for a DTensorSpec whose shard order is verified: only this attribute is read."""
+
+    placements: tuple[Placement, ...]
+
+
+def wrap_spec() -> None:
+    stock_post_init = DTensorSpec.__post_init__
+    stock_verify = DTensorSpec._verify_shard_order
+
+    @functools.wraps(stock_post_init)
+    def post_init(self: DTensorSpec) -> None:
+        if not any(isinstance(p, _BlockGTPShard | _StridedGTPShard) for p in self.placements):
+            stock_post_init(self)
+            return
+        self.placements = placements = as_torch_chunks(self)
+        check_placements(self)
+        self.placements = tuple(_replace_blocks(placements, lambda p: Shard(p.dim)))
+        stock_post_init(self)
+        self.placements = placements
+
+    @functools.wraps(stock_verify)
+    def verify(self: DTensorSpec, shard_order: Any) -> None:
+        if has_block(self):
+            stand_in = _Placements(tuple(_replace_blocks(self.placements, lambda p: Shard(p.dim))))
+            stock_verify(cast(DTensorSpec, stand_in), shard_order)
+        else:
+            stock_verify(self, shard_order)
+
+    DTensorSpec.__post_init__ = post_init  # type: ignore[method-assign]
+    DTensorSpec._verify_shard_order = verify  # type: ignore[method-assign]
+
+
+def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
+    """The placements of ``spec``, in torch's own terms where that names the same layout and blocks would not do.
+
+    ``fully_shard`` outside of ``gtp_shard`` cuts a dim once more and says so with a strided placement to the left. What
+    a block placement does to the dim has no such name; but where its chunks are those of torch, ``GTPShard(dim)`` is
+    one. An axis of one rank cuts nothing.
+    """
+    placements = list(spec.placements)
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, _BlockGTPShard):
+            continue
+        for other_axis, other in enumerate(placements):
+            if isinstance(other, StridedShard) and _shards(other, placement.dim) and spec.mesh.size(other_axis) == 1:
+                placements[other_axis] = Replicate()
+        others = [other for i, other in enumerate(placements) if i != axis and _shards(other, placement.dim)]
+        if any(isinstance(other, StridedShard) for other in others) and has_torch_chunks(spec, axis):
+            placements[axis] = GTPShard(placement.dim)
+    return tuple(placements)
+
+
+def has_torch_chunks(spec: DTensorSpec, axis: int) -> bool:
+    """Whether the ``GTPShard`` on mesh axis ``axis`` cuts its dim just where ``torch.chunk`` would.
+
+    Plain shardings to the left have cut the dim before, strided ones cut it afterwards.
+    """
+    placement = spec.placements[axis]
+    assert isinstance(placement, GTPShard)
+    if placement.block_size == 1:
+        return True
+    if spec.tensor_meta is None:
+        return False
+    slices = {spec.tensor_meta.shape[placement.dim]}
+    for i, other in enumerate(spec.placements[:axis]):
+        if _shards(other, placement.dim) and not isinstance(other, StridedShard):
+            num = spec.mesh.size(i)
+            slices = {chunk_size_and_offset(rows, num, index)[0] for rows in slices for index in range(num)}
+    num_chunks = spec.mesh.size(axis)
+    return all(chunk_rows(n, num_chunks, placement.block_size) == chunk_rows(n, num_chunks) for n in slices)
+
+
+def check_placements(spec: DTensorSpec) -> None:
+    """Refuse placements whose layout DTensor would read in two ways.
+
+    Raises:
+        NotImplementedError: another placement cuts the same tensor dim after a block placement did.
+        ValueError: a ``split_factor > 1`` whose slices, or whose chunks with this ``block_size``, are not torch's.
+    """
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, _BlockGTPShard):
+            for other_axis, other in enumerate(spec.placements):
+                if other_axis == axis or not _shards(other, placement.dim):
+                    continue
+                if other_axis > axis or isinstance(other, StridedShard | _BlockGTPShard):
+                    raise NotImplementedError(
+                        f"GTPShard with block_size > 1 must be the last to cut its tensor dim, but got placements "
+                        f"{spec.placements}. Put its mesh axis to the right of the other axes that shard dim "
+                        f"{placement.dim}, or use block_size=1."
+                    )
+        elif isinstance(placement, _StridedGTPShard) and spec.tensor_meta is not None:
+            _check_strided(placement, axis, spec, spec.tensor_meta.shape)
+
+
+def _check_strided(placement: _StridedGTPShard, axis: int, spec: DTensorSpec, shape: torch.Size) -> None:
+    dim = placement.dim
+    divisor = placement.split_factor
+    for p, size in zip(spec.placements[:axis], spec.mesh.shape[:axis], strict=True):
+        divisor *= size if _shards(p, dim) else 1
+    slice_rows, rest = divmod(shape[dim], divisor)
+    num_chunks = spec.mesh.size(axis)
+    is_cut_again = any(_shards(p, dim) for p in spec.placements[axis + 1 :])
+    has_own_chunks = chunk_rows(slice_rows, num_chunks, placement.block_size) != chunk_rows(slice_rows, num_chunks)
+    if has_own_chunks or (rest != 0 and (is_cut_again or placement.block_size > 1)):
+        raise ValueError(
+            f"{placement!r} on mesh axis {axis} of size {num_chunks} cannot shard dim {dim} of shape {tuple(shape)}: "
+            f"DTensor reads it as {placement.split_factor} equal slices that are each cut as torch.chunk does. Put the "
+            f"axis that cuts first to the left in the mesh: (Shard({dim}), GTPShard({dim}, "
+            f"block_size={placement.block_size}))."
+        )
+
+
+def on_dim(placement: Placement, dim: int) -> Placement:
+    """``placement`` for another tensor dim."""
+    if dim == sharded_dim(placement):
+        return placement
+    if isinstance(placement, GTPShard):
+        return GTPShard(dim, split_factor=placement.split_factor, block_size=placement.block_size)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return is_sharding(placement) and sharded_dim(placement) == dim
+
+
+def sharded_dim(placement: Placement) -> int:
+    return int(placement.dim)  # type: ignore[attr-defined]
+
+
+# --- redistribution ---------------------------------------------------------------------------------------------------
+
+
+def wrap_planner() -> None:
+    stock = redistribute_module._gen_transform_infos_non_cached
+    stock_cached = redistribute_module._gen_transform_infos
+    make_step = redistribute_module._TransformInfo
+
+    def plan(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
+        if has_block(src) or has_block(dst):
+            return plan_block_redistribution(make_step, lambda *specs: stock(*specs, *args, **kwargs), src, dst)
+        return cast(Steps, stock(src, dst, *args, **kwargs))
+
+    plan_cached = functools.cache(plan)
+
+    def plan_or_stock(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
+        chosen = plan_cached if has_block(src) or has_block(dst) else stock_cached
+        return cast(Steps, chosen(src, dst, *args, **kwargs))
+
+    plan_or_stock.cache_clear = stock_cached.cache_clear  # type: ignore[attr-defined]
+    redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
+    redistribute_module._gen_transform_infos = plan_or_stock  # type: ignore[assignment]
+
+
+def plan_block_redistribution(
+    make_step: Callable[..., Any],
+    plan_stock: Callable[[DTensorSpec, DTensorSpec], Steps],
+    src: DTensorSpec,
+    dst: DTensorSpec,
+) -> Steps:
+    """Steps from ``src`` to ``dst`` when one of them holds a block placement.
+
+    Block placements of ``src`` are gathered, torch plans the other axes, block placements of ``dst`` are cut. That is
+    in order because a block placement is the last that cuts its dim (``check_placements``).
+    """
+    gathers: Steps = []
+    cuts: Steps = []
+    middle_src, middle_dst = list(src.placements), list(dst.placements)
+    for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if isinstance(p, _BlockGTPShard) and p == q and not _is_recut(p.dim, axis, src, dst):
+            middle_src[axis] = middle_dst[axis] = Replicate()  # not touched: torch sees nothing to do on this axis
+            continue
+        if isinstance(p, _BlockGTPShard):
+            gathers.append(make_step(axis, (p, Replicate()), _shape_before(axis, src)))
+            middle_src[axis] = Replicate()
+        if isinstance(q, _BlockGTPShard):
+            before = p if p.is_partial() else Replicate()  # a partial value is reduced and scattered in one step
+            cuts.append(make_step(axis, (before, q), list(src.shape)))
+            middle_dst[axis] = before
+    middle = [DTensorSpec(src.mesh, tuple(p), tensor_meta=src.tensor_meta) for p in (middle_src, middle_dst)]
+    return [*gathers, *plan_stock(*middle), *cuts]
+
+
+def _is_recut(dim: int, axis: int, src: DTensorSpec, dst: DTensorSpec) -> bool:
+    """True if an axis to the left changes how it cuts ``dim``: then the rows of ``axis`` are others afterwards."""
+    changed = [pair for pair in zip(src.placements[:axis], dst.placements[:axis], strict=True) if pair[0] != pair[1]]
+    return any(_shards(p, dim) for pair in changed for p in pair)
+
+
+def _shape_before(axis: int, spec: DTensorSpec) -> list[int]:
+    """Shape of this rank's part of the tensor before mesh axis ``axis`` cuts it."""
+    shape = list(spec.shape)
+    for i, placement in enumerate(spec.placements[:axis]):
+        if is_sharding(placement):
+            dim = sharded_dim(placement)
+            index = mesh_coordinate(spec.mesh, i)
+            shape[dim], _ = placement._local_shard_size_and_offset(  # type: ignore[attr-defined]
+                shape[dim], spec.mesh.size(i), index
+            )
+    return shape
+
+
+# --- distribute_tensor ------------------------------------------------------------------------------------------------
+
+
+def wrap_distribute_tensor() -> None:
+    modules = distribute_tensor_modules()
+    stock = modules[0].distribute_tensor
+
+    @functools.wraps(stock)
+    def distribute_tensor(
+        tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        src_data_rank: int | None = 0,
+    ) -> DTensor:
+        if placements is None or not any(isinstance(p, _BlockGTPShard) for p in placements):
+            return cast(DTensor, stock(tensor, device_mesh, placements, src_data_rank=src_data_rank))
+        if isinstance(tensor, DTensor):  # torch checks that it has these placements and returns it
+            return cast(DTensor, stock(tensor, device_mesh, placements, src_data_rank=src_data_rank))
+        targets = [on_dim(p, sharded_dim(p) % tensor.ndim) if is_sharding(p) else p for p in placements]
+        without_blocks = _replace_blocks(targets, lambda p: Replicate())
+        result = cast(DTensor, stock(tensor, device_mesh, without_blocks, src_data_rank=src_data_rank).detach())
+        return cast(DTensor, result.redistribute(placements=targets).requires_grad_(tensor.requires_grad))
+
+    for module in modules:
+        module.distribute_tensor = distribute_tensor

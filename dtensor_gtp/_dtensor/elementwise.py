@@ -1,0 +1,402 @@
+"""Elementwise ops on DTensors: which ops these are, and how their operands and outputs are sharded.
+
+[Note: operands that lie alike]
+torch finds the sharding of an op by search: it lists the combinations of placements that the op allows on each mesh
+axis, over all axes, and computes what each would cost. On four axes that takes up to a second for each new op and
+shape. But an elementwise op whose operands have one shape and the same placements on the same mesh moves nothing, and
+its output lies as they do. ``propagate_alike`` says so at once. It gives the very answer that torch would give; where
+that takes more thought, it gives none and torch searches:
+
+* another shape or other placements, but for scalars that each rank holds whole;
+* partial values, placements of other libraries, another order of shards than the default one;
+* an op whose rule is not torch's own, and a rank outside of the mesh;
+* what the compiler traces: shapes may be symbols, which comparisons would specialize.
+
+Nor does it run the op on fake tensors to find dtypes and strides, where they can only be those of the operands.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .._torch_compat import (
+    DTensorSpec,
+    OpSchema,
+    OutputSharding,
+    StockRule,
+    StridedShard,
+    TensorMeta,
+    is_tracing_dtensors,
+    op_dispatcher,
+    stock_rule,
+)
+from ..placement import GTPShard, _BlockGTPShard
+from .block_layout import has_block, is_sharding, on_dim, sharded_dim
+
+logger = logging.getLogger(__name__)
+
+
+aten = torch.ops.aten
+
+
+# Ops that treat each element by itself, beside those that torch tags as pointwise and their in-place variants.
+_ELEMENTWISE = frozenset(
+    {
+        aten._to_copy.default,
+        aten.alias.default,
+        aten.bernoulli.default,
+        aten.bernoulli_.float,
+        aten.clone.default,
+        aten.copy_.default,
+        aten.detach.default,
+        aten.empty_like.default,
+        aten.equal.default,
+        aten.fill_.Scalar,
+        aten.fill_.Tensor,
+        aten.full_like.default,
+        aten.native_dropout.default,
+        aten.normal_.default,
+        aten.ones_like.default,
+        aten.rand_like.default,
+        aten.randint_like.default,
+        aten.randint_like.low_dtype,
+        aten.randn_like.default,
+        aten.uniform_.default,
+        aten.zero_.default,
+        aten.zeros_like.default,
+    }
+)
+
+
+_LIST_OPS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
+
+
+class Operand(NamedTuple):
+    """A tensor argument of an op: argument position or name, element number if it stands in a list, and its spec."""
+
+    argument: int | str
+    element: int | None
+    spec: DTensorSpec
+    is_mutated: bool
+    is_aliased: bool
+
+
+class NotElementwiseError(Exception):
+    """The shapes of an elementwise op do not let its operands share one sharding."""
+
+
+def operands_of(schema: OpSchema) -> Iterator[Operand]:
+    arguments = schema.op._schema.arguments
+    by_name = {a.name: a for a in arguments}
+    values: list[tuple[int | str, Any, Any]] = [
+        (i, value, arguments[i]) for i, value in enumerate(schema.args_schema) if i < len(arguments)
+    ]
+    values += [(name, value, by_name.get(name)) for name, value in schema.kwargs_schema.items()]
+    for argument, value, declared in values:
+        alias = declared.alias_info if declared is not None else None
+        flags = (alias is not None and alias.is_write, alias is not None and not alias.is_write)
+        if isinstance(value, DTensorSpec):
+            yield Operand(argument, None, value, *flags)
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, DTensorSpec):
+                    yield Operand(argument, index, item, *flags)
+
+
+def _with_specs(schema: OpSchema, specs: dict[tuple[int | str, int | None], DTensorSpec]) -> OpSchema:
+    """``schema`` with other specs for the operands in ``specs``, keyed by argument and index."""
+
+    def replaced(argument: int | str, value: Any) -> Any:
+        if isinstance(value, DTensorSpec):
+            return specs.get((argument, None), value)
+        if isinstance(value, list | tuple):
+            return type(value)(specs.get((argument, i), item) for i, item in enumerate(value))
+        return value
+
+    args = tuple(replaced(i, value) for i, value in enumerate(schema.args_schema))
+    kwargs = {name: replaced(name, value) for name, value in schema.kwargs_schema.items()}
+    return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
+
+
+def unsupported(op: Any, operands: Iterable[Operand], why: str) -> NotImplementedError:
+    specs = ", ".join(str(o.spec) for o in operands if has_block(o.spec))
+    return NotImplementedError(
+        f"{op} does not support a GTPShard with block_size > 1 ({specs}): {why}. Call full_tensor() or redistribute "
+        f"the DTensor to Replicate() first, or work on to_local()."
+    )
+
+
+def _is_list_op(op: Any) -> bool:
+    """True for ops on lists of tensors that treat the i-th elements of the lists by themselves."""
+    return str(op._schema.name).startswith(_LIST_OPS)
+
+
+def _groups(op: Any, operands: Sequence[Operand]) -> list[list[Operand]]:
+    """The operands that the op combines: of a list op, those of each element of its lists and those of all."""
+    if not _is_list_op(op):
+        return [list(operands)]
+    shared = [o for o in operands if o.element is None]
+    groups: dict[int, list[Operand]] = {}
+    for operand in operands:
+        if operand.element is not None:
+            groups.setdefault(operand.element, []).append(operand)
+    return [groups[element] + shared for element in sorted(groups)]
+
+
+def is_elementwise(op: Any) -> bool:
+    if _is_list_op(op):
+        return stock_rule(op) is StockRule.POINTWISE  # others reduce or multiply the tensors of the lists
+    return op in _ELEMENTWISE or torch.Tag.pointwise in op.tags or torch.Tag.pointwise in _tags_out_of_place(op)
+
+
+def _tags_out_of_place(op: Any) -> Iterable[Any]:
+    """Tags of ``aten::foo.bar`` for ``aten::foo_.bar``: torch leaves some in-place variants untagged."""
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name.endswith("_") else None
+    overload = getattr(packet, op._overloadname, None)
+    return () if overload is None else overload.tags
+
+
+# --- operands with block placements -----------------------------------------------------------------------------------
+
+
+def propagate_elementwise(schema: OpSchema, operands: Sequence[Operand], out_meta: Any) -> OutputSharding:
+    """Bring all operands of each element of the op to one sharding; the outputs have it too."""
+    leaders: list[DTensorSpec] = []
+    specs: dict[tuple[int | str, int | None], DTensorSpec] = {}
+    for group in _groups(schema.op, operands):
+        leader = _leading_spec(schema.op, group)
+        leaders.append(leader)
+        for operand in group:
+            specs[operand.argument, operand.element] = _aligned(schema.op, operand, leader)
+    changed = [o for o in operands if specs[o.argument, o.element].placements != o.spec.placements]
+    if any(isinstance(o.argument, str) for o in changed):
+        raise unsupported(schema.op, operands, "DTensor cannot redistribute a keyword argument")
+    output = _elementwise_outputs(leaders, out_meta, _is_list_op(schema.op))
+    return OutputSharding(output, _with_specs(schema, specs) if changed else None, needs_redistribute=bool(changed))
+
+
+def _leading_spec(op: Any, group: Sequence[Operand]) -> DTensorSpec:
+    """The spec that the others follow: of the tensor written to, else of the first with block placements, else any."""
+    leader = next((o for o in group if o.is_mutated), None)
+    if leader is None:
+        ranked = sorted(group, key=lambda o: (not has_block(o.spec), not o.spec.is_sharded()))
+        leader = ranked[0]
+    spec = leader.spec
+    if not any(p.is_partial() for p in spec.placements):
+        return spec
+    if leader.is_mutated:
+        raise unsupported(op, group, f"it would write to a tensor with partial values, {spec}")
+    return _spec_like(spec, [Replicate() if p.is_partial() else p for p in spec.placements], spec.tensor_meta)
+
+
+def _aligned(op: Any, operand: Operand, leader: DTensorSpec) -> DTensorSpec:
+    spec = operand.spec
+    if spec.mesh != leader.mesh:
+        if not spec.is_replicated():
+            raise ValueError(f"Cannot run {op} on inputs with different meshes: got {leader.mesh} and {spec.mesh}.")
+        return spec
+    placements = _broadcast(leader.placements, leader.shape, spec.shape)
+    if placements == list(spec.placements):
+        return spec
+    if operand.is_mutated:
+        raise unsupported(op, [operand, operand._replace(spec=leader)], "it writes to tensors with unlike placements")
+    return _spec_like(spec, placements, spec.tensor_meta)
+
+
+def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.Size) -> list[Placement]:
+    """Placements for a tensor of shape ``other`` whose rows go with those of a tensor of ``shape`` in a broadcast."""
+    shift = len(other) - len(shape)
+    result: list[Placement] = []
+    for placement in placements:
+        if not is_sharding(placement):
+            result.append(placement)
+            continue
+        dim = sharded_dim(placement) + shift
+        rows = shape[sharded_dim(placement)]
+        if dim < 0 or (other[dim] == 1 and rows != 1):
+            result.append(Replicate())
+        elif other[dim] == rows:
+            result.append(on_dim(placement, dim))
+        else:
+            raise NotElementwiseError
+    return result
+
+
+def _spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
+    is_order = spec.use_strided_shard_as_shard_order if any(isinstance(p, StridedShard) for p in placements) else None
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=is_order)
+
+
+def _elementwise_outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_op: bool) -> Any:
+    def output(leader: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
+        if meta is None:
+            return None
+        return _spec_like(leader, _broadcast(leader.placements, leader.shape, meta.shape), meta)
+
+    if out_meta is None:
+        return None
+    if isinstance(out_meta, TensorMeta):
+        return output(leaders[0], out_meta)
+    if not is_list_op:
+        return tuple(output(leaders[0], meta) for meta in out_meta)
+    if len(out_meta) != len(leaders):
+        raise NotElementwiseError
+    return tuple(output(leader, meta) for leader, meta in zip(leaders, out_meta, strict=True))
+
+
+# --- operands that lie alike ------------------------------------------------------------------------------------------
+
+# The argument of the fused Adams that may lie on a mesh of its own: the numbers of steps.
+_FUSED_STEPS = 5
+
+
+# Ops whose output has the type of their operands where these are floats of one type. In place, or with out=, it has the
+# type of what they write to, which holds any real number if it is a float.
+_KEEPS_FLOAT = frozenset(
+    {
+        "_to_copy", "abs", "add", "addcdiv", "addcmul", "alias", "clamp", "clamp_max", "clamp_min", "clone", "copy",
+        "detach", "div", "empty_like", "exp", "fill", "full_like", "lerp", "log", "maximum", "minimum", "mul", "neg",
+        "normal", "ones_like", "pow", "rand_like", "randn_like", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid",
+        "sign", "sqrt", "sub", "tanh", "uniform", "zero", "zeros_like",
+    }
+)  # fmt: skip
+
+
+def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding | None:
+    """What torch's search would find for an op of [Note: operands that lie alike]; None for any other op."""
+    op = schema.op
+    rule = stock_rule(op) if is_elementwise(op) and not is_tracing_dtensors() else None
+    if rule is None or not _has_equal_lists(schema):
+        return None
+    leaders: list[DTensorSpec] = []
+    for group in _groups(op, operands):
+        leader = _common_layout(op, group)
+        if leader is None:
+            return None
+        leaders.append(leader)
+    returns = [str(value.type) for value in op._schema.returns]
+    if not returns:
+        return OutputSharding(None)
+    if (returns != ["List[Tensor]"]) if _is_list_op(op) else (set(returns) != {"Tensor"}):
+        return None
+    out_meta = _out_meta(schema, operands, leaders)
+    if rule is not StockRule.WHOLE_MESH:
+        leaders = [_spec_like(s, [_of_stock_class(p) for p in s.placements], s.tensor_meta) for s in leaders]
+    try:
+        return OutputSharding(_elementwise_outputs(leaders, out_meta, _is_list_op(op)))
+    except NotElementwiseError:
+        return None
+
+
+def _has_equal_lists(schema: OpSchema) -> bool:
+    """Whether a list op has lists of one length that hold tensors only, and any other op has none."""
+    lists = [
+        v for v in schema.args_schema if isinstance(v, list | tuple) and any(isinstance(i, DTensorSpec) for i in v)
+    ]
+    if not lists:
+        return not _is_list_op(schema.op)
+    is_full = all(isinstance(item, DTensorSpec) for items in lists for item in items)
+    return _is_list_op(schema.op) and is_full and len({len(items) for items in lists}) == 1
+
+
+def _common_layout(op: Any, group: Sequence[Operand]) -> DTensorSpec | None:
+    """The spec of all operands but whole scalars, where they lie alike and torch would leave them there."""
+    wide = [o for o in group if not _is_whole_scalar(o.spec)] or group
+    leader = wide[0].spec
+    if not _has_known_layout(leader):
+        return None
+    if not all(_goes_with(op, operand, leader) for operand in group):
+        return None
+    return leader
+
+
+def _goes_with(op: Any, operand: Operand, leader: DTensorSpec) -> bool:
+    spec = operand.spec
+    is_scalar = _is_whole_scalar(spec)
+    if spec.mesh != leader.mesh:
+        is_number_of_steps = operand.argument == _FUSED_STEPS and op._schema.name.startswith("aten::_fused_")
+        return is_scalar and is_number_of_steps
+    if is_scalar:
+        return leader.ndim == 0 or not operand.is_mutated
+    if isinstance(operand.argument, str):
+        is_shared = not operand.is_mutated  # out= is one more element, lr= a number for all
+    else:
+        is_shared = _is_list_op(op) and operand.element is None
+    return spec.tensor_meta is not None and not is_shared and _lies_like(spec, leader)
+
+
+def _lies_like(spec: DTensorSpec, leader: DTensorSpec) -> bool:
+    return (
+        spec.placements == leader.placements
+        and spec.shape == leader.shape
+        and spec.shard_order == leader.shard_order
+        and spec.use_strided_shard_as_shard_order == leader.use_strided_shard_as_shard_order
+    )
+
+
+def _has_known_layout(spec: DTensorSpec) -> bool:
+    """Whether ``spec`` has only placements of torch and ours, in their default order, and this rank has a part."""
+    if spec.tensor_meta is None or spec.mesh.get_coordinate() is None:
+        return False
+    if not all(isinstance(p, GTPShard) or type(p) in (Shard, StridedShard, Replicate) for p in spec.placements):
+        return False
+    usual = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
+    return usual.placements == spec.placements and _lies_like(spec, usual)
+
+
+def _is_whole_scalar(spec: DTensorSpec) -> bool:
+    return spec.tensor_meta is not None and spec.ndim == 0 and spec.is_replicated()
+
+
+def _of_stock_class(placement: Placement) -> Placement:
+    """``placement`` as torch's rules name it; but a block placement, which torch has no name for, stays itself."""
+    if isinstance(placement, _BlockGTPShard):
+        return placement
+    if isinstance(placement, StridedShard):
+        return StridedShard(placement.dim, split_factor=placement.split_factor)
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def _out_meta(schema: OpSchema, operands: Sequence[Operand], leaders: Sequence[DTensorSpec]) -> Any:
+    """Shapes, strides and dtypes of the outputs; from fake tensors where they may not be those of the operands."""
+    op = schema.op
+    if op._schema.name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_") in _KEEPS_FLOAT:
+        written = [o.spec.tensor_meta for o in operands if o.is_mutated]
+        metas = written or [leader.tensor_meta for leader in leaders]
+        is_alike = bool(written) or _are_contiguous_alike(operands)
+        if is_alike and metas[0] is not None and _can_only_be(metas[0].dtype, schema, operands):
+            return metas if _is_list_op(op) else metas[0]
+    return op_dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+
+
+def _can_only_be(dtype: torch.dtype, schema: OpSchema, operands: Sequence[Operand]) -> bool:
+    """Whether ``dtype`` is a float, and no argument asks for a complex or other type, or for strides of its own."""
+    if not dtype.is_floating_point or any(meta.dtype.is_complex for o in operands if (meta := o.spec.tensor_meta)):
+        return False
+    harmless = (None, dtype, torch.strided, torch.preserve_format, torch.contiguous_format)
+    values: list[Any] = []
+    for value in (*schema.args_schema, *schema.kwargs_schema.values()):
+        values.extend(value if isinstance(value, list | tuple) else [value])
+    kinds = DTensorSpec | int | float | str | torch.device | torch.Generator
+    return all(isinstance(value, kinds) or value in harmless for value in values)
+
+
+def _are_contiguous_alike(operands: Sequence[Operand]) -> bool:
+    """Whether all operands have one dtype, and the strides of a new tensor."""
+    metas = [o.spec.tensor_meta for o in operands if o.spec.tensor_meta is not None]
+    return len({meta.dtype for meta in metas}) == 1 and all(_is_contiguous(meta) for meta in metas)
+
+
+def _is_contiguous(meta: TensorMeta) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True

@@ -1,0 +1,188 @@
+"""One gather, of one weight or of several at once: buffers, the collective, and when the full weights may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .. import _torch_compat as compat
+from .._comm.collectives import as_integers
+from .._comm.context import CommContext
+from .._comm.copy_engine import Content
+from .._comm.debug import profiler_range
+from .._comm.streams import Done
+from ..quant.planes import Direction
+from .gathered import Gathered
+from .layout import WeightLayout
+from .sharded_weight import Columnwise, Gatherable, ShardedWeight
+from .wire import Packed
+
+
+def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
+    """Launch the gathers of present shards, as one operation.
+
+    Args:
+        targets: Of weights of one mesh.
+    """
+    for target in targets:
+        target.num_gathers += 1
+    weight = targets[0].weight
+    if weight.layout.world == 1:
+        return [_alone(target, comm) for target in targets]
+    if len(targets) == 1 and weight.wire is None:
+        return [_launch_plain(weight, comm)]
+    packed, buffers = _pack(targets, comm), _side_by_side(targets)
+    return _launch_together([_prepare(target, packed.get(target), buffers.get(target)) for target in targets], comm)
+
+
+def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
+    """What is sent of those weights that are not sent as they are."""
+    wires = [(target, wire) for target in targets if (wire := target.weight.wire) is not None]
+    if not wires:
+        return {}
+    with comm.packing(targets[0].weight.groups):
+        return {target: wire.pack(_direction(target), comm) for target, wire in wires}
+
+
+def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, torch.Tensor]:
+    """Buffers of weights that always travel together, where all of them do: slices of one tensor, in order, so that
+    who computes with all of them at once has their stack as a view."""
+    buffers: dict[Gatherable, torch.Tensor] = {}
+    for companions in dict.fromkeys(target.companions for target in targets if target.companions):
+        weights = [target.weight for target in companions]
+        kinds = {(weight.layout.buffer_shape, weight.compute_dtype) for weight in weights}
+        is_plain = all(weight.wire is None and weight.fixed is None for weight in weights)
+        if is_plain and len(kinds) == 1 and set(companions) <= set(targets):
+            shape = (len(weights), *weights[0].layout.buffer_shape)
+            whole = torch.empty(shape, dtype=weights[0].compute_dtype, device=weights[0].shard.device)
+            buffers.update(zip(companions, whole.unbind(0), strict=True))
+    return buffers
+
+
+def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
+    """What ``_launch_together`` does, for the most frequent case with the least work of the host."""
+    layout, shard, dtype = weight.layout, weight.shard, weight.compute_dtype
+    rows = layout.rows_of(shard)
+    buffer = weight.gather_buffer()
+    is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
+    groups = weight.groups
+    with profiler_range("GTP::all_gather", weight.fqn), comm.gathering(groups):
+        comm.before_collective("all_gather", weight.fqn, groups)
+        # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
+        slot = rows
+        if not is_sendable and not comm.casts_shards(groups):
+            slot = layout.slot(buffer)
+            layout.filled(slot).copy_(rows)
+        done = comm.all_gather(groups, [buffer], [slot], [_content(weight, 0)])
+    return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
+
+
+def _alone(target: Gatherable, comm: CommContext) -> Gathered:
+    """On an axis of one rank: nothing is communicated."""
+    weight = target.weight
+    layout, shard, dtype, version = weight.layout, weight.shard, weight.compute_dtype, weight.version
+    if weight.wire is not None:
+        packed = weight.wire.pack(_direction(target), comm)
+        own = [plane for _, plane in packed.planes]
+        return _packed(packed, lambda: own, Gathered(as_integers(own[0]), shard, comm.at_once(), shard, version, True))
+    rows = layout.rows_of(shard)
+    buffer = rows if rows.dtype == dtype else rows.to(dtype)
+    return Gathered(buffer, layout.full_view(buffer), comm.at_once(), shard, version, buffer is rows)
+
+
+class _Plane(NamedTuple):
+    """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer; and what it is."""
+
+    layout: WeightLayout
+    part: torch.Tensor
+    buffer: torch.Tensor
+    content: Content
+
+
+class _Sending(NamedTuple):
+    """What is gathered of one weight: the weight itself, in one plane, or what it is packed in."""
+
+    weight: ShardedWeight
+    planes: list[_Plane]
+    packed: Packed | None
+
+
+def _packed(packed: Packed, parts: Callable[[], list[torch.Tensor]], gathered: Gathered) -> Gathered:
+    gathered.unpack = lambda: packed.unpack(parts())
+    if (assemble := packed.quantized) is not None:
+        gathered.quantized = lambda: assemble(parts())
+    return gathered
+
+
+def _direction(target: Gatherable) -> Direction:
+    return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE
+
+
+def _prepare(target: Gatherable, packed: Packed | None, buffer: torch.Tensor | None) -> _Sending:
+    weight = target.weight
+    if packed is None:
+        layout, shard = weight.layout, weight.shard
+        if buffer is None:
+            buffer = weight.gather_buffer()
+        return _Sending(weight, [_Plane(layout, shard, buffer, _content(weight, 0))], None)
+    planes = []
+    for number, (layout, plane) in enumerate(packed.planes):
+        part = as_integers(plane)  # not every backend knows every float
+        buffer = torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)
+        planes.append(_Plane(layout, part, buffer, _content(target, number)))
+    return _Sending(weight, planes, packed)
+
+
+def _content(target: Gatherable, number: int) -> Content:
+    """What plane ``number`` of a gather is."""
+    weight = target.weight
+    num_casts = 0 if weight.wire is None else weight.wire.num_casts
+    return Content((target, number), None if num_casts is None else (weight.state_of_shard, num_casts))
+
+
+def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gathered]:
+    """Each tensor into a buffer of its own, so that each weight is freed by itself."""
+    names = ", ".join(sending.weight.fqn for sending in sendings)
+    groups = sendings[0].weight.groups
+    planes = [plane for sending in sendings for plane in sending.planes]
+    with profiler_range("GTP::all_gather", names), comm.gathering(groups):
+        comm.before_collective("all_gather", names, groups)
+        slots = [plane.layout.rows_of(plane.part) for plane in planes] if comm.casts_shards(groups) else _slots(planes)
+        contents = [plane.content for plane in planes]
+        done = comm.all_gather(groups, [plane.buffer for plane in planes], slots, contents)
+    return [_gathered(sending, done, comm) for sending in sendings]
+
+
+def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
+    weight, planes, packed = sending
+    buffers = [plane.buffer for plane in planes]
+    full = buffers[0] if packed is not None else weight.layout.full_view(buffers[0])
+    gathered = Gathered(buffers[0], full, done, weight.shard, weight.version, False)
+    if packed is None:
+        return gathered
+    layouts = [(layout, plane.dtype) for layout, plane in packed.planes]
+
+    def parts() -> list[torch.Tensor]:
+        comm.note_reading(done, buffers)
+        views = zip(layouts, buffers, strict=True)
+        return [layout.full_view(buffer).view(dtype) for (layout, dtype), buffer in views]
+
+    return _packed(packed, parts, gathered)
+
+
+def _slots(planes: list[_Plane]) -> list[torch.Tensor]:
+    """What this rank sends: each part as it is if it can, else cast and padded into its own slot of the buffer."""
+    slots, sources, copies = [], [], []
+    for layout, part, buffer, _ in planes:
+        rows = layout.rows_of(part)
+        if rows.dtype == buffer.dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous():
+            slots.append(rows)
+            continue
+        slots.append(layout.slot(buffer))
+        sources.append(rows)
+        copies.append(layout.filled(slots[-1]))
+    if copies:
+        compat.copy_all(copies, sources)
+    return slots

@@ -1,0 +1,280 @@
+"""A weight that lives on every rank as a shard and is gathered for each use."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Placement
+
+from .. import _torch_compat as compat
+from .._comm.tokens import TokenExchange
+from ..placement import GTPShard
+from ..quant.float8_gemms import Float8GEMMs
+from .gathered import Gathered, ShardState, Version
+from .layout import WeightLayout
+from .managed_param import ManagedParam, Site
+from .wire import Wire
+
+
+class StandIn:
+    """A leaf of one number on the host: ``ops/compiled.py`` says why it is a number, and why there.
+
+    Args:
+        requires_grad: Whether the weight needs a gradient, now; a weight that is frozen later gets another one.
+    """
+
+    def __init__(self, requires_grad: bool) -> None:
+        with torch.inference_mode(False):
+            self.leaf = torch.zeros(1, device="cpu", requires_grad=requires_grad)
+        self._node = compat.accumulate_node(self.leaf) if requires_grad else None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the backward that runs now wants the weight's gradient."""
+        return self._node is not None and compat.is_node_awaited(self._node)
+
+
+class Gatherable:
+    """What is gathered of a weight, and what of it is in memory.
+
+    That is the weight itself; and for low-precision formats whose backward needs other data, a second one beside it
+    (``ShardedWeight.for_backward``).
+    """
+
+    def __init__(self) -> None:
+        self.index = -1
+        self.call = -1  # number of the gtp_shard call
+        self.lane = 0  # number of the mesh, see ``schedule``
+        # What is always gathered together, itself included, in order of use; empty if it is alone.
+        self.companions: tuple[Gatherable, ...] = ()
+        self.num_gathers = 0
+        self.live: Gathered | None = None
+        self.kept: Gathered | None = None
+        self.pending: deque[Gathered] = deque()
+
+    @property
+    def weight(self) -> ShardedWeight:
+        """The weight that it belongs to."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """What is gathered, in bytes."""
+        weight = self.weight
+        return (None if weight.wire is None else weight.wire.num_bytes()) or self.kept_nbytes
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """What one rank sends, in bytes: at most, if the weight is gathered as it is, else about."""
+        weight, layout = self.weight, self.weight.layout
+        plain = layout.buffer_numel * weight.compute_dtype.itemsize
+        return -(-(plain if weight.wire is None else self.nbytes) // layout.world)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """The full weight in memory, in bytes."""
+        return self.weight.layout.shape.numel() * self.weight.compute_dtype.itemsize
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is nothing of it in memory or on its way."""
+        return self.live is None and self.kept is None and not self.pending
+
+
+class Columnwise(Gatherable):
+    """What the gradient of the input needs of a weight that forward gathers in other data."""
+
+    def __init__(self, weight: ShardedWeight) -> None:
+        super().__init__()
+        self._weight = weight
+
+    @property
+    def weight(self) -> ShardedWeight:
+        return self._weight
+
+
+def gather_together(weights: Sequence[ShardedWeight]) -> None:
+    """When one of these weights of one ``gtp_shard`` call is gathered, so are the others, in the same launch."""
+    if len(weights) < 2:
+        return
+    for number in range(min(len(weight.gatherables) for weight in weights)):
+        companions = tuple(weight.gatherables[number] for weight in weights)
+        for target in companions:
+            target.companions = companions
+
+
+class WeightState(enum.Enum):
+    """What of a sharded weight is in memory."""
+
+    SHARDED = enum.auto()  # the shard alone
+    GATHERING = enum.auto()  # a gather is in flight or waits for its use
+    GATHERED = enum.auto()  # the full weight is in use or kept
+
+
+class ShardedWeight(ManagedParam, Gatherable):
+    """A weight that is cut over the gtp axis.
+
+    Args:
+        layout: Rows in shard and buffers.
+        tp_spec: For a weight that tensor parallelism has cut before: the DTensor spec of the slice that modules see.
+        make_wire: Gives what crosses the wire in the place of the weight itself, None for the weight.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        sites: list[Site],
+        param: nn.Parameter,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        layout: WeightLayout,
+        tp_spec: compat.DTensorSpec | None,
+        make_wire: Callable[[ShardedWeight], Wire | None] = lambda weight: None,
+    ) -> None:
+        ManagedParam.__init__(self, fqn, sites, param, mesh, mp_policy)
+        Gatherable.__init__(self)
+        self.layout = layout
+        self.tp_spec = tp_spec
+        self.wire = wire = make_wire(self)
+        # What the gradient of the input is computed with.
+        self.for_backward: Gatherable = Columnwise(self) if wire is not None and wire.has_columnwise else self
+        # A full gradient (buffer layout) of microbatches without gradient sync.
+        self.unsharded_grad: torch.Tensor | None = None
+        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
+        self.unreplicated_grad: torch.Tensor | None = None
+        # How linear layers multiply with it; None for ordinary GEMMs of the full weight.
+        self.gemms: Float8GEMMs | None = None
+        self.fixed: FixedBuffers | None = None  # of a weight of a recorded block
+        # Of a table that is looked up by exchange of activations, and of a head with a vocabulary-parallel loss.
+        self.lookups: TokenExchange | None = None
+        self.losses: TokenExchange | None = None
+        # Optimizer steps that may have written to the shard.
+        self.num_updates = 0
+        # See [Note: what is made of a shard].
+        self.edition = 0
+        # What the last use by compiled code has read, which has no place to keep it for its backward.
+        self.compiled_version: Version
+        self._rebound()
+
+    def _rebound(self) -> None:
+        self.edition += 1
+        # What stands for the parameter in autograd's graph, empty. The gradient does not go through autograd. If the
+        # parameter itself were in the graph, autograd would call its post-accumulate-grad hooks all the same, long
+        # before there is a gradient.
+        self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.shard.device)
+        if self.param.is_floating_point():
+            self.leaf.requires_grad_(self.param.requires_grad)
+        self.stand_in = StandIn(self.leaf.requires_grad)
+        self.gemms = None if self.wire is None else self.wire.gemms()
+        if self.tp_spec is not None:
+            # It is gathered in the compute dtype.
+            spec = self.tp_spec
+            self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
+
+    def begin_forward(self, is_captured: bool) -> None:
+        super().begin_forward(is_captured)
+        # [Note: what is made of a shard]
+        # What is made of it for a gather serves the backward that follows, as long as the shard's version stays. A
+        # version does not tell everything, though: ``.data`` can be written without a trace. So each forward makes it
+        # anew; but quantized data, which take longer to make, are made once for each optimizer step: they serve as long
+        # as gradients of earlier microbatches wait for one, unless a CUDA graph records the forward, on whose replay
+        # the shard is another. ``edition`` goes up when it is to be made anew whatever the version says.
+        is_made_once = self.wire is not None and self.wire.is_made_once
+        if not is_made_once or is_captured or self.is_cut_again or not self.has_waiting_grad:
+            self.edition += 1
+
+    def _follow_frozen(self) -> None:
+        super()._follow_frozen()
+        if self.stand_in.leaf.requires_grad != self.leaf.requires_grad:
+            self.stand_in = StandIn(self.leaf.requires_grad)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return (*super().placements[:-1], GTPShard(self.layout.dim, block_size=self.layout.block_size))
+
+    @property
+    def version(self) -> Version:
+        return Version(self.param._version, self.shard._version, self.num_updates)
+
+    def is_fresh(self, gathered: Gathered) -> bool:
+        """False if the shard has been replaced or written since the gather read it, or if autograd would refuse it."""
+        if gathered.buffer.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        return gathered.source is self.shard and gathered.version == self.version
+
+    @property
+    def state_of_shard(self) -> ShardState:
+        """Equal to an earlier one if what was made of the shard then may still be used."""
+        return ShardState(self.version, self.edition)
+
+    @property
+    def weight(self) -> ShardedWeight:
+        return self
+
+    @property
+    def gatherables(self) -> list[Gatherable]:
+        return [self] if self.for_backward is self else [self, self.for_backward]
+
+    @property
+    def has_waiting_grad(self) -> bool:
+        """Whether gradients of earlier microbatches wait for an optimizer step."""
+        sums = (self.param.grad, self.reduced, self.unsharded_grad, self.unreplicated_grad)
+        return any(grad is not None for grad in sums)
+
+    @property
+    def state(self) -> WeightState:
+        if self.live is not None or self.kept is not None:
+            return WeightState.GATHERED
+        return WeightState.GATHERING if self.pending else WeightState.SHARDED
+
+    def for_modules(self, gathered: Gathered) -> torch.Tensor:
+        """The full weight as module code expects it: contiguous, and a DTensor where the module is tensor-parallel."""
+        if self.wire is not None:
+            self.wire.note_read()
+        full = gathered.contiguous().detach()
+        return full if self.tp_spec is None else compat.wrap_local(full, self.tp_spec)
+
+    def exchange(self, purpose: str, declared: int | None, is_worth: Callable[[int], bool]) -> TokenExchange:
+        """An exchange of activations for uses of this weight, see ``TokenExchange``."""
+        return TokenExchange(self.fqn, self.layout.shape, self.mesh, purpose, declared, is_worth)
+
+    def new_buffer(self) -> torch.Tensor:
+        """An uninitialized buffer for the full weight."""
+        return torch.empty(self.layout.buffer_shape, dtype=self.compute_dtype, device=self.shard.device)
+
+    def gather_buffer(self) -> torch.Tensor:
+        """A buffer to gather into: the fixed one, if there is one that fits and that nobody holds."""
+        if self.fixed is not None and self.fixed.gathered.dtype == self.compute_dtype:
+            buffer = self.fixed.gathered
+            # Two owners: this tensor, and the Python object of its storage that is asked with.
+            if compat.storage_use_count(buffer.untyped_storage()) <= 2:
+                return buffer.view(buffer.shape)
+        return self.new_buffer()
+
+    def send_buffer(self) -> torch.Tensor:
+        """An uninitialized gradient buffer; rows beyond the logical end are never read by any rank."""
+        return torch.empty(self.layout.buffer_shape, dtype=self.reduce_dtype, device=self.shard.device)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of its full gradient as it is reduce-scattered."""
+        return self.layout.buffer_numel * self.reduce_dtype.itemsize
+
+    def reset_grads(self) -> None:
+        super().reset_grads()
+        self.unsharded_grad = None
+        self.unreplicated_grad = None
+
+
+class FixedBuffers(NamedTuple):
+    """Where a recorded block reads a full weight and leaves its gradient, see [Note: fixed buffers]."""
+
+    gathered: torch.Tensor
+    grad: torch.Tensor

@@ -1,0 +1,119 @@
+"""A parameter that stays whole on every rank: what modules see of it, and its local gradient until it is reduced."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .managed_param import ManagedParam, Site, wider
+
+
+class WholeParam(ManagedParam):
+    """A parameter that every rank of the axis holds whole.
+
+    Modules see ``leaf``, an ordinary parameter on the same memory, whose gradient autograd accumulates locally; after
+    backward all such gradients are reduced in one coalesced call.
+
+    Args:
+        reason: Why the parameter is not sharded, for the report.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        sites: list[Site],
+        param: nn.Parameter,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        tp_spec: compat.DTensorSpec | None,
+        reason: str,
+    ) -> None:
+        super().__init__(fqn, sites, param, mesh, mp_policy)
+        self.tp_spec = tp_spec
+        self.reason = reason
+        # Local gradient of microbatches without gradient sync, in reduce_dtype.
+        self.unsynced_grad: torch.Tensor | None = None
+        # Local gradient of uses in a compute dtype that is wider than the leaf.
+        self._wide_local_grad: torch.Tensor | None = None
+        self.on_local_grad: Callable[[], None] | None = None
+        self.record_use: Callable[[WholeParam], torch.Tensor] | None = None  # while a block is recorded
+        self._rebound()
+
+    def _rebound(self) -> None:
+        value = self.shard.detach()
+        if self.tp_spec is not None:
+            # It is cast when it is read.
+            spec = self.tp_spec
+            self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, value.dtype)
+            value = compat.wrap_local(value, self.tp_spec)
+        self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
+        if self.leaf.is_floating_point() or self.leaf.is_complex():
+            self.leaf.requires_grad_(True)
+            # The hook lives in autograd, out of the garbage collector's sight: it must not keep this object alive.
+            this = weakref.ref(self)
+            self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
+            self.leaf.requires_grad_(self.param.requires_grad)
+
+    def value(self) -> torch.Tensor:
+        """The parameter as modules see it, in the compute dtype."""
+        if self.record_use is not None:
+            return self.record_use(self)
+        if self.leaf.dtype == self.compute_dtype:
+            return self.leaf
+        value = self.leaf.to(self.compute_dtype)
+        if value.requires_grad and torch.promote_types(value.dtype, self.leaf.dtype) != self.leaf.dtype:
+            # Autograd would round the gradient on its way to the leaf.
+            value = value.detach().requires_grad_()
+            this = weakref.ref(self)
+            value.register_post_accumulate_grad_hook(lambda used: _take_wide(this(), used))
+        return value
+
+    def add_local_grad(self, grad: torch.Tensor) -> None:
+        """Take the gradient of one ``value()``, which is only read, as autograd's accumulation would."""
+        if wider(grad.dtype, self.leaf.dtype) != self.leaf.dtype:
+            earlier = self._wide_local_grad
+            self._wide_local_grad = grad.clone() if earlier is None else earlier + grad
+        elif self.leaf.grad is None:
+            self.leaf.grad = grad.to(self.leaf.dtype, copy=True)
+        else:
+            self.leaf.grad += grad.to(self.leaf.dtype)
+        _notify(self)
+
+    def take_local_grad(self) -> torch.Tensor | None:
+        """The local gradient since the last reduction, in reduce_dtype, and forget it."""
+        grad, self.leaf.grad = self.leaf.grad, None
+        wide, self._wide_local_grad = self._wide_local_grad, None
+        if wide is not None:
+            grad = wide if grad is None else wide + grad
+        if isinstance(grad, DTensor):
+            assert self.tp_spec is not None
+            grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
+        unsynced, self.unsynced_grad = self.unsynced_grad, None
+        if unsynced is None or grad is None:
+            return unsynced if grad is None else grad.to(self.reduce_dtype)
+        return unsynced.add_(grad)  # rounded once, after the addition
+
+    def reset_grads(self) -> None:
+        super().reset_grads()
+        self.leaf.grad = None
+        self.unsynced_grad = None
+        self._wide_local_grad = None
+
+
+def _notify(param: WholeParam | None) -> None:
+    if param is not None and param.on_local_grad is not None:
+        param.on_local_grad()
+
+
+def _take_wide(param: WholeParam | None, used: torch.Tensor) -> None:
+    grad, used.grad = used.grad, None
+    if param is not None and grad is not None:
+        param._wide_local_grad = grad if param._wide_local_grad is None else param._wide_local_grad + grad
+        _notify(param)

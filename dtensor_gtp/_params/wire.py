@@ -1,0 +1,78 @@
+"""What of a weight crosses the wire, where that is not the weight itself: quantized data, or what hooks make of it.
+
+``pack`` turns this rank's shard into planes, tensors whose rows are gathered as those of a weight are; ``unpack`` makes
+the full weight of the gathered planes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .._comm.context import CommContext
+from ..quant.float8_gemms import Float8GEMMs
+from ..quant.planes import Direction, Quantized
+from .layout import WeightLayout
+
+
+class Packed(NamedTuple):
+    """What a rank sends of its shard.
+
+    Args:
+        planes: Tensors to gather, each with its layout.
+        unpack: From the gathered planes to the full weight.
+        quantized: From the gathered planes to the quantized weight, if GEMMs multiply with that.
+    """
+
+    planes: list[tuple[WeightLayout, torch.Tensor]]
+    unpack: Callable[[list[torch.Tensor]], torch.Tensor]
+    quantized: Callable[[list[torch.Tensor]], Quantized] | None = None
+
+
+class Wire(ABC):
+    """How one weight is gathered."""
+
+    has_columnwise = False
+    # How often planes were made, if those that are packed are the same as long as this is; None if that is not known.
+    num_casts: int | None = None
+    # Whether planes that are made serve several microbatches, see [Note: what is made of a shard].
+    is_made_once = False
+
+    @abstractmethod
+    def pack(self, direction: Direction, comm: CommContext) -> Packed:
+        """What this rank sends, made on the current stream (see ``CommContext.packing``)."""
+
+    @abstractmethod
+    def num_bytes(self) -> int | None:
+        """Bytes of the whole weight on the wire in forward; None if it is not known before it is packed."""
+
+    def gemms(self) -> Float8GEMMs | None:
+        """How linear layers multiply with what was gathered; None if they need the full weight."""
+        return None
+
+    def note_read(self) -> None:
+        """The full weight is handed out to other code than fused layers."""
+        return
+
+    def begin_forward(self) -> bool:
+        """Drop what is stale.
+
+        Returns:
+            Whether the ranks have to agree on a statistic before the next gather.
+        """
+        return False
+
+    def forget(self) -> None:
+        """Drop what was made of the shard."""
+        return
+
+    @abstractmethod
+    def describe(self, not_fused: str) -> str:
+        """For the report: what is gathered, and what computes with it.
+
+        Args:
+            not_fused: Why no fused linear layer uses the weight; empty if one does.
+        """

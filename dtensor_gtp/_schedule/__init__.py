@@ -1,0 +1,1 @@
+"""When weights are gathered, kept and freed, and when gradients are reduced."""

@@ -1,0 +1,179 @@
+"""Weights that code reads as attributes of modules: held by a frame, and what autograd saves of them.
+
+[Note: frames]
+Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Any other code reads a parameter as a
+module attribute, and the attribute is then the full weight, held until the *frame* ends in which it was read: the
+innermost running ``forward`` of a module that contains sharded weights. What autograd saves of such a weight is
+replaced by a handle that gathers again in backward. A reference that escapes all of this keeps its memory alive and its
+values right; it only costs memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .. import _torch_compat as compat
+from .._params.gathered import Gathered, Version
+from .._params.managed_param import ManagedParam
+from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable
+from .._params.sharded_weight import ShardedWeight
+from .._params.whole_param import WholeParam
+from .reduce_gradients import Gradients
+
+
+class Frame:
+    """One running forward of a module, and the weights it holds."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[ManagedParam, bool], tuple[Version, torch.Tensor]] = {}
+        self.held: list[tuple[ShardedWeight, Gathered]] = []
+        self.saved: SavedWeights | None = None
+        self.reads_weights = False
+
+
+class GathersForReads(GathersAgain, Protocol):
+    """The runtime, as attribute reads see it."""
+
+    grads: Gradients
+
+    def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None: ...
+
+
+class AttributeReads:
+    """The frames of one runtime, and what they have read.
+
+    Args:
+        runtime: Gathers, and takes gradients.
+    """
+
+    def __init__(self, runtime: GathersForReads) -> None:
+        self._runtime = runtime
+        self.frames: list[Frame] = []
+        self.in_backward = Frame()
+        self.saved_in_backward: list[SavedWeights] = []
+
+    def push(self, saves_handles: bool) -> Frame:
+        """Begin a frame. With ``saves_handles``, autograd saves handles of the weights that are read in it."""
+        frame = Frame()
+        self.frames.append(frame)
+        if saves_handles:
+            frame.saved = SavedWeights(self._runtime)
+            frame.saved.push()
+        return frame
+
+    def pop(self, frame: Frame) -> None:
+        """End a frame, and release what it holds."""
+        if frame.saved is not None:
+            frame.saved.pop()
+        popped = self.frames.pop()
+        assert popped is frame, "frames must end in the order in which they began, last first"
+        self._close(frame)
+
+    @contextmanager
+    def apart(self, *, is_forward: bool) -> Iterator[None]:
+        """A frame of its own for a pass of a block that is recorded, which ends with it. Nothing that is read inside is
+        what was read outside, or outlives it: a recording's weights are fixed buffers, and no gathers.
+
+        Args:
+            is_forward: Whether saved weights become handles, for each of which the recorded backward asks.
+        """
+        frame = self.push(is_forward)
+        outside, self.saved_in_backward = self.saved_in_backward, []
+        try:
+            yield
+        finally:
+            self.pop(frame)
+            self._release_saved()
+            self.saved_in_backward = outside
+
+    def has_foreign_saved_hooks(self) -> bool:
+        """Whether saved-tensor hooks are active that are not those of frames."""
+        hooks = compat.top_saved_tensors_hooks()
+        for frame in reversed(self.frames):
+            if hooks is not None and frame.saved is not None and frame.saved.is_packing(hooks):
+                hooks = frame.saved.outer
+        return hooks is not None
+
+    def read(self, param: ManagedParam) -> torch.Tensor:
+        """The value of a parameter that is read as a module attribute in a forward or backward."""
+        if isinstance(param, WholeParam):
+            return param.value()
+        assert isinstance(param, ShardedWeight)
+        frame = self.frames[-1] if self.frames else self.in_backward
+        is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
+        version, value = frame.values.get((param, is_differentiable), (None, None))
+        if value is None or version != param.version:  # an optimizer may step in the middle of a forward
+            if not self.frames and compat.current_graph_task_id() != -1:
+                self._runtime.note_backward()
+            value = self._materialize(param, frame, is_differentiable)
+            frame.values[(param, is_differentiable)] = param.version, value
+        return value
+
+    def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> torch.Tensor:
+        if is_differentiable:
+            check_differentiable(weight)
+        gathered = self._runtime.acquire(weight)
+        self._runtime.leave_fixed(weight, gathered)
+        frame.held.append((weight, gathered))
+        frame.reads_weights = True
+        if frame.saved is not None:
+            frame.saved.watch(weight, gathered)
+        return self._value(weight, gathered, is_differentiable)
+
+    def read_pinned(self, weight: ShardedWeight) -> torch.Tensor:
+        """The value of a weight that the user has unsharded, outside of any forward."""
+        gathered = self._runtime.acquire(weight)
+        try:
+            self._runtime.leave_fixed(weight, gathered)
+            return self._value(weight, gathered, torch.is_grad_enabled() and weight.param.requires_grad)
+        finally:
+            self._runtime.release(weight, gathered)
+
+    def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> torch.Tensor:
+        if not is_differentiable:
+            return weight.for_modules(gathered)
+        value: torch.Tensor = _Materialize.apply(weight.leaf, self._runtime, weight, gathered)  # type: ignore[no-untyped-call]
+        return value
+
+    def release_read_in_backward(self) -> None:
+        """Release what was read as an attribute or for saved tensors, and not released by its last use."""
+        self._close(self.in_backward)
+        self._release_saved()
+
+    def _release_saved(self) -> None:
+        for saved in self.saved_in_backward:
+            saved.release_all()
+        self.saved_in_backward.clear()
+
+    def _close(self, frame: Frame) -> None:
+        frame.values.clear()
+        for weight, gathered in frame.held:
+            self._runtime.release(weight, gathered)
+        frame.held.clear()
+
+
+class _Materialize(torch.autograd.Function):
+    """The full weight as a differentiable function of its shard: gather, and reduce-scatter of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: torch.Tensor, runtime: GathersForReads, weight: ShardedWeight, gathered: Gathered
+    ) -> torch.Tensor:
+        ctx.runtime, ctx.weight = runtime, weight
+        return weight.for_modules(gathered)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        weight: ShardedWeight = ctx.weight
+        ctx.runtime.note_backward()
+        if weight.tp_spec is not None:
+            grad = compat.local_tensor(grad.redistribute(placements=weight.tp_spec.placements))  # type: ignore[attr-defined]
+        # A sum node may hand one gradient to several inputs; with more than one rank it is only read.
+        is_owned = weight.layout.world > 1 and weight.reduce_dtype != torch.float16
+        ctx.runtime.grads.add_full(weight, grad, is_owned and weight.flags.requires_gradient_sync)
+        return None, None, None, None

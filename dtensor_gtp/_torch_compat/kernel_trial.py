@@ -1,0 +1,62 @@
+"""Triton's kernels in place of torch's ops: tried once where they are to run, and only taken if they work there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from .. import _torch_compat as compat
+
+K = TypeVar("K", bound=Hashable)
+
+
+T = TypeVar("T")
+
+
+def decided(
+    verdicts: dict[K, tuple[T, str]],
+    key: K,
+    otherwise: T,
+    attempt: Callable[[], tuple[T, str]],
+    warn: Callable[[str], None],
+) -> tuple[T, str]:
+    """What runs, and why it is not Triton (empty if it is).
+
+    Args:
+        verdicts: What has been found, filled here.
+        key: What the verdict is of: all that a kernel is compiled for.
+        otherwise: What does the same without Triton.
+        attempt: Compiles, loads and compares the kernels.
+        warn: Told the reason once.
+    """
+    found = verdicts.get(key)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            # Kernels are compiled and loaded outside of graphs; a step that is captured has run before.
+            return otherwise, "first used in a CUDA graph"
+        with compat.without_dispatch_modes(), torch.no_grad():  # a checkpoint's policy must not count these ops
+            found = verdicts[key] = attempt()
+        if found[1]:
+            warn(found[1])
+    return found
+
+
+def failure(error: Exception) -> str:
+    """The reason: what it raises without Triton, a C compiler for its launchers, support of the GPU."""
+    return f"Triton does not work ({type(error).__name__}: {error})"
+
+
+def has_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    # As bytes; they may lie column by column.
+    pair = [tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)]
+    return actual.shape == expected.shape and torch.equal(*pair)
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Where kernels of ``tensor`` are launched."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)

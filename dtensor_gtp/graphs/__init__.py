@@ -1,0 +1,1 @@
+"""CUDA graphs of whole training steps and of single blocks."""
