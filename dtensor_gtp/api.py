@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement
 
-from . import _torch_compat as compat
 from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.debug import DebugFlags
 from ._comm.gather_backends import refuse_unavailable
@@ -92,7 +91,7 @@ def gtp_shard(
         validate_call(module, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)
         ignored = ignored_params or set()
         validate_module(module, mesh, ignored)
-        refuse_unavailable(schedule, mesh.device_type, compat.backend_name(mesh.get_group(mesh.ndim - 1), device))
+        refuse_unavailable(schedule, mesh.device_type)
         decisions = decide(module, mesh, shard_placement_fn, schedule, ignored)
         check_compute(decisions, mesh, mp_policy)
         return decisions, DebugFlags.from_env()

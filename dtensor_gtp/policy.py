@@ -15,7 +15,7 @@ ExchangeKind = Literal["gather", "exchange", "auto"]
 ReduceScatterKind = Literal["ring", "all_to_all", "copy_engine"]
 
 
-GatherBackendName = Literal["process_group", "copy_engine", "zero_cta", "auto"]
+GatherBackendName = Literal["process_group", "copy_engine", "auto"]
 
 
 class GatherBackend(Protocol):
@@ -97,27 +97,19 @@ class SchedulePolicy:
             them. Beside them is kept what ``keep_last`` and ``reshard_after_forward=False`` say.
         gather_backend: Who gathers. ``"process_group"``: the process group of the mesh. ``"copy_engine"``: the copy
             engines of GPUs of one host, through symmetric memory, which leaves all SMs to the GEMMs but costs the host
-            a launch for each peer. ``"zero_cta"``: copy engines started by NCCL (2.28 and later), between GPUs of one
-            host: one launch, but each gathered weight is copied once more. ``"auto"``: the fastest of them where there
-            are several, in a short measurement of gathers beside GEMMs at the first forward, which is logged and in
-            the report. A class: one of these is made for each communicator, see :class:`GatherBackend`.
-        gather_ctas: Least and most blocks (CTAs) of a GPU that NCCL may take for a gather, by a communicator of its
-            own. None: the process group of the mesh as it is.
-        scatter_ctas: The same for reduce-scatters.
+            a launch for each peer. ``"auto"``: copy engines where all ranks of the mesh can have them, else the process
+            group; the report says which and why. A class: one of these is made for each communicator, see
+            :class:`GatherBackend`.
         wgrad_first: Whether backward of a linear or grouped layer computes the gradient of its weight before that of
             its input, so that the GEMM of the former hides the end of the weight's gather, and that of the latter the
             reduce-scatter. False: after it, when the gathered weight is freed already, so that the peak is lower by the
             smaller of the two where one layer decides it (a head).
-        keep_casts: What copy engines send of a shard in forward stays where peers fetch it, so that backward need not
-            cast it again (of quantized weights, nor later microbatches), unless another forward comes in between. It
-            costs the bytes of all shards of this rank as they are sent (in ``param_dtype``, or quantized) in symmetric
-            memory. For ``gather_backend="copy_engine"``; with any other that ``"auto"`` takes it has no effect.
         keep_last: Whether the last weight of the forward, if it is the first of backward (a head), stays gathered in
             between. False: it is gathered once more, when the gradient of the loss is there. Nothing hides this gather,
             but the loss, where logits are largest, has the weight's memory.
 
     Raises:
-        TypeError: A number is not an ``int``, a pair of numbers not a pair, or a flag not a ``bool``.
+        TypeError: A number is not an ``int``, or a flag not a ``bool``.
         ValueError: A field is out of its range, or names nothing that there is.
     """
 
@@ -134,10 +126,7 @@ class SchedulePolicy:
     expert_blocks_ahead: int = 1
     keep_nbytes: int = 0
     gather_backend: GatherBackendName | type[GatherBackend] = "process_group"
-    gather_ctas: tuple[int, int] | None = None
-    scatter_ctas: tuple[int, int] | None = None
     wgrad_first: bool = True
-    keep_casts: bool = False
     keep_last: bool = True
 
     def __post_init__(self) -> None:
@@ -147,14 +136,9 @@ class SchedulePolicy:
                 raise TypeError(f"SchedulePolicy expects an int for {name}, but got {value!r}.")
             if value < least:
                 raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
-        for name in ("wgrad_first", "keep_casts", "keep_last"):
+        for name in ("wgrad_first", "keep_last"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"SchedulePolicy expects a bool for {name}, but got {value!r}.")
-        if self.keep_casts and self.gather_backend in ("process_group", "zero_cta"):
-            raise ValueError(
-                "SchedulePolicy expects gather_backend='copy_engine' or 'auto' with keep_casts=True, but got "
-                f"{self.gather_backend!r}."
-            )
         _check_choice("reduce_scatter", self.reduce_scatter, get_args(ReduceScatterKind))
         _check_choice("embedding", self.embedding, get_args(ExchangeKind))
         _check_choice("head", self.head, get_args(ExchangeKind))
@@ -165,8 +149,6 @@ class SchedulePolicy:
             raise ValueError(f"SchedulePolicy expects exchange_tokens >= 1, but got {tokens}.")
         if not isinstance(self.gather_backend, type):
             _check_choice("gather_backend", self.gather_backend, get_args(GatherBackendName))
-        for name in ("gather_ctas", "scatter_ctas"):
-            _check_ctas(name, getattr(self, name))
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -185,15 +167,6 @@ _LEAST = {
     "expert_blocks_ahead": 0,
     "keep_nbytes": 0,
 }
-
-
-def _check_ctas(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, tuple) or [type(limit) for limit in value] != [int, int]:
-        raise TypeError(f"SchedulePolicy expects a tuple of two ints as {name}, but got {value!r}.")
-    if not 1 <= value[0] <= value[1]:
-        raise ValueError(f"SchedulePolicy expects 1 <= least <= most in {name}, but got {value}.")
 
 
 __all__ = [

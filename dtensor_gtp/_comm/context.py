@@ -32,7 +32,8 @@ stream, or lets the ring grow, calls ``wait_finished`` before. With any other ki
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -43,7 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy, Waitable
-from .copy_engine import CastingBackend, Content
+from .copy_engine import CastingBackend
 from .debug import DebugFlags, Delays, check_order
 from .gather_backends import choose_gather_backend, make_send_ring
 from .groups import Groups, has_replicas
@@ -54,6 +55,9 @@ from .symmetric_memory import PeerCopies
 
 # A large gradient that travels alone: of 4096 x 14336 elements in 16 bits.
 _GRADIENT_NBYTES = 128 << 20
+
+
+logger = logging.getLogger(__name__)
 
 
 class CommContext:
@@ -112,10 +116,8 @@ class CommContext:
         gather = scatter = mesh.get_group(mesh.ndim - 1)
         if gather.size() > 1:
             schedule, device = self._schedule, self.device
-            scatter = compat.twin_group(gather, device, "gtp_scatter", _options(schedule.scatter_ctas))
-            if schedule.gather_ctas is not None:
-                gather = compat.twin_group(gather, device, "gtp_gather", _options(schedule.gather_ctas))
-            choice = choose_gather_backend(schedule, [gather, *replicate], device, self._new_stream)
+            scatter = compat.twin_group(gather, device, "gtp_scatter")
+            choice = choose_gather_backend(schedule, [gather, *replicate], device)
             self._gather_backends[gather.group_name] = choice.backend
             if isinstance(choice.backend, CastingBackend):
                 choice.backend.cast_stream = self._new_stream()
@@ -123,6 +125,7 @@ class CommContext:
             names_of_axes = mesh.mesh_dim_names or ("the mesh",) * mesh.ndim
             where = f"{names_of_axes[-1]}={gather.size()}"
             self.choices.append(f"gather backend on {where}: {choice.name} ({choice.reason})")
+            logger.info(self.choices[-1])
             if schedule.reduce_scatter == "copy_engine":
                 together = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
                 enough = (schedule.max_inflight_reduce_scatters + 1) * together
@@ -220,29 +223,17 @@ class CommContext:
             finally:
                 self._computing = outside
 
-    def all_gather(
-        self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor], contents: list[Content]
-    ) -> Done:
+    def all_gather(self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Done:
         """Within ``gathering``: gather each shard of all ranks into the output at the same index, in one launch.
-
-        Args:
-            contents: What the shards are.
 
         Returns:
             When the outputs may be read.
         """
         name = groups.gather_name
         if (casting := self._casting_backends.get(name)) is not None:
-            casting.all_gather(outputs, shards, self._fork_event, contents)
+            casting.all_gather(outputs, shards, self._fork_event)
             return self.gather_done(None, groups)
         return self.gather_done(self._gather_backends[name].all_gather(outputs, shards), groups)
-
-    def expect(self, nbytes: Counter[str]) -> None:
-        """On all ranks, before the first forward: what is gathered of each rank in a step, by the gather communicator's
-        name, as far as it is known."""
-        for name, backend in self._casting_backends.items():
-            if self._schedule.keep_casts:
-                backend.keep_casts(nbytes[name])
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """A forward or a backward begins on all ranks; or, on those of ``groups`` alone, a gather outside of them."""
@@ -432,7 +423,3 @@ class CommContext:
         self._reductions.clear()
         for ring in self._send_rings.values():
             ring.rewind()
-
-
-def _options(ctas: tuple[int, int] | None) -> Any:
-    return None if ctas is None else compat.nccl_options(*ctas)

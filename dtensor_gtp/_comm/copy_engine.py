@@ -20,13 +20,6 @@ What is made of shards before (their magnitudes, over which ranks agree, and qua
 beside what compute does then, be it only the embedding at the beginning of a step. So a cast that comes in its place
 between the barriers waits for that stream.
 
-[Note: kept casts]
-With ``SchedulePolicy.keep_casts`` the stage has a place for each shard instead of two halves, and what was cast there
-serves as long as [Note: what is made of a shard] says: backward copies what forward has cast. Each rank decides by
-itself whether it casts: barriers and copies are the same. A place is written to ahead of the first barrier if the
-gather before was not of the same shard, the only one whose readers may still be there. What a graph has cast is good
-within the same recording alone, and what eager code has, as long as no graph has used the stage.
-
 What follows from it:
 
 - *A slow peer* is waited for in both barriers, by the streams. Nobody reads a stage that is not filled, nor fills one
@@ -52,8 +45,6 @@ few as can be. NVLink multicast is not used. ``send_ring`` exchanges gradients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,72 +56,11 @@ from .symmetric_memory import ALIGNMENT, PeerCopies, offsets
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Content(NamedTuple):
-    """What the rows of a shard are.
-
-    Args:
-        owner: Whose they are, the same object each time.
-        state: Equal to an earlier one if they have the same bits as then; None if that is not known.
-    """
-
-    owner: Hashable
-    state: Hashable | None
-
-
-class _KeptPlaces:
-    """Where each shard lies in a stage that keeps them, and what was cast there last, see [Note: kept casts]."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._begins: dict[Hashable, int] = {}
-        self._states: dict[Hashable, Hashable] = {}
-        self._coming: dict[Hashable, Hashable] = {}
-        self._last_gather: dict[Hashable, int] = {}
-
-    def lay_out(self, owners: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
-        """The places of these shards, new ones behind all others."""
-        for owner, nbytes in zip(owners, sizes, strict=True):
-            if owner not in self._begins:
-                self._begins[owner] = self.nbytes
-                self.nbytes = self.nbytes + offsets([nbytes])[-1]
-        return [self._begins[owner] for owner in owners]
-
-    def use(self, owners: Sequence[Hashable], states: Sequence[Hashable | None], number: int) -> list[bool]:
-        """Take note that gather ``number`` sends these. Returns which of them lie there already."""
-        pairs = zip(owners, states, strict=True)
-        is_there = [state is not None and self._states.get(owner) == state for owner, state in pairs]
-        self._coming = dict(zip(owners, states, strict=True))
-        for owner in owners:
-            self._states.pop(owner, None)
-        self._last_gather.update(dict.fromkeys(owners, number))
-        return is_there
-
-    def note_casts(self) -> None:
-        """The casts of the last gather have been launched: now its shards lie there."""
-        self._states.update(self._coming)
-
-    def is_free(self, owners: Sequence[Hashable], number: int) -> bool:
-        """Whether none of them was sent by gather ``number - 1``, which peers may still read."""
-        return all(self._last_gather.get(owner, -2) < number - 1 for owner in owners)
-
-    def forget(self) -> None:
-        """The stage is another."""
-        self._states.clear()
-
-
 class CastingBackend(ABC):
     """A gather backend that derives from this casts what it sends, and copies it into this rank's part of the output:
     the runtime gives it shards as they are."""
 
     cast_stream: torch.Stream | None = None  # who owns streams sets it, to have casts ahead
-
-    @abstractmethod
-    def keep_casts(self, expected_nbytes: int) -> None:
-        """On all ranks, before the first gather: see [Note: kept casts].
-
-        Args:
-            expected_nbytes: Of all shards, as far as it is known; the same on all ranks.
-        """
 
     @abstractmethod
     def begin_pass(self) -> None:
@@ -142,7 +72,6 @@ class CastingBackend(ABC):
         outputs: list[torch.Tensor],
         shards: list[torch.Tensor],
         ready: torch.Event | None = None,
-        contents: Sequence[Content] | None = None,
     ) -> None:
         """Copy each rank's shards into the outputs, on the current stream.
 
@@ -152,7 +81,6 @@ class CastingBackend(ABC):
                 the output. They may have been made on ``cast_stream``: whoever reads them waits for it, and all it was
                 given is done before the outputs may be read.
             ready: When outputs, and what shards are made of, may be used; None: when the current stream comes to it.
-            contents: What the shards are, to find what was cast of them before.
         """
 
 
@@ -166,19 +94,13 @@ class CopyEngine(PeerCopies, CastingBackend):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._num_gathers = 0
-        self._kept: _KeptPlaces | None = None
-        self._expected_nbytes = 0
         # When the first barrier of the last gather was passed and its places were filled, and in which recording of a
         # graph, if in one.
         self._last_passed: torch.Event | None = None
         self._last_recording: int | None = None
 
-    def keep_casts(self, expected_nbytes: int) -> None:
-        self._kept, self._expected_nbytes = _KeptPlaces(), expected_nbytes
-
     def begin_pass(self) -> None:
-        if self._kept is None:
-            self._num_gathers = 0
+        self._num_gathers = 0
         self._last_passed = None
 
     def all_gather(
@@ -186,20 +108,22 @@ class CopyEngine(PeerCopies, CastingBackend):
         outputs: list[torch.Tensor],
         shards: list[torch.Tensor],
         ready: torch.Event | None = None,
-        contents: Sequence[Content] | None = None,
     ) -> None:
         # By addresses: each view of a tensor takes the host microseconds, for each weight.
         sizes = [output.nbytes // self._num_ranks for output in outputs]
-        stage, begins, is_there, is_free = self._places(sizes, contents)
+        places = offsets(sizes)
+        stage = self._reserve(2 * places[-1])
+        half = self._num_gathers % 2 * (stage.nbytes // (2 * ALIGNMENT) * ALIGNMENT)
+        begins = [half + at for at in places[:-1]]
         self._num_gathers += 1
-        stale = [
+        casts = [
             (stage.view(self._rank, begin, shard.shape, output.dtype), shard)
-            for begin, shard, output, there in zip(begins, shards, outputs, is_there, strict=True)
-            if not there and shard.shape[0]
+            for begin, shard, output in zip(begins, shards, outputs, strict=True)
+            if shard.shape[0]
         ]
-        filled = self._fill_ahead(ready, stale) if is_free and stale else None
+        filled = self._fill_ahead(ready, casts) if casts else None
         stage.barrier(0)
-        self._fill(stale, filled, ready)
+        self._fill(casts, filled, ready)
         stage.barrier(1)
         parts = [
             compat.Fetch(begin, output.data_ptr(), nbytes, nbytes)
@@ -219,32 +143,6 @@ class CopyEngine(PeerCopies, CastingBackend):
         if taken is None and own:
             stage.fetch([(self._rank, self._rank)], own)
 
-    def _places(
-        self, sizes: list[int], contents: Sequence[Content] | None
-    ) -> tuple[compat.SymmetricBuffer, list[int], list[bool], bool]:
-        """The stage, where in it the shards lie, which are there already, and whether their places may be written to
-        when the first barrier of the gather before was passed."""
-        if self._kept is None:
-            places = offsets(sizes)
-            stage = self._reserve(2 * places[-1])
-            half = self._num_gathers % 2 * (stage.nbytes // (2 * ALIGNMENT) * ALIGNMENT)
-            return stage, [half + at for at in places[:-1]], [False] * len(sizes), True
-        assert contents is not None
-        owners = [(content.owner, nbytes) for content, nbytes in zip(contents, sizes, strict=True)]
-        begins = self._kept.lay_out(owners, sizes)
-        missing = self._stage is None or self._stage.nbytes < self._kept.nbytes
-        # What is not expected comes in small steps.
-        stage = self._reserve(max(self._kept.nbytes * 9 // 8, self._expected_nbytes) if missing else self._kept.nbytes)
-        scope = self._scope()
-        states = [None if None in (scope, content.state) else (scope, content.state) for content in contents]
-        is_free = self._kept.is_free(owners, self._num_gathers)
-        return stage, begins, self._kept.use(owners, states, self._num_gathers), is_free
-
-    def _scope(self) -> Hashable | None:
-        """What is cast now is good where this is the same; None: nowhere."""
-        recording = self._recording()
-        return recording if recording is not None else None if self._captured else "eager"
-
     def _recording(self) -> int | None:
         """A number of the graph that is recorded now, None if none is."""
         return compat.capture_id(torch.cuda.current_stream(self._device)) if self._is_capturing() else None
@@ -252,10 +150,8 @@ class CopyEngine(PeerCopies, CastingBackend):
     def _grow(self, nbytes: int) -> None:
         super()._grow(nbytes)
         self._last_passed = None
-        if self._kept is not None:
-            self._kept.forget()
 
-    def _fill_ahead(self, ready: torch.Event | None, stale: list[_Pair]) -> torch.Event | None:
+    def _fill_ahead(self, ready: torch.Event | None, casts: list[_Pair]) -> torch.Event | None:
         """Cast on a stream of its own, if it is known when nobody reads the places any more; when that is done."""
         if ready is None or self.cast_stream is None or self._last_passed is None:
             return None
@@ -265,16 +161,14 @@ class CopyEngine(PeerCopies, CastingBackend):
         self.cast_stream.wait_event(ready)
         self.cast_stream.wait_event(self._last_passed)
         with self.cast_stream:
-            self._cast(stale)
+            self._cast(casts)
         return self.cast_stream.record_event()
 
-    def _fill(self, stale: list[_Pair], filled: torch.Event | None, ready: torch.Event | None) -> None:
+    def _fill(self, casts: list[_Pair], filled: torch.Event | None, ready: torch.Event | None) -> None:
         """Between the barriers: the places have their content, from now on or since ``filled``."""
-        if filled is None and stale:
+        if filled is None and casts:
             self._wait_for_packing(ready)
-            self._cast(stale)
-        if self._kept is not None:
-            self._kept.note_casts()
+            self._cast(casts)
         if self.cast_stream is not None:
             stream = torch.accelerator.current_stream(self._device.index)
             if filled is not None:

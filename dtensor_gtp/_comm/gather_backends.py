@@ -8,7 +8,6 @@ and names the reason; the automatic choice goes on without it.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -19,19 +18,10 @@ from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy
 from . import collectives
 from .collectives import Works
-from .copy_engine import CastingBackend, CopyEngine
-from .probe import SIZE, Probe
+from .copy_engine import CopyEngine
 from .send_ring import SendRing
-from .zero_cta import ZeroCTA
 
 T = TypeVar("T")
-
-
-# Makes a stream for communication; None where there are no streams.
-NewStream = Callable[[], torch.Stream | None]
-
-
-logger = logging.getLogger(__name__)
 
 
 class ProcessGroupBackend:
@@ -59,35 +49,25 @@ class Choice(NamedTuple):
     reason: str
 
 
-def refuse_unavailable(schedule: SchedulePolicy, device_type: str, backend: str) -> None:
+def refuse_unavailable(schedule: SchedulePolicy, device_type: str) -> None:
     """Refuse what the device cannot do, before anything is changed.
-
-    Args:
-        device_type: Of the mesh.
-        backend: Name of the backend of its process groups for that device, e.g. "nccl".
 
     Raises:
         ValueError: The policy asks by name for what there is not.
     """
     for name in ("gather_backend", "reduce_scatter"):
         asked = getattr(schedule, name)
-        if asked in ("copy_engine", "zero_cta") and device_type != "cuda":
+        if asked == "copy_engine" and device_type != "cuda":
             raise ValueError(
                 f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='{asked}'), but got one of "
                 f"'{device_type}', which has no copy engines. Leave it at its default there."
             )
-    limited = [name for name in ("gather_ctas", "scatter_ctas") if getattr(schedule, name) is not None]
-    if limited and backend != "nccl":
-        raise ValueError(
-            f"gtp_shard expects process groups of NCCL with SchedulePolicy({limited[0]}=...), but got '{backend}', "
-            "which has no CTAs to limit. Leave it at its default there."
-        )
 
 
-def choose_gather_backend(
-    schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device, new_stream: NewStream
-) -> Choice:
+def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device) -> Choice:
     """The backend that ``schedule`` asks for. Collective over all ``groups``.
+
+    "auto" takes copy engines wherever all ranks can have them: they were the faster ones in each measurement.
 
     Args:
         groups: The gather communicator first, then those of the mesh's other axes, whose ranks are to agree.
@@ -96,13 +76,14 @@ def choose_gather_backend(
         RuntimeError: It cannot be had on some rank; raised on all ranks.
     """
     asked = schedule.gather_backend
-    process_group = ProcessGroupBackend(groups[0], device)
     if asked == "process_group":
-        return Choice(asked, process_group, "asked for")
+        return Choice(asked, ProcessGroupBackend(groups[0], device), "asked for")
     if asked == "auto":
-        return _automatic(process_group, groups, device, new_stream)
-    factory: type[GatherBackend]
-    factory = asked if isinstance(asked, type) else CopyEngine if asked == "copy_engine" else ZeroCTA
+        try:
+            return Choice("copy_engine", _make_on_all_ranks(CopyEngine, groups, device, "copy_engine"), "one host")
+        except RuntimeError as error:
+            return Choice("process_group", ProcessGroupBackend(groups[0], device), str(error))
+    factory: type[GatherBackend] = asked if isinstance(asked, type) else CopyEngine
     backend = _make_on_all_ranks(factory, groups, device, factory.__name__)
     return Choice(asked if isinstance(asked, str) else factory.__name__, backend, "asked for")
 
@@ -144,76 +125,3 @@ def _make_on_all_ranks(
         raise RuntimeError(f"{name} cannot be had for ranks {dist.get_process_group_ranks(groups[0])} ({told})")
     assert made is not None
     return made
-
-
-def _automatic(
-    process_group: GatherBackend, groups: list[dist.ProcessGroup], device: torch.device, new_stream: NewStream
-) -> Choice:
-    """The fastest of those that can be had, which all ranks of ``groups`` make and time alike."""
-    made: dict[str, GatherBackend] = {}
-    timed: dict[str, _Timed] = {}
-    missing = []
-    factories: dict[str, type[GatherBackend]] = {"copy_engine": CopyEngine, "zero_cta": ZeroCTA}
-    for name, factory in factories.items():
-        try:
-            made[name] = _make_on_all_ranks(factory, groups, device, name)
-        except RuntimeError as error:
-            missing.append(str(error))
-
-    def make_probe(group: dist.ProcessGroup, device: torch.device) -> Probe:
-        return Probe(group.size(), device, new_stream())
-
-    try:
-        # Like the backends, agreed upon before anything is gathered: where one rank has none, the others would wait.
-        probe = _make_on_all_ranks(make_probe, groups, device, "their measurement") if made else None
-    except RuntimeError as error:
-        missing.append(str(error))
-        made.clear()
-    for name, backend in made.items():
-        assert probe is not None
-        if isinstance(backend, CastingBackend):
-            backend.cast_stream = new_stream()
-        try:
-            timed[name] = _make_on_all_ranks(functools.partial(_timed, backend, probe), groups, device, name)
-        except RuntimeError as error:
-            missing.append(str(error))
-    if not timed:
-        without = "; ".join(missing)
-        logger.warning("gather backend: process_group, because %s", without)
-        return Choice("process_group", process_group, without)
-    assert probe is not None
-    timed["process_group"] = _timed(process_group, probe, groups[0], device)
-    best, reason = _fastest(timed, groups, device)
-    reason = "; ".join((reason, *missing))
-    logger.warning("gather backend: %s (%s)", best, reason)
-    # A communicator of zero_cta that is not taken stays: to end one with which memory is registered makes the allocator
-    # fail when it frees that memory (torch 2.11, DistBackendError in empty_cache).
-    return Choice(best, timed[best].backend, reason)
-
-
-class _Timed(NamedTuple):
-    """A backend, the time of a gather and a GEMM beside each other, and that of the GEMM alone."""
-
-    backend: GatherBackend
-    ms: float
-    gemm_ms: float
-
-
-def _timed(backend: GatherBackend, probe: Probe, group: dist.ProcessGroup, device: torch.device) -> _Timed:
-    return _Timed(backend, probe.gather_ms(backend), probe.gemm_ms())
-
-
-def _fastest(timed: dict[str, _Timed], groups: list[dist.ProcessGroup], device: torch.device) -> tuple[str, str]:
-    """The name of the one whose slowest rank is first, and what was measured.
-
-    The largest of all ranks' times is taken over each of ``groups`` in turn, so that all ranks of the mesh compare the
-    same numbers.
-    """
-    slowest = torch.tensor([(one.ms, one.gemm_ms) for one in timed.values()]).to(device)
-    for group in groups:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    measured = dict(zip(timed, slowest.tolist(), strict=True))
-    best = min(measured, key=lambda name: measured[name][0])
-    alone = min(gemm_ms for _, gemm_ms in measured.values())
-    each = ", ".join(f"{name} {ms:.2f} ms" for name, (ms, _) in measured.items())
-    return best, f"a gather of {SIZE.nbytes >> 20} MiB beside a GEMM of {alone:.2f} ms: {each}"

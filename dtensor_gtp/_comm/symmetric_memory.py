@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,31 +15,25 @@ from .. import _torch_compat as compat
 ALIGNMENT = 16
 
 
-class Stage(Protocol):
-    """Memory that is made by all ranks of a communicator together."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-S = TypeVar("S", bound=Stage)
-
-
-class Staged(Generic[S]):
-    """A stage that grows, see [Note: rules of the copy engine]. Collective over ``group``.
+class PeerCopies:
+    """A stage that peers copy from, and that grows: see [Note: rules of the copy engine]. Collective over ``group``.
 
     Args:
         group: Ranks of one host, one GPU each. Its name is kept, see ``Groups``.
         device: This rank's GPU.
+
+    Raises:
+        RuntimeError: There is no symmetric memory for these ranks. Raised on each rank that has a reason.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        refuse_without_symmetric_memory(group, device)
         self._group_name = group.group_name
         self._device = device
         self._rank, self._num_ranks = group.rank(), group.size()
         # Ranks that cannot map each other's memory find out now, not in the first forward.
-        self._stage: S | None = self._allocate(ALIGNMENT)
-        self._captured: list[S] = []
+        self._stage: compat.SymmetricBuffer | None = self._allocate(ALIGNMENT)
+        self._captured: list[compat.SymmetricBuffer] = []
         self._num_captured_before = 0
 
     def begin_recording(self) -> None:
@@ -51,22 +44,19 @@ class Staged(Generic[S]):
         """The last one has failed: no graph uses what it alone has used."""
         del self._captured[self._num_captured_before :]
 
-    def _allocate(self, nbytes: int) -> S:
-        raise NotImplementedError
-
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _wait_on_host(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
-    def _reserve(self, nbytes: int) -> S:
+    def _reserve(self, nbytes: int) -> compat.SymmetricBuffer:
         """The stage, which has at least so many bytes on all ranks."""
         if self._stage is None or self._stage.nbytes < nbytes:
             self._grow(nbytes)
         return self._used_stage()
 
-    def _used_stage(self) -> S:
+    def _used_stage(self) -> compat.SymmetricBuffer:
         """The stage as it is, to be used on the current stream."""
         assert self._stage is not None
         if self._is_capturing() and self._stage not in self._captured:
@@ -84,21 +74,6 @@ class Staged(Generic[S]):
             dist.barrier(group=compat.resolve_group(self._group_name))
             self._stage = None
             self._stage = self._allocate(nbytes)
-
-
-class PeerCopies(Staged[compat.SymmetricBuffer]):
-    """A stage in symmetric memory, from which peers copy. Collective over ``group``.
-
-    Args:
-        group, device: As for ``Staged``.
-
-    Raises:
-        RuntimeError: There is no symmetric memory for these ranks. Raised on each rank that has a reason.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        refuse_without_symmetric_memory(group, device)
-        super().__init__(group, device)
 
     def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
         return compat.SymmetricBuffer(nbytes, self._device, self._group_name)

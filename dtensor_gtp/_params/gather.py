@@ -10,7 +10,6 @@ import torch
 from .. import _torch_compat as compat
 from .._comm.collectives import as_integers
 from .._comm.context import CommContext
-from .._comm.copy_engine import Content
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from ..quant.planes import Direction
@@ -75,7 +74,7 @@ def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
         if not is_sendable and not comm.casts_shards(groups):
             slot = layout.slot(buffer)
             layout.filled(slot).copy_(rows)
-        done = comm.all_gather(groups, [buffer], [slot], [_content(weight, 0)])
+        done = comm.all_gather(groups, [buffer], [slot])
     return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
 
 
@@ -93,12 +92,11 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
 
 
 class _Plane(NamedTuple):
-    """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer; and what it is."""
+    """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer."""
 
     layout: WeightLayout
     part: torch.Tensor
     buffer: torch.Tensor
-    content: Content
 
 
 class _Sending(NamedTuple):
@@ -126,20 +124,13 @@ def _prepare(target: Gatherable, packed: Packed | None, buffer: torch.Tensor | N
         layout, shard = weight.layout, weight.shard
         if buffer is None:
             buffer = weight.gather_buffer()
-        return _Sending(weight, [_Plane(layout, shard, buffer, _content(weight, 0))], None)
+        return _Sending(weight, [_Plane(layout, shard, buffer)], None)
     planes = []
-    for number, (layout, plane) in enumerate(packed.planes):
+    for layout, plane in packed.planes:
         part = as_integers(plane)  # not every backend knows every float
         buffer = torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)
-        planes.append(_Plane(layout, part, buffer, _content(target, number)))
+        planes.append(_Plane(layout, part, buffer))
     return _Sending(weight, planes, packed)
-
-
-def _content(target: Gatherable, number: int) -> Content:
-    """What plane ``number`` of a gather is."""
-    weight = target.weight
-    num_casts = 0 if weight.wire is None else weight.wire.num_casts
-    return Content((target, number), None if num_casts is None else (weight.state_of_shard, num_casts))
 
 
 def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gathered]:
@@ -150,8 +141,7 @@ def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gather
     with profiler_range("GTP::all_gather", names), comm.gathering(groups):
         comm.before_collective("all_gather", names, groups)
         slots = [plane.layout.rows_of(plane.part) for plane in planes] if comm.casts_shards(groups) else _slots(planes)
-        contents = [plane.content for plane in planes]
-        done = comm.all_gather(groups, [plane.buffer for plane in planes], slots, contents)
+        done = comm.all_gather(groups, [plane.buffer for plane in planes], slots)
     return [_gathered(sending, done, comm) for sending in sendings]
 
 
@@ -175,7 +165,7 @@ def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
 def _slots(planes: list[_Plane]) -> list[torch.Tensor]:
     """What this rank sends: each part as it is if it can, else cast and padded into its own slot of the buffer."""
     slots, sources, copies = [], [], []
-    for layout, part, buffer, _ in planes:
+    for layout, part, buffer in planes:
         rows = layout.rows_of(part)
         if rows.dtype == buffer.dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous():
             slots.append(rows)

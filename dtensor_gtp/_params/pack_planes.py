@@ -46,8 +46,6 @@ class QuantizedWire(Wire):
         self.is_within_mesh = is_within_mesh
         self.is_made_once = True
         self.has_columnwise = recipe.has_columnwise
-        # Times that the shard was quantized, in either direction.
-        self.num_casts: int = 0
         self._made_of: tuple[torch.Tensor, ShardState] | None = None
         self._amax: torch.Tensor | None = None
         self._quantized: dict[Direction, Quantized] = {}
@@ -104,7 +102,6 @@ class QuantizedWire(Wire):
             agree_on_amax([self.weight], comm)
         quantized = self._quantized.get(direction)
         if quantized is None:
-            self.num_casts += 1
             quantized = self._quantized[direction] = self.recipe.quantize(self.weight.shard, direction, self._amax)
         return direction, quantized
 

@@ -71,13 +71,6 @@ class Gatherable:
         return (None if weight.wire is None else weight.wire.num_bytes()) or self.kept_nbytes
 
     @property
-    def chunk_nbytes(self) -> int:
-        """What one rank sends, in bytes: at most, if the weight is gathered as it is, else about."""
-        weight, layout = self.weight, self.weight.layout
-        plain = layout.buffer_numel * weight.compute_dtype.itemsize
-        return -(-(plain if weight.wire is None else self.nbytes) // layout.world)
-
-    @property
     def kept_nbytes(self) -> int:
         """The full weight in memory, in bytes."""
         return self.weight.layout.shape.numel() * self.weight.compute_dtype.itemsize

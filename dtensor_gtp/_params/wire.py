@@ -36,8 +36,6 @@ class Wire(ABC):
     """How one weight is gathered."""
 
     has_columnwise = False
-    # How often planes were made, if those that are packed are the same as long as this is; None if that is not known.
-    num_casts: int | None = None
     # Whether planes that are made serve several microbatches, see [Note: what is made of a shard].
     is_made_once = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -30,9 +29,6 @@ from .order_of_uses import ChainKey, Entry
 from .reduce_gradients import Gradients
 
 logger = logging.getLogger(__name__)
-
-# Of a shard among others that are sent: for alignment, and for what is small beside it, as scales.
-_SLACK_NBYTES = 64
 
 
 class Call(Protocol):
@@ -169,10 +165,6 @@ class Runtime(Gathering):
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
         self._number_lanes()
-        sent: Counter[str] = Counter()
-        for target in self.gatherables:
-            sent[target.weight.groups.gather_name] += target.chunk_nbytes + _SLACK_NBYTES
-        self.comm.expect(sent)
         self._is_initialized = True
 
     def _begin_quantized(self) -> None:

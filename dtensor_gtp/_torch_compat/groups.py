@@ -25,21 +25,14 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast("Any", name))
 
 
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the communication backend of ``group`` for ``device``, e.g. "nccl", "gloo", "fake"."""
-    return str(group._get_backend(device).name()).lower()
-
-
-def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str, options: Any = None) -> dist.ProcessGroup:
+def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
     """A second communicator of the ranks of ``group``. Collective over them, and over nobody else.
-
-    ``options`` are those of an NCCL process group.
 
     ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the process
     knows. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet; and a name
     could come twice after a group has been destroyed. So the ranks agree on a name first.
     """
-    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group, options)
+    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group)
 
 
 def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
@@ -49,9 +42,7 @@ def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> 
     return f"{prefix}_{int(name):x}"
 
 
-def named_group(
-    ranks: list[int], name: str, desc: str, parent: dist.ProcessGroup, options: Any = None
-) -> dist.ProcessGroup:
+def named_group(ranks: list[int], name: str, desc: str, parent: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group of ``ranks`` under a name that they have agreed on, with the time limit of ``parent``.
     Collective over them, and over nobody else.
 
@@ -60,14 +51,12 @@ def named_group(
     Where the default group is bound to a device, torch would split its communicator, which waits for all of its ranks:
     so it is told that there is nothing to split.
     """
-    backend, timeout = None if options is None else "nccl", timeout_of(parent)
-    if options is not None and timeout is not None:
-        options._timeout = timeout
+    timeout = timeout_of(parent)
     with (
         mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
         mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
     ):
-        group = dist.new_group(ranks, timeout, backend, options, use_local_synchronization=True, group_desc=desc)
+        group = dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=desc)
         return cast("dist.ProcessGroup", group)
 
 
@@ -134,33 +123,3 @@ def leave_process_groups() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute_module._gen_transform_infos.cache_clear()
     redistribute_module.clear_redistribute_planner_cache()
-
-
-def nccl_options(min_ctas: int, max_ctas: int) -> Any:
-    """Options of an NCCL process group whose kernels take between ``min_ctas`` and ``max_ctas`` blocks of a GPU."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.min_ctas = min_ctas
-    options.config.max_ctas = max_ctas
-    options._timeout = distributed_c10d._get_default_timeout(dist.Backend("nccl"))
-    return options
-
-
-def missing_for_zero_cta(device: torch.device) -> str | None:
-    """Why NCCL cannot gather without kernels here, None if it can."""
-    if device.type != "cuda":
-        return f"a {device.type} device has no NCCL"
-    if not hasattr(dist.ProcessGroupNCCL.Options().config, "cta_policy"):
-        return f"torch {torch.__version__} does not know NCCL's CTA policy"
-    version = torch.cuda.nccl.version()
-    if version < (2, 28):
-        return f"NCCL {'.'.join(map(str, version))} does not gather by copy engines, 2.28 does"
-    return None
-
-
-def nccl_zero_cta_options() -> Any:
-    """Options of an NCCL process group whose collectives take no block of a GPU where copy engines can do the work."""
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-    options._timeout = distributed_c10d._get_default_timeout(dist.Backend("nccl"))
-    return options

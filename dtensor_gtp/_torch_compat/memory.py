@@ -1,10 +1,10 @@
-"""Memory that several ranks can read, or that NCCL knows beforehand."""
+"""Memory that several ranks can read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,24 +13,6 @@ from .groups import resolve_group
 
 _FLAG_ALIGNMENT = 256
 _MAX_VIEWS = 1 << 14
-
-
-class RegisteredBuffer:
-    """Bytes that are registered with an NCCL communicator as symmetric. Made by all of its ranks together.
-
-    Args:
-        nbytes: The same on all ranks.
-        device: This rank's GPU.
-        group_name: Of the process group, which has communicated before.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
-        self.nbytes = nbytes
-        backend: Any = resolve_group(group_name)._get_backend(device)
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool, device):
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        backend.register_mem_pool(self._pool, symm=True)
 
 
 def symmetric_memory_backend(device: torch.device) -> str | None:

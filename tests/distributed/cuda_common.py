@@ -9,21 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-from dtensor_gtp import _torch_compat as compat
-
 # For tests that need more ranks than there are GPUs. Slow: the processes of a GPU take turns on it.
 RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
 NUM_RANKS = min(torch.cuda.device_count() * RANKS_PER_GPU, 8) if torch.cuda.is_available() else 0
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def missing_for_zero_cta() -> str | None:
-    """Why there are no gathers by NCCL without kernels here; None if there are."""
-    if NUM_RANKS < 2:
-        return "needs at least 2 GPUs"
-    if RANKS_PER_GPU > 1:
-        return "between ranks that share a GPU NCCL uses sockets"
-    return compat.missing_for_zero_cta(torch.device("cuda"))
 
 
 def take_gpu(place: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment
-from cuda_common import BF16, NUM_RANKS, CudaTest, missing_for_zero_cta
+from cuda_common import BF16, NUM_RANKS, CudaTest
 from runtime_common import assert_idle
 from test_cuda import Stack, square_loss
 from test_cuda_exchange import LM, make_tokens
@@ -40,9 +40,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "few CTAs": {"gather_ctas": (1, 4), "scatter_ctas": (1, 4), **SEVERAL},
     "copy engines": COPY_ENGINES,
     "copy engines, several": {**COPY_ENGINES, **SEVERAL, "max_inflight_reduce_scatters": 1},
-    "copy engines, kept casts": {**COPY_ENGINES, **SEVERAL, "keep_casts": True},
     "auto": {"gather_backend": "auto"},
-    "zero_cta": {"gather_backend": "zero_cta", **SEVERAL},
 }
 # What may not change a bit of a captured step: ``DTENSOR_GTP_DEBUG``, and whether ranks are late.
 DISTURBANCES = (("poison,delay=0", False), ("poison,delay=1", True))
@@ -176,8 +174,7 @@ class TestCudaGraphs(CudaTest):
         """Every backend and kind of reduction; weights of one shape share the memory of freed buffers."""
         batches = [self.rows(index) for index in range(10)]
         for name, schedule in SCHEDULES.items():
-            if name != "zero_cta" or missing_for_zero_cta() is None:
-                self.check_disturbed(name, batches, schedule=SchedulePolicy(**schedule))
+            self.check_disturbed(name, batches, schedule=SchedulePolicy(**schedule))
 
     def test_poison_delays_and_late_ranks_in_exchanges_of_activations(self) -> None:
         """Of the embedding and of the head; the other weight is gathered."""
@@ -199,7 +196,7 @@ class TestCudaGraphs(CudaTest):
     def test_poison_delays_and_late_ranks_with_replicas(self) -> None:
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
         batches = [self.rows(index) for index in range(8)]
-        for options in ({}, {**COPY_ENGINES, **SEVERAL}, {**COPY_ENGINES, **SEVERAL, "keep_casts": True}):
+        for options in ({}, {**COPY_ENGINES, **SEVERAL}):
             self.check_disturbed(f"{options}", batches, mesh=mesh, schedule=SchedulePolicy(**options))
 
     def test_fifty_replays_equal_eager_steps(self) -> None:
@@ -229,7 +226,7 @@ class TestCudaGraphs(CudaTest):
         for index in range(12):
             generator = torch.Generator().manual_seed(100 * index + self.rank)
             batches.append(torch.randint(0, 33, (4, 6), generator=generator).cuda())
-        for changes in ({}, COPY_ENGINES, {**COPY_ENGINES, "keep_casts": True}):
+        for changes in ({}, COPY_ENGINES):
             schedule = SchedulePolicy(min_shard_numel=0, **changes)
             captured, eager = self.jobs(Zoo, next_token_loss, schedule=schedule, num_microbatches=2)
             step = capture_step(captured.step, captured.model, captured.optimizer)

@@ -7,14 +7,12 @@ three layers is profiled, each weight by itself, and every kernel must be one th
 from __future__ import annotations
 
 import dataclasses
-import re
 import unittest
-from collections import Counter
 from typing import Any
 
 import torch
 import torch.nn as nn
-from cuda_common import NUM_RANKS, CudaTest, missing_for_zero_cta
+from cuda_common import NUM_RANKS, CudaTest
 from test_cuda_streams import WORLD_SIZE, one_of
 from test_gtp_shard_copies import BF16, MIXED, SCHEDULE
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +24,6 @@ from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 # Large enough for GEMMs to be some, and a multiple of every number of ranks up to 8: no shard is padded.
 WIDTH = 840
 NUM_GATHERS = (2, 2, 1)  # in forward and backward, but for the last weight, which is kept from one to the other
-NO_ZERO_CTA = missing_for_zero_cta()
 
 
 def step_of(mesh: DeviceMesh, dtype: torch.dtype, policy: MixedPrecisionPolicy, **options: Any) -> dict[str, int]:
@@ -103,20 +100,6 @@ class TestKernels(CudaTest, KernelTest):
         self.check(self.gtp_mesh(), gather, reduction, **options)
         self.check(self.gtp_mesh(), gather, "1 NCCL", gather_backend="copy_engine")
         self.check(self.gtp_mesh(), "1 NCCL, 1 cast", reduction, reduce_scatter="copy_engine")
-
-    @unittest.skipIf(NO_ZERO_CTA is not None, NO_ZERO_CTA or "")
-    def test_zero_cta(self) -> None:
-        """No kernel of NCCL in a gather. Of its copies two are ours, of this rank's rows into the stage and of the full
-        weight out of it; in how many NCCL moves the rest and tells the ranks, is its own matter."""
-        uses = step_of(self.gtp_mesh(), torch.float32, MIXED, gather_backend="zero_cta")
-        kernels: Counter[str] = Counter()
-        for use, num in uses.items():
-            copies = re.search(r", (\d+) copy", use)
-            kernels[use if copies is None else use.replace(copies[0], "")] += num
-            if use.startswith("all_gather"):
-                assert copies is not None, use
-                self.assertGreaterEqual(int(copies[1]), 2, use)
-        self.assertEqual(dict(kernels), expected("1 cast", "1 NCCL"))
 
 
 if __name__ == "__main__":

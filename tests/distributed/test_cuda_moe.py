@@ -198,7 +198,7 @@ class TestCudaMoE(CudaTest):
         for schedule, debug, is_captured in itertools.product(
             (DEFAULT, COPY_ENGINE), ("", "poison,delay=0", "poison,delay=1"), (False, True)
         ):
-            ahead = replace(schedule, expert_blocks_ahead=2, keep_casts=schedule is COPY_ENGINE)
+            ahead = replace(schedule, expert_blocks_ahead=2)
             with environment(DTENSOR_GTP_DEBUG=debug):
                 actual = train(ahead, is_captured)
             for number, (got, want) in enumerate(zip(actual, expected, strict=True)):

@@ -36,14 +36,14 @@ from runtime_common import (
 from timing import come_late
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, quantize_
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import context as comm_context
-from dtensor_gtp._comm import copy_engine, symmetric_memory
 from dtensor_gtp._comm import gather_backends as backends
-from dtensor_gtp._comm.copy_engine import CastingBackend, Content, CopyEngine
+from dtensor_gtp._comm import symmetric_memory
+from dtensor_gtp._comm.copy_engine import CastingBackend, CopyEngine
+from dtensor_gtp._comm.gather_backends import ProcessGroupBackend
 from dtensor_gtp._comm.send_ring import SendRing
-from dtensor_gtp._comm.zero_cta import ZeroCTA
 from dtensor_gtp.quant import NVFP4, Float8Tensorwise
 
 
@@ -70,9 +70,6 @@ class Casts(ByBroadcast, CastingBackend):
 
     num_passes = num_cast = 0
 
-    def keep_casts(self, expected_nbytes: int) -> None:
-        raise AssertionError("nobody has asked for it")
-
     def begin_pass(self) -> None:
         type(self).num_passes += 1
 
@@ -81,7 +78,6 @@ class Casts(ByBroadcast, CastingBackend):
         outputs: list[torch.Tensor],
         shards: list[torch.Tensor],
         ready: torch.Event | None = None,
-        contents: Sequence[Content] | None = None,
     ) -> None:
         group = dist.distributed_c10d._resolve_process_group(self.group_name)
         own = [output.chunk(group.size())[group.rank()] for output in outputs]
@@ -188,36 +184,6 @@ class RingOnFile(SendRing):
         return super()._peers()
 
 
-class _Memory:
-    """Stands for ``RegisteredBuffer``."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.tensor = torch.full((nbytes,), 0x7F, dtype=torch.uint8)
-
-
-class OnGloo(ZeroCTA):
-    """The stage of the zero-CTA backend, over gloo."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        with (
-            mock.patch.object(compat, "missing_for_zero_cta", return_value=None),
-            mock.patch.object(compat, "nccl_zero_cta_options", return_value=None),
-        ):
-            super().__init__(group, device)
-
-    def _allocate(self, nbytes: int) -> Any:
-        self._registered.append(_Memory(nbytes * self._num_ranks))  # type: ignore[arg-type]
-        return self._registered[-1]
-
-    def _gather(self, full: torch.Tensor, own: torch.Tensor) -> None:
-        group = compat.resolve_group(self._group_name)
-        dist.all_gather_into_tensor(full, own, group=group)  # which waits: there is no stream that would
-
-    def _wait_on_host(self) -> None:
-        pass
-
-
 class TestGatherBackends(GlooTest):
     def test_a_class_of_the_users(self) -> None:
         """Plain, uneven, replicated and quantized weights; the very bits of the process group."""
@@ -262,81 +228,19 @@ class TestGatherBackends(GlooTest):
         model = check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1)
         assert_idle(model)
 
-    def test_kept_casts_change_no_bit(self) -> None:
-        """Shards are cast in forward alone, and in each one: they may have been written to without a trace, also while
-        gradients wait."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = Net(num_pairs=2)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        schedule = SchedulePolicy(min_shard_numel=0, keep_casts=True, gather_backend=OnFile)
-        with environment(DTENSOR_GTP_DEBUG="poison,delay=5"):
-            expected, actual = (shard_copy(reference, mesh, mp_policy=policy), None)
-            actual = shard_copy(reference, mesh, mp_policy=policy, schedule=schedule)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (expected, actual)]
-        num_weights = sum(isinstance(p.placements[-1], GTPShard) for p in actual.parameters())
-        tokens = [make_tokens(seed) for seed in range(3)]
-
-        def backward(seed: int) -> list[torch.Tensor]:
-            for model in (expected, actual):
-                OnFile.num_casts = 0
-                token_loss(model, tokens[seed][self.rank :: self.world_size]).backward()
-            grads = [[p.grad.to_local() for p in model.parameters()] for model in (actual, expected)]
-            assert_bit_equal(*grads, f"microbatch {seed}")
-            return grads[0]
-
-        for step in range(3):
-            backward(step)
-            self.assertEqual(OnFile.num_casts, num_weights, f"forward of step {step}")
-            backward((step + 1) % 3)
-            self.assertEqual(OnFile.num_casts, num_weights, "a later microbatch")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        backward(2)
-        for model, optimizer in zip((expected, actual), optimizers, strict=True):
-            optimizer.zero_grad()
-            for parameter in model.parameters():
-                parameter.to_local().data.mul_(1.5)
-        backward(0)
-        for model in (expected, actual):
-            for parameter in model.parameters():
-                parameter.to_local().data.add_(parameter.grad.to_local(), alpha=-0.1)
-                parameter.grad.zero_()
-        backward(2)
-        state = {name: value * 0.5 for name, value in expected.state_dict().items()}
-        for model in (expected, actual):
-            model.load_state_dict(state)
-        backward(1)
-        self.assertEqual(OnFile.num_casts, num_weights, "loaded while gradients wait")
-        for recipe in (NVFP4(), Float8Tensorwise()):  # with data of its own for backward, and without
-            torch.manual_seed(0)
-            assert_idle(check(QuantNet(), recipe, gtp(recipe, mesh, schedule=schedule), mesh, steps=2))
-
-    def test_kept_planes_of_native_weights_follow_what_is_written(self) -> None:
+    def test_planes_of_native_weights_follow_what_is_written(self) -> None:
         """Without a trace, while gradients wait: they are sent as they are, with nothing made of them."""
         mesh, x = self.gtp_mesh(), torch.randn(8, 32)
-        for keep_casts in (False, True):
-            torch.manual_seed(0)
-            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnFile, keep_casts=keep_casts)
-            model = quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), Float8Tensorwise(), storage="native")
-            gtp_shard(model, mesh, schedule=schedule)
-            for _ in range(2):
-                model(x).sum().backward()
-            self.assertTrue(model(x).any())
-            for plane in model[0].weight.to_local().quantized.planes:
-                plane.view(torch.uint8).data.zero_()
-            self.assertFalse(model(x).any(), f"keep_casts={keep_casts}")
-
-    def test_stage_of_zero_cta_changes_no_bit(self) -> None:
-        mesh = self.gtp_mesh()
         torch.manual_seed(0)
-        reference = Net(num_pairs=1)
-        expected = train_record(shard_copy(reference, mesh), mesh, steps=2)
-        schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnGloo)
-        assert_bit_equal(train_record(shard_copy(reference, mesh, schedule=schedule), mesh, steps=2), expected, "stage")
-        torch.manual_seed(0)
-        assert_idle(check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1))
+        schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnFile)
+        model = quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), Float8Tensorwise(), storage="native")
+        gtp_shard(model, mesh, schedule=schedule)
+        for _ in range(2):
+            model(x).sum().backward()
+        self.assertTrue(model(x).any())
+        for plane in model[0].weight.to_local().quantized.planes:
+            plane.view(torch.uint8).data.zero_()
+        self.assertFalse(model(x).any())
 
     def test_gradients_in_the_send_ring_have_the_bits_of_an_all_to_all(self) -> None:
         """In groups and alone, in rings that grow and turn round, with microbatches; uneven shards and dim 1 among
@@ -411,12 +315,29 @@ class TestGatherBackends(GlooTest):
                 {"reduce_scatter": "copy_engine"},
                 r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'",
             ),
-            ({"gather_backend": "zero_cta"}, r"\(gather_backend='zero_cta'\), but got one of 'cpu'"),
-            ({"gather_ctas": (1, 4)}, r"\(gather_ctas=...\), but got 'gloo'"),
-            ({"scatter_ctas": (1, 4)}, r"\(scatter_ctas=...\), but got 'gloo'"),
         ):
             with self.assertRaisesRegex(ValueError, message):
                 gtp_shard(small_model(), mesh, schedule=SchedulePolicy(**options))
+
+    def test_automatic_choice_is_the_same_on_all_ranks_and_told(self) -> None:
+        """Copy engines where all ranks of the mesh have them, else the process group."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+            for engine, name in ((OnFile, "copy_engine"), (FailsOnLastRank, "process_group")):
+                with mock.patch.object(backends, "CopyEngine", engine):
+                    choice = backends.choose_gather_backend(
+                        SchedulePolicy(gather_backend="auto"), groups, torch.device("cpu")
+                    )
+                self.assertEqual(choice.name, name)
+                self.assertIsInstance(choice.backend, engine if name == "copy_engine" else ProcessGroupBackend)
+                self.assertEqual("rank 3: OSError: no such link" in choice.reason, name == "process_group")
+        model = shard_copy(small_model(), self.gtp_mesh(), schedule=SchedulePolicy(gather_backend="auto"))
+        with self.assertLogs("dtensor_gtp", "INFO") as logs:
+            model(torch.ones(2, 12))
+        (told,) = sharding_report(model).gather_backends
+        self.assertRegex(told, r"gather backend on gtp=4: process_group \(.*a cpu device has no copy engines")
+        self.assertIn(told, "\n".join(logs.output))
+        self.assertIn(told, str(sharding_report(model)).splitlines())
 
     def test_ranks_on_several_hosts_are_refused(self) -> None:
         group = self.gtp_mesh().get_group()

@@ -14,7 +14,7 @@ import torch
 
 from dtensor_gtp import SchedulePolicy
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm import copy_engine, symmetric_memory, zero_cta
+from dtensor_gtp._comm import copy_engine, symmetric_memory
 from dtensor_gtp._comm import reduce_scatter as scattering_module
 from dtensor_gtp._comm.addends import Sum
 from dtensor_gtp._comm.collectives import ReduceScale
@@ -25,7 +25,6 @@ from dtensor_gtp._comm.groups import Groups
 from dtensor_gtp._comm.reduce_scatter import Sending, make_scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
 from dtensor_gtp._comm.symmetric_memory import offsets
-from dtensor_gtp._comm.zero_cta import ZeroCTA
 from dtensor_gtp._schedule.reduce_gradients import Gradients
 
 NUM_RANKS = 4
@@ -55,11 +54,9 @@ class Ranks:
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(NUM_RANKS)]
         with (
             mock.patch.object(symmetric_memory, "refuse_on_all_ranks"),
-            mock.patch.object(zero_cta, "refuse_on_all_ranks"),
             mock.patch.object(symmetric_memory.dist, "barrier", lambda group: group.ranks.barrier.wait()),
             mock.patch.object(compat, "resolve_group", lambda name: name),
-            mock.patch.object(compat, "twin_group", lambda group, device, desc, options: group),
-            mock.patch.object(compat, "nccl_zero_cta_options"),
+            mock.patch.object(compat, "twin_group", lambda group, device, desc: group),
         ):
             for thread in threads:
                 thread.start()
@@ -126,32 +123,6 @@ class Engine(CopyEngine):
         pass
 
 
-class Registered:
-    """Stands for ``RegisteredBuffer``."""
-
-    def __init__(self, nbytes: int, group: Group) -> None:
-        self.nbytes, self.tensor = nbytes, group.new_stage(nbytes)
-
-
-class Zero(ZeroCTA):
-    def _allocate(self, nbytes: int) -> Any:
-        self._registered.append(Registered(nbytes * NUM_RANKS, self._group_name))  # type: ignore[arg-type]
-        return self._registered[-1]
-
-    def _wait_on_host(self) -> None:
-        pass
-
-
-def gather_in_place(output: torch.Tensor, shard: torch.Tensor, group: Any, stream: bool) -> None:
-    ranks = group.ranks
-    ranks.memory[group.rank(), -1] = shard
-    ranks.barrier.wait()
-    for rank, part in enumerate(output.chunk(NUM_RANKS)):
-        if rank != group.rank():
-            part.copy_(ranks.memory[rank, -1])
-    ranks.barrier.wait()
-
-
 def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype, turn: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * turn + 10 * rank + len(shape))
     return torch.randint(0, 100, shape, generator=generator).to(dtype)
@@ -166,12 +137,11 @@ SHARDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Engine, Zero])
-def test_gathers_of_several_tensors(kind: Any) -> None:
+def test_gathers_of_several_tensors() -> None:
     ranks = Ranks()
 
     def job(group: Group) -> None:
-        backend = kind(group, CPU)
+        backend = Engine(group, CPU)
         for turn, shapes in enumerate(SHARDS * 2):
             shards = [value(group.rank(), shape, dtype, turn) for shape, dtype in shapes]
             outputs = [torch.full((NUM_RANKS * s.shape[0], *s.shape[1:]), 111, dtype=s.dtype) for s in shards]
@@ -184,8 +154,7 @@ def test_gathers_of_several_tensors(kind: Any) -> None:
                 want = torch.cat([value(rank, shape, dtype, turn) for rank in range(NUM_RANKS)])
                 assert torch.equal(output, want), f"rank {group.rank()}, turn {turn}, {shape}"
 
-    with mock.patch.object(zero_cta.collectives, "all_gather", gather_in_place):
-        ranks.run(job)
+    ranks.run(job)
     # The first one, and each time that a gather is larger than all before.
     assert ranks.num_stages == [4] * NUM_RANKS
 

@@ -21,7 +21,7 @@ import torch
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import copy_engine, symmetric_memory
-from dtensor_gtp._comm.copy_engine import Content, CopyEngine
+from dtensor_gtp._comm.copy_engine import CopyEngine
 
 NUM_RANKS, NUM_WEIGHTS, NUMEL = 3, 5, 4
 CPU = torch.device("cpu")
@@ -164,12 +164,10 @@ class Rank:
     shard in forward, on the stream of casts, where the last forward's has been. If ``records``, a graph records the
     second step, another one the third; each is replayed once."""
 
-    def __init__(self, machine: Machine, rank: int, keeps: bool, packs: bool, records: bool) -> None:
+    def __init__(self, machine: Machine, rank: int, packs: bool, records: bool) -> None:
         self.machine, self.rank, self.records = machine, rank, records
         self.packed = [torch.empty(NUMEL) for _ in range(NUM_WEIGHTS)] if packs else None
         self.engine = Engine(machine, rank)
-        if keeps:
-            self.engine.keep_casts(1024)
         self.compute, self.gathers = machine.stream(), machine.stream()
         self.shards = [self._value(weight, 0) for weight in range(NUM_WEIGHTS)]
         # As an allocator has it: what is freed is the next to be used, in the order of the compute stream.
@@ -216,8 +214,7 @@ class Rank:
         ready = self.compute.record_event()
         self.gathers.wait_event(ready)
         with self.gathers:
-            contents = [Content(weight, step)]
-            self.engine.all_gather([output], [sent], ready, contents)  # type: ignore[arg-type, list-item]
+            self.engine.all_gather([output], [sent], ready)  # type: ignore[arg-type, list-item]
         return output, self.gathers.record_event()
 
     def _pack(self, target: torch.Tensor, shard: torch.Tensor) -> None:
@@ -242,11 +239,10 @@ class Rank:
 
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_gathers_of_ranks_that_get_on_in_any_order(keeps: bool, packs: bool, records: bool) -> None:
+def test_gathers_of_ranks_that_get_on_in_any_order(packs: bool, records: bool) -> None:
     for seed in range(40):
         machine = Machine()
         with on_machine(machine):
             for rank in range(NUM_RANKS):
-                Rank(machine, rank, keeps, packs, records).train(4)
+                Rank(machine, rank, packs, records).train(4)
         machine.run(random.Random(seed))

@@ -75,38 +75,17 @@ def test_schedule_policy_refuses_numbers_of_tokens_that_are_none(tokens: object,
 
 @pytest.mark.parametrize("value", ["nccl", None, object()])
 def test_schedule_policy_refuses_unknown_gather_backends(value: object) -> None:
-    expected = (
-        "SchedulePolicy expects 'process_group' or 'copy_engine' or 'zero_cta' or 'auto' as gather_backend, but got "
-    )
+    expected = "SchedulePolicy expects 'process_group' or 'copy_engine' or 'auto' as gather_backend, but got "
     with pytest.raises(ValueError, match=expected):
         SchedulePolicy(gather_backend=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["gather_ctas", "scatter_ctas"])
-def test_schedule_policy_checks_limits_of_ctas(name: str) -> None:
-    assert getattr(SchedulePolicy(**{name: (1, 8)}), name) == (1, 8)
-    for value in (8, [1, 8], (1,), (1, 8.0), (True, 8)):
-        with pytest.raises(TypeError, match=f"SchedulePolicy expects a tuple of two ints as {name}, but got "):
-            SchedulePolicy(**{name: value})
-    for value in ((0, 4), (5, 4)):
-        with pytest.raises(ValueError, match=f"SchedulePolicy expects 1 <= least <= most in {name}, but got "):
-            SchedulePolicy(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["wgrad_first", "keep_casts", "keep_last"])
+@pytest.mark.parametrize("name", ["wgrad_first", "keep_last"])
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_schedule_policy_refuses_a_flag_that_is_not_a_bool(name: str, value: object) -> None:
     assert getattr(SchedulePolicy(**{name: False}), name) is False
     with pytest.raises(TypeError, match=f"SchedulePolicy expects a bool for {name}, but got {value!r}"):
         SchedulePolicy(**{name: value})  # type: ignore[arg-type]
-
-
-def test_casts_are_kept_by_copy_engines_alone() -> None:
-    for name in ("copy_engine", "auto"):
-        assert SchedulePolicy(gather_backend=name, keep_casts=True).keep_casts  # type: ignore[arg-type]
-    for name in ("process_group", "zero_cta"):
-        with pytest.raises(ValueError, match=f"'copy_engine' or 'auto' with keep_casts=True, but got '{name}'"):
-            SchedulePolicy(gather_backend=name, keep_casts=True)  # type: ignore[arg-type]
 
 
 def test_schedule_policy_is_checked_by_replace_too() -> None:

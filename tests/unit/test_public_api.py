@@ -105,8 +105,7 @@ GTPShard(dim, *, split_factor=1, block_size=1)
 SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter='ring',
     embedding='gather', head='exchange', exchange_tokens=None, prefetch_nbytes=268435456,
     coalesce_nbytes=268435456, coalesce_grad_nbytes=134217728, expert_blocks_ahead=1, keep_nbytes=0,
-    gather_backend='process_group', gather_ctas=None, scatter_ctas=None, wgrad_first=True, keep_casts=False,
-    keep_last=True)
+    gather_backend='process_group', wgrad_first=True, keep_last=True)
 GTPModule.unshard(async_op=False)
 GTPModule.reshard()
 GTPModule.set_requires_gradient_sync(requires_gradient_sync, *, recurse=True)
