@@ -113,18 +113,11 @@ def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
 
 def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises:
-    RuntimeError: The ranks of ``group`` cannot have memory that all of them map, as far as can be told beforehand.
-        Raised on all ranks of the group if on one.
-    """
-    refuse_on_all_ranks(group, _missing(device))
-
-
-def refuse_on_all_ranks(group: dist.ProcessGroup, reason: str | None) -> None:
-    """Raises:
-    RuntimeError: Some rank of ``group`` has a reason to, or they are on several hosts. Raised on all of them.
+    RuntimeError: The ranks of ``group`` cannot have memory that all of them map, as far as can be told beforehand:
+        some rank has no copy engines, or they are on several hosts. Raised on all ranks of the group.
     """
     told: list[tuple[str | None, str]] = [(None, "")] * group.size()
-    dist.all_gather_object(told, (reason, host_name()), group=group)
+    dist.all_gather_object(told, (_missing(device), host_name()), group=group)
     reasons = sorted({other for other, _ in told if other is not None})
     if reasons:
         raise RuntimeError("; ".join(reasons))

@@ -1,4 +1,4 @@
-"""Process groups: how they are made, named, left, and what NCCL's are told."""
+"""Process groups: how they are made, named and left."""
 
 from __future__ import annotations
 

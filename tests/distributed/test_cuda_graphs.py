@@ -37,7 +37,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "kept": {"keep_nbytes": 5 << 20},
     "least memory": {"wgrad_first": False, "keep_last": False, **SEVERAL},
     "all to all": {"reduce_scatter": "all_to_all"},
-    "few CTAs": {"gather_ctas": (1, 4), "scatter_ctas": (1, 4), **SEVERAL},
     "copy engines": COPY_ENGINES,
     "copy engines, several": {**COPY_ENGINES, **SEVERAL, "max_inflight_reduce_scatters": 1},
     "auto": {"gather_backend": "auto"},

@@ -53,10 +53,9 @@ class Ranks:
 
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(NUM_RANKS)]
         with (
-            mock.patch.object(symmetric_memory, "refuse_on_all_ranks"),
+            mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"),
             mock.patch.object(symmetric_memory.dist, "barrier", lambda group: group.ranks.barrier.wait()),
             mock.patch.object(compat, "resolve_group", lambda name: name),
-            mock.patch.object(compat, "twin_group", lambda group, device, desc: group),
         ):
             for thread in threads:
                 thread.start()

@@ -73,7 +73,7 @@ def test_schedule_policy_refuses_numbers_of_tokens_that_are_none(tokens: object,
         SchedulePolicy(exchange_tokens=tokens)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", ["nccl", None, object()])
+@pytest.mark.parametrize("value", ["nccl", "zero_cta", None, object()])
 def test_schedule_policy_refuses_unknown_gather_backends(value: object) -> None:
     expected = "SchedulePolicy expects 'process_group' or 'copy_engine' or 'auto' as gather_backend, but got "
     with pytest.raises(ValueError, match=expected):
