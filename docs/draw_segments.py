@@ -19,10 +19,7 @@ SHADES = ("#8fb4dd", "#eab676", "#94cc94", "#c79ad1")
 def draw() -> str:
     """The picture."""
     layout = plan_replicas(replicate=2, gtp=4, failed={(1, 2, 0)})
-    weights = (
-        WeightSpec("w1.weight", (112, 32)),
-        WeightSpec("wq.weight", (112, 32), block_size=16),
-    )
+    weights = (WeightSpec("w1.weight", (112, 32)), WeightSpec("wq.weight", (112, 32), block_size=16))
     parts = []
     top = 46
     for weight in weights:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement
 
-from ._comm.agreement import agree_on_all_ranks, device_of
+from ._comm.agreement import agree_on_all_ranks
 from ._comm.debug import DebugFlags
 from ._comm.gather_backends import refuse_unavailable
 from ._modules.bad_arguments import in_rank_order, validate_call, validate_mesh, validate_module
@@ -84,8 +84,6 @@ def gtp_shard(
     """
     validate_mesh(mesh)
     mesh = in_rank_order(mesh)
-
-    device = device_of(mesh)
 
     def check() -> tuple[list[Decision], DebugFlags]:
         validate_call(module, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)

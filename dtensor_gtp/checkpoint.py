@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -87,9 +88,9 @@ class _Region(NamedTuple):
     begin: tuple[int, ...]
     shape: torch.Size
     recipe: Recipe | None
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
 
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
+    def values(self, dtype: torch.dtype) -> Tensor:
         """The values that are wanted; ``dtype`` is that of dequantized ones."""
         if self.recipe is None:
             (value,) = self.tensors.values()
@@ -103,7 +104,7 @@ class _Region(NamedTuple):
         return whole
 
 
-def _typed(plane: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _typed(plane: Tensor, dtype: torch.dtype) -> Tensor:
     return plane if plane.dtype == dtype else plane.view(dtype)
 
 
@@ -119,7 +120,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=allow_partial_load)
         self._model = model
         self._regions: dict[str, _Region] = {}  # by the key of the weight
-        self._targets: dict[str, torch.Tensor] = {}
+        self._targets: dict[str, Tensor] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -133,7 +134,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         for key, value in list(self.state_dict.items()):
             match = _PLANE_KEY.fullmatch(key)
             weight = match["weight"] if match else key
-            if key in stored or not isinstance(value, torch.Tensor):
+            if key in stored or not isinstance(value, Tensor):
                 continue
             source = _recipe_of(stored, weight)
             if source is None and weight not in stored:
@@ -168,7 +169,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         plan.items = items
         return plan
 
-    def lookup_tensor(self, index: Any) -> torch.Tensor:
+    def lookup_tensor(self, index: Any) -> Tensor:
         """Where an item is read to."""
         match = _PLANE_KEY.fullmatch(index.fqn)
         for weight in (index.fqn, match["weight"] if match else index.fqn):
@@ -180,7 +181,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     def finish(self) -> None:
         """Convert what was read; collective where a scale runs over a whole weight."""
         weights = sorted(self._regions)
-        quantized: list[tuple[NativeWeight, Any, torch.Tensor]] = []
+        quantized: list[tuple[NativeWeight, Any, Tensor]] = []
         for weight in weights:
             target, region = self._targets[weight], self._regions[weight]
             native = native_of(target)
@@ -205,7 +206,7 @@ def _recipe_of(stored: Mapping[str, Any], weight: str) -> Recipe | None:
     return next((cls() for name, cls in RECIPES.items() if f"{weight}_{name}.elements" in stored), None)
 
 
-def _region(weight: str, target: torch.Tensor, source: Recipe | None, stored: Mapping[str, Any]) -> _Region:
+def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[str, Any]) -> _Region:
     """What this rank reads of a weight.
 
     Raises:

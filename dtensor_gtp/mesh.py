@@ -205,10 +205,7 @@ class _Layout:
 
     @staticmethod
     def of(
-        sizes: dict[str, int],
-        expert_sizes: dict[str, int],
-        world_size: int,
-        rank_order: Sequence[int] | None,
+        sizes: dict[str, int], expert_sizes: dict[str, int], world_size: int, rank_order: Sequence[int] | None
     ) -> _Layout:
         """Check and complete."""
         for name, size in (sizes | expert_sizes).items():

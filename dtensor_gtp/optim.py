@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import _torch_compat as compat
 from .placement import chunk_size_and_offset
 from .quant.master_optimizer import MasterOptimizer
 
-Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
+Orthogonalize = Callable[[Tensor], Tensor]
 
 
 class Muon(torch.optim.Muon):
@@ -58,9 +59,9 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        params: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        buffers: list[torch.Tensor] = []
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        buffers: list[Tensor] = []
         self._init_group(group, params, grads, buffers)
         updates = []
         for grad, buffer in zip(grads, buffers, strict=True):
@@ -68,11 +69,11 @@ class Muon(torch.optim.Muon):
             update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
             updates.append(update.bfloat16())  # what the iteration starts with, and half the bytes to exchange
 
-        def orthogonalize(update: torch.Tensor) -> torch.Tensor:
+        def orthogonalize(update: Tensor) -> Tensor:
             return compat.muon_orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         lr = group["lr"]
-        if isinstance(lr, torch.Tensor):
+        if isinstance(lr, Tensor):
             lr = lr.squeeze()
         for param, update in zip(params, orthogonalize_all(updates, orthogonalize), strict=True):
             param.mul_(1 - lr * group["weight_decay"])
@@ -91,13 +92,13 @@ class _Job(NamedTuple):
     """
 
     position: int
-    rows: torch.Tensor
+    rows: Tensor
     row_numel: int
     num_rows: list[int]
     dim: int
 
 
-def orthogonalize_all(updates: Sequence[torch.Tensor], orthogonalize: Orthogonalize) -> list[torch.Tensor]:
+def orthogonalize_all(updates: Sequence[Tensor], orthogonalize: Orthogonalize) -> list[Tensor]:
     """Orthogonalize each matrix as a whole.
 
     Args:
@@ -107,7 +108,7 @@ def orthogonalize_all(updates: Sequence[torch.Tensor], orthogonalize: Orthogonal
     Returns:
         One matrix for each update, bfloat16, placed as it is.
     """
-    results: list[torch.Tensor] = list(updates)
+    results: list[Tensor] = list(updates)
     shared: dict[str, list[_Job]] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     for index, update in enumerate(updates):
@@ -153,7 +154,7 @@ def _job(position: int, update: DTensor, axis: int) -> _Job:
     return _Job(position, (rows.t() if dim else rows).reshape(-1), update.shape[1 - dim], num_rows, dim)
 
 
-def _exchange(batch: list[_Job], group: dist.ProcessGroup, orthogonalize: Orthogonalize) -> list[torch.Tensor]:
+def _exchange(batch: list[_Job], group: dist.ProcessGroup, orthogonalize: Orthogonalize) -> list[Tensor]:
     """Let rank ``i`` orthogonalize matrix ``i`` of ``batch``.
 
     Returns:
@@ -175,7 +176,7 @@ def _exchange(batch: list[_Job], group: dist.ProcessGroup, orthogonalize: Orthog
     return list(shards.split(sizes))
 
 
-def _placed_as(update: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _placed_as(update: Tensor, local: Tensor) -> Tensor:
     assert isinstance(update, DTensor)
     return DTensor.from_local(
         local, update.device_mesh, update.placements, run_check=False, shape=update.shape, stride=update.stride()

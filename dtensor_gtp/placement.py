@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -150,10 +151,10 @@ class _RowGTPShard(GTPShard, Shard):
         Shard.__init__(self, dim)
         self._lessons.for_any()
 
-    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
         """In torch 2.11 the whole of an uneven tensor is a view of the padded one, and a full state dict with such a
         view in it reaches the other ranks of ``broadcast_from_rank0`` with the padding among the values."""
-        result: torch.Tensor = super()._to_replicate_tensor(*args, **kwargs)
+        result: Tensor = super()._to_replicate_tensor(*args, **kwargs)
         return result if result.is_contiguous() else result.contiguous()
 
 
@@ -204,11 +205,11 @@ class _BlockGTPShard(_RowGTPShard):
         return self.local_shard_size_and_offset(curr_local_size, num_chunks, rank)
 
     def _split_tensor(
-        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
-    ) -> tuple[list[torch.Tensor], list[int]]:
+        self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
         rows = tensor.size(self.dim)
         largest = chunk_rows(rows, num_chunks, self.block_size)
-        shards: list[torch.Tensor] = []
+        shards: list[Tensor] = []
         pad_sizes: list[int] = []
         for index in range(num_chunks):
             size, offset = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
@@ -222,14 +223,14 @@ class _BlockGTPShard(_RowGTPShard):
     @maybe_run_for_local_tensor
     def _select_split_tensor(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         num_chunks: int,
         index: Any,
         *,
         with_padding: bool = True,
         contiguous: bool = True,
         clone: bool = True,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         rows = tensor.size(self.dim)
         size, offset = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
         shard = tensor.narrow(self.dim, offset, size)
@@ -239,9 +240,7 @@ class _BlockGTPShard(_RowGTPShard):
             return shard.clone(memory_format=torch.contiguous_format)
         return shard.contiguous() if contiguous else shard
 
-    def _reduce_shard_tensor(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
-    ) -> torch.Tensor:
+    def _reduce_shard_tensor(self, tensor: Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int) -> Tensor:
         if mesh.get_coordinate() is None:
             return tensor
         num_chunks = mesh.size(mesh_dim)
@@ -250,8 +249,8 @@ class _BlockGTPShard(_RowGTPShard):
         return self._unpad_shard(shard, tensor.size(self.dim), num_chunks, mesh_coordinate(mesh, mesh_dim))
 
     def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
-    ) -> torch.Tensor:
+        self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
+    ) -> Tensor:
         num_chunks = mesh.size(mesh_dim)
         rows = current_logical_shape[self.dim]
         padded = self._pad_shard(local_tensor, rows, num_chunks, mesh_coordinate(mesh, mesh_dim))
@@ -260,7 +259,7 @@ class _BlockGTPShard(_RowGTPShard):
         whole = super()._to_replicate_tensor(padded, mesh, mesh_dim, padded_shape)
         return self._unpad_whole(whole, rows)
 
-    def _to_new_shard_dim(self, *args: object, **kwargs: object) -> torch.Tensor:
+    def _to_new_shard_dim(self, *args: object, **kwargs: object) -> Tensor:
         raise AssertionError(f"{self!r} goes to another sharding through Replicate(), but an all-to-all was planned.")
 
     # Sizes may differ between the ranks that LocalTensorMode runs in one process, so each step that computes with them
@@ -271,16 +270,16 @@ class _BlockGTPShard(_RowGTPShard):
         return chunk_rows(rows, num_chunks, self.block_size) * num_chunks
 
     @maybe_run_for_local_tensor
-    def _pad_whole(self, tensor: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    def _pad_whole(self, tensor: Tensor, num_chunks: int) -> Tensor:
         largest = chunk_rows(tensor.size(self.dim), num_chunks, self.block_size)
         return _pad_rows(tensor, self.dim, largest * num_chunks).contiguous()
 
     @maybe_run_for_local_tensor
-    def _unpad_whole(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    def _unpad_whole(self, tensor: Tensor, rows: int) -> Tensor:
         return tensor.narrow(self.dim, 0, rows).contiguous()
 
     @maybe_run_for_local_tensor
-    def _pad_shard(self, shard: torch.Tensor, rows: int, num_chunks: int, index: int) -> torch.Tensor:
+    def _pad_shard(self, shard: Tensor, rows: int, num_chunks: int, index: int) -> Tensor:
         size, _ = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
         if shard.size(self.dim) != size:
             raise ValueError(
@@ -290,12 +289,12 @@ class _BlockGTPShard(_RowGTPShard):
         return _pad_rows(shard, self.dim, chunk_rows(rows, num_chunks, self.block_size)).contiguous()
 
     @maybe_run_for_local_tensor
-    def _unpad_shard(self, shard: torch.Tensor, rows: int, num_chunks: int, index: int) -> torch.Tensor:
+    def _unpad_shard(self, shard: Tensor, rows: int, num_chunks: int, index: int) -> Tensor:
         size, _ = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
         return shard.narrow(self.dim, 0, size).contiguous()
 
 
-def _pad_rows(tensor: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+def _pad_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
     """``tensor`` with ``dim`` filled up with zeros to ``rows``; works for dtypes that ``functional.pad`` refuses."""
     size = tensor.size(dim)
     if size == rows:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
@@ -27,7 +28,7 @@ class GatherBackend(Protocol):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None: ...
 
-    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Waitable | None:
+    def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> Waitable | None:
         """Gather each shard of all ranks into the output at the same index, on the current stream.
 
         Args:

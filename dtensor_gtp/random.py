@@ -161,8 +161,6 @@ class MeshRNG:
         if self._device_index is not None:
             self._device_module().set_rng_state(states[self._device_type].cpu(), self._device_index)
 
-    # --- private ------------------------------------------------------------------------------------------------------
-
     def _device_module(self) -> Any:
         return torch.get_device_module(self._device_type)
 

@@ -56,10 +56,7 @@ class TrainState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
+            self._model, self._optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optimizer"]
         )
         self._scheduler.load_state_dict(state_dict["scheduler"])
         if self._with_rng:

@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from .symmetric_memory import waiting_allowed
@@ -32,13 +33,7 @@ class Sum(Protocol):
     """``factor`` times the sum over ranks, on the current stream."""
 
     def __call__(
-        self,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        own: Sequence[torch.Tensor],
-        rank: int,
-        num_ranks: int,
-        factor: float,
+        self, out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: int, factor: float
     ) -> None:
         """
         Args:
@@ -64,9 +59,9 @@ def _verdicts() -> dict[_Key, tuple[Sum | None, str]]:
     return {}
 
 
-def fused_sum(like: torch.Tensor, num_ranks: int) -> Sum | None:
+def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
     """The kernel that adds what ``num_ranks`` ranks send, of the dtype and on the device of ``like``; None: torch."""
-    if type(like) is not torch.Tensor or not like.is_cuda:
+    if type(like) is not Tensor or not like.is_cuda:
         return None  # also what only looks like a tensor on a GPU
     if like.dtype not in _DTYPES or num_ranks > _MOST_RANKS:
         return None
@@ -98,7 +93,7 @@ def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
     return add, ""
 
 
-def _probe(add: Sum, sizes: list[int], device: torch.device, key: _Key) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _probe(add: Sum, sizes: list[int], device: torch.device, key: _Key) -> Iterator[tuple[Tensor, Tensor]]:
     """Sum and mean by the kernel and by torch; with the rank's own row, and without."""
     num_ranks, numel, rank = key.num_ranks, sum(sizes), key.num_ranks // 2
     steps = torch.arange(num_ranks * numel, dtype=torch.float32, device=device)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_compat as compat
 
@@ -55,7 +56,7 @@ def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> Re
     return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Gather ``shard`` of each rank into ``output``; ``shard`` may be this rank's own slice of ``output``.
 
     Args:
@@ -67,7 +68,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
 
 
 def all_gather_many(
-    outputs: list[torch.Tensor], shards: list[torch.Tensor], group: dist.ProcessGroup, stream: bool
+    outputs: list[Tensor], shards: list[Tensor], group: dist.ProcessGroup, stream: bool
 ) -> dist.Work | Works | None:
     """Several :func:`all_gather` of one group, as one launch where streams order it; dtypes and shapes may differ."""
     if len(outputs) == 1:
@@ -81,7 +82,7 @@ def all_gather_many(
 
 
 def reduce_scatter(
-    output: torch.Tensor, full: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool
+    output: Tensor, full: Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool
 ) -> dist.Work | None:
     """Reduce ``full`` over the ranks and leave this rank's rows in ``output``; ``full`` may be divided in place.
 
@@ -95,7 +96,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_many(
-    outputs: list[torch.Tensor], fulls: list[torch.Tensor], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
+    outputs: list[Tensor], fulls: list[Tensor], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
 ) -> dist.Work | None:
     """Several :func:`reduce_scatter` of one group and dtype, as one launch."""
     if len(outputs) == 1:
@@ -106,7 +107,7 @@ def reduce_scatter_many(
     return compat.reduce_scatter_coalesced(outputs, fulls, scale.op, group, async_op=not stream)
 
 
-def all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Send the i-th of equal slices of ``input`` to rank i, and receive rank i's as the i-th of ``output``.
 
     Args:
@@ -115,7 +116,7 @@ def all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     return compat.all_to_all_base(output, input, group, async_op=not stream)
 
 
-def all_reduce(tensor: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+def all_reduce(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Reduce ``tensor`` over the ranks in place, without the divisions of ``scale``."""
     return compat.all_reduce(tensor, scale.op, group, async_op=not stream)
 
@@ -124,6 +125,6 @@ def all_reduce(tensor: torch.Tensor, scale: ReduceScale, group: dist.ProcessGrou
 _WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """The same bits as integers, for which every backend has collectives."""
     return tensor.view(_WIRE_DTYPES[tensor.dtype.itemsize])

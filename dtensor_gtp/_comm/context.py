@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
@@ -102,8 +103,6 @@ class CommContext:
     def _new_stream(self) -> torch.Stream | None:
         return torch.Stream(self.device, priority=-1) if self.has_streams else None
 
-    # --- groups -------------------------------------------------------------------------------------------------------
-
     def groups(self, mesh: DeviceMesh) -> Groups:
         """Communicators for a 1-D (gtp) or 2-D (replicate, gtp) mesh; the first call for a mesh is collective."""
         names = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
@@ -134,8 +133,6 @@ class CommContext:
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
         return Groups(gather.group_name, scatter.group_name, names[0] if replicate else None)
-
-    # --- ordering -----------------------------------------------------------------------------------------------------
 
     def _fork(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
         """Run on ``stream``, after all that the compute stream was given so far."""
@@ -180,7 +177,7 @@ class CommContext:
             del self._computing[:-1]
         return self._computing[:-1]
 
-    def note_reading(self, done: Done, buffers: Iterable[torch.Tensor]) -> None:
+    def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:
         """The compute stream reads what a gather has filled, and has waited for it: the memory is in use until then."""
         if done.origin is not None and done.origin != (stream := self._computing[-1]):
             for buffer in buffers:
@@ -223,7 +220,7 @@ class CommContext:
             finally:
                 self._computing = outside
 
-    def all_gather(self, groups: Groups, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> Done:
+    def all_gather(self, groups: Groups, outputs: list[Tensor], shards: list[Tensor]) -> Done:
         """Within ``gathering``: gather each shard of all ranks into the output at the same index, in one launch.
 
         Returns:
@@ -278,7 +275,7 @@ class CommContext:
         ):
             stream.wait_event(done.origin.record_event())
 
-    def wait_to_drop(self, done: Done, buffer: torch.Tensor) -> None:
+    def wait_to_drop(self, done: Done, buffer: Tensor) -> None:
         """Wait for a gather that nobody came for, whose buffer goes."""
         self.wait(done)
         if done.event is not None and done.origin is not None and done.origin != self._computing[-1]:
@@ -350,7 +347,7 @@ class CommContext:
         finally:
             self._is_bounded = True
 
-    def retire_users(self, buffers: Sequence[torch.Tensor]) -> None:
+    def retire_users(self, buffers: Sequence[Tensor]) -> None:
         """Retire reductions, oldest first, until none in flight uses these buffers."""
         used = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         while any(kept.untyped_storage().data_ptr() in used for one in self._reductions for kept in one.keep):
@@ -360,7 +357,7 @@ class CommContext:
         self,
         work: dist.Work | None,
         complete: Callable[[], None],
-        keep: tuple[torch.Tensor, ...],
+        keep: tuple[Tensor, ...],
         places: Sequence[Place] = (),
     ) -> None:
         """Within ``reducing``: the collective is launched.

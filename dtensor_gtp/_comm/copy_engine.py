@@ -48,12 +48,13 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .symmetric_memory import ALIGNMENT, PeerCopies, offsets
 
 # A target, and a source of the same shape.
-_Pair = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[Tensor, Tensor]
 
 
 class CastingBackend(ABC):
@@ -67,12 +68,7 @@ class CastingBackend(ABC):
         """On all ranks: what comes may be recorded into another graph than what came before, or into one on some."""
 
     @abstractmethod
-    def all_gather(
-        self,
-        outputs: list[torch.Tensor],
-        shards: list[torch.Tensor],
-        ready: torch.Event | None = None,
-    ) -> None:
+    def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
         """Copy each rank's shards into the outputs, on the current stream.
 
         Args:
@@ -103,12 +99,7 @@ class CopyEngine(PeerCopies, CastingBackend):
         self._num_gathers = 0
         self._last_passed = None
 
-    def all_gather(
-        self,
-        outputs: list[torch.Tensor],
-        shards: list[torch.Tensor],
-        ready: torch.Event | None = None,
-    ) -> None:
+    def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
         # By addresses: each view of a tensor takes the host microseconds, for each weight.
         sizes = [output.nbytes // self._num_ranks for output in outputs]
         places = offsets(sizes)
@@ -201,5 +192,5 @@ class CopyEngine(PeerCopies, CastingBackend):
                 copy([target for target, _ in some], [source for _, source in some])
 
 
-def _is_copied_as_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+def _is_copied_as_bytes(target: Tensor, source: Tensor) -> bool:
     return target.is_cuda and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_compat as compat
 
@@ -120,7 +121,7 @@ def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"{name} ({detail})") if compat.is_profiling() else _NOTHING
 
 
-def poison(buffer: torch.Tensor) -> None:
+def poison(buffer: Tensor) -> None:
     """Fill a freed gather buffer with NaN, also one of elements that travel as bytes: 255 is a NaN of e4m3."""
     if buffer.is_floating_point():
         buffer.fill_(float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .collectives import as_integers
 
@@ -24,7 +25,7 @@ _LAST_SHIFT = 31
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def digest(tensor: torch.Tensor) -> torch.Tensor:
+def digest(tensor: Tensor) -> Tensor:
     """A number that differs where any element does or, almost surely, several, or their order.
 
     Args:
@@ -50,12 +51,12 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
+def _mixed(words: Tensor) -> Tensor:
     for shift, factor in _STEPS:
         words = (words ^ _shifted(words, shift)) * factor
     return words ^ _shifted(words, _LAST_SHIFT)
 
 
-def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
+def _shifted(words: Tensor, shift: int) -> Tensor:
     """To the right, filled with zeros."""
     return (words >> shift) & ((1 << (64 - shift)) - 1)

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy
@@ -36,7 +37,7 @@ class ProcessGroupBackend:
         self._group_name = group.group_name
         self._has_streams = device.type != "cpu"
 
-    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> dist.Work | Works | None:
+    def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | Works | None:
         group = compat.resolve_group(self._group_name)
         return collectives.all_gather_many(outputs, shards, group, self._has_streams)
 

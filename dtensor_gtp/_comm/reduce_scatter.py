@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..policy import ReduceScatterKind
 from . import collectives
@@ -44,10 +45,10 @@ class Scattering(Protocol):
     """
 
     @property
-    def slots(self) -> list[torch.Tensor]: ...
+    def slots(self) -> list[Tensor]: ...
 
     @property
-    def keep(self) -> tuple[torch.Tensor, ...]: ...
+    def keep(self) -> tuple[Tensor, ...]: ...
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         """Launch the collective: on the current stream, or in the background where there are no streams."""
@@ -71,7 +72,7 @@ def can_travel_together(kind: ReduceScatterKind, num_ranks: int) -> bool:
 
 def make_scattering(
     kind: ReduceScatterKind,
-    fulls: Sequence[torch.Tensor],
+    fulls: Sequence[Tensor],
     num_ranks: int,
     wire_dtype: torch.dtype,
     sending: Sending | None = None,
@@ -89,7 +90,7 @@ def make_scattering(
     dtype = sum_dtype(kind, wire_dtype)
     if num_ranks == 1:
         return _Alone(fulls[0], dtype)
-    rooms: Sequence[torch.Tensor | None] = [None] * len(fulls)
+    rooms: Sequence[Tensor | None] = [None] * len(fulls)
     if sending is not None:
         ring, pairs = sending.ring, zip(sending.places, fulls, strict=True)
         rooms = [None if ring.is_in(place, full) else ring.room(place, full.shape, wire_dtype) for place, full in pairs]
@@ -103,7 +104,7 @@ class _Parcel:
     """A gradient as it is sent: itself if it can, else a copy that is made on the scatter stream, behind the compute
     that follows; in ``room``, if it has to be there."""
 
-    def __init__(self, full: torch.Tensor, dtype: torch.dtype, room: torch.Tensor | None) -> None:
+    def __init__(self, full: Tensor, dtype: torch.dtype, room: Tensor | None) -> None:
         is_ready = room is None and full.is_contiguous() and full.dtype == dtype
         if room is None:
             room = full if is_ready else torch.empty(full.shape, dtype=dtype, device=full.device)
@@ -111,7 +112,7 @@ class _Parcel:
         self._source = None if is_ready else full
 
     @property
-    def keep(self) -> tuple[torch.Tensor, ...]:
+    def keep(self) -> tuple[Tensor, ...]:
         """What the communication uses; the first is what is sent."""
         return (self._sent,) if self._source is None else (self._sent, self._source)
 
@@ -119,7 +120,7 @@ class _Parcel:
         """Of the rows of one rank."""
         return torch.Size((self._sent.shape[0] // num_ranks, *self._sent.shape[1:]))
 
-    def row(self, rank: int, num_ranks: int) -> torch.Tensor:
+    def row(self, rank: int, num_ranks: int) -> Tensor:
         """The rows of one rank, as they are sent."""
         num_rows = self._sent.shape[0] // num_ranks
         return self._sent.narrow(0, rank * num_rows, num_rows)
@@ -128,7 +129,7 @@ class _Parcel:
     def is_packed(self) -> bool:
         return self._source is None
 
-    def packed(self) -> torch.Tensor:
+    def packed(self) -> Tensor:
         """What to send, on the current stream."""
         if self._source is not None:
             self._sent.copy_(self._source)
@@ -140,7 +141,7 @@ class _Parcel:
 class _Alone:
     """One rank: nothing is sent, the sum has one addend."""
 
-    def __init__(self, full: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, full: Tensor, dtype: torch.dtype) -> None:
         self.slots = [full if full.dtype == dtype else full.to(dtype)]
         self.keep = (full, *self.slots)
 
@@ -160,7 +161,7 @@ class _Ring:
         self.slots = [parcel.keep[0].new_empty(parcel.slot_shape(num_ranks)) for parcel in parcels]
 
     @property
-    def keep(self) -> tuple[torch.Tensor, ...]:
+    def keep(self) -> tuple[Tensor, ...]:
         return (*(buffer for parcel in self._parcels for buffer in parcel.keep), *self.slots)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
@@ -196,7 +197,7 @@ class _Exchange:
         self.slots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @property
-    def keep(self) -> tuple[torch.Tensor, ...]:
+    def keep(self) -> tuple[Tensor, ...]:
         return (*(buffer for parcel in self._parcels for buffer in parcel.keep), self._received, self._sum)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:

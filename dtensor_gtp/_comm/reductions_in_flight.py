@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .send_ring import Place
 from .streams import Done
@@ -21,6 +22,6 @@ class Reduction(NamedTuple):
 
     done: Done
     complete: Callable[[], None] | None
-    keep: tuple[torch.Tensor, ...]
+    keep: tuple[Tensor, ...]
     places: Sequence[Place] = ()
     origins: tuple[torch.Stream, ...] = ()

@@ -35,6 +35,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .symmetric_memory import PeerCopies, offsets
@@ -69,13 +70,11 @@ class SendRing(PeerCopies):
         self._head = 0
         self._used: list[weakref.ref[Place]] = []
         self._waiting: list[Place] = []  # for their launch
-        self._offered: torch.Tensor | None = None
+        self._offered: Tensor | None = None
         # What a backward has submitted, in all and at most, and what would have been room for all that had to be laid
         # out anew.
         self._submitted_nbytes = self._largest_nbytes = 0
         self._wanted_nbytes = 0
-
-    # --- places -------------------------------------------------------------------------------------------------------
 
     def _next(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """Where the next gradient begins and ends; beyond the end of the ring if it has no room there."""
@@ -92,7 +91,7 @@ class SendRing(PeerCopies):
     def _nbytes(self) -> int:
         return 0 if self._stage is None else self._stage.nbytes
 
-    def offer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+    def offer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Memory for a gradient that is the next one to be submitted; None if it is still in use."""
         shape = torch.Size(shape)
         begin, end = self._next(shape.numel(), dtype)
@@ -101,11 +100,11 @@ class SendRing(PeerCopies):
         self._offered = None if is_used or end > self._nbytes else self.room(Place(begin, end), shape, dtype)
         return self._offered
 
-    def has_offered(self, buffer: torch.Tensor) -> bool:
+    def has_offered(self, buffer: Tensor) -> bool:
         """Whether it is the memory that was offered last, and nothing has been submitted since."""
         return buffer is self._offered
 
-    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> Place | None:
+    def take(self, buffer: Tensor, dtype: torch.dtype) -> Place | None:
         """The place of a gradient that is submitted now, to be sent in ``dtype``; None if it has no room beside those
         that wait.
 
@@ -129,7 +128,7 @@ class SendRing(PeerCopies):
         self._used.append(weakref.ref(place))
         return place
 
-    def lay_out(self, fulls: list[torch.Tensor], dtype: torch.dtype) -> list[Place]:
+    def lay_out(self, fulls: list[Tensor], dtype: torch.dtype) -> list[Place]:
         """New places for gradients that are launched together and that have not all got one, on the scatter stream.
 
         Those of ``fulls`` that lie in the ring are replaced by copies. The places that they had must be held until the
@@ -144,16 +143,16 @@ class SendRing(PeerCopies):
         self._waiting.clear()
         return [self._new(begin, end) for begin, end in pairwise(ends)]
 
-    def _is_inside(self, tensor: torch.Tensor) -> bool:
+    def _is_inside(self, tensor: Tensor) -> bool:
         begin = 0 if self._stage is None else self._stage.address(self._rank)
         return begin <= tensor.data_ptr() < begin + self._nbytes
 
-    def is_in(self, place: Place, full: torch.Tensor) -> bool:
+    def is_in(self, place: Place, full: Tensor) -> bool:
         """Whether a gradient was written to its place to begin with: it was offered."""
         assert self._stage is not None
         return full.data_ptr() == self._stage.address(self._rank) + place.begin
 
-    def room(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def room(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The memory of a place, on this rank: a tensor object of its own each time."""
         assert self._stage is not None
         return self._stage.view(self._rank, place.begin, shape, dtype).view(shape)
@@ -177,9 +176,7 @@ class SendRing(PeerCopies):
         """On the scatter stream, when nothing waits or is in flight. Collective."""
         self._grow(nbytes)
 
-    # --- exchanges ----------------------------------------------------------------------------------------------------
-
-    def exchange(self, received: torch.Tensor, sizes: Sequence[int], places: Sequence[Place]) -> None:
+    def exchange(self, received: Tensor, sizes: Sequence[int], places: Sequence[Place]) -> None:
         """Copy the row for this rank out of every peer's gradients, on the current stream.
 
         Args:

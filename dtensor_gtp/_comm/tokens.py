@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
@@ -59,7 +60,7 @@ class TokenExchange:
         if declared is not None:
             self._settle(declared)
 
-    def gather(self, values: torch.Tensor, fill: int, comm: CommContext, groups: Groups) -> torch.Tensor | None:
+    def gather(self, values: Tensor, fill: int, comm: CommContext, groups: Groups) -> Tensor | None:
         """Values of all ranks' tokens, or None where the ranks have agreed not to exchange.
 
         Args:
@@ -94,7 +95,7 @@ class TokenExchange:
             compat.assert_on_device((counts <= self.capacity).all(), self._complaint("more tokens"))
         return received[:, 1:]
 
-    def _all_gather(self, values: torch.Tensor, what: str, comm: CommContext, groups: Groups) -> torch.Tensor:
+    def _all_gather(self, values: Tensor, what: str, comm: CommContext, groups: Groups) -> Tensor:
         if comm.is_capturing and not self.capacity:
             raise RuntimeError(f"{self._complaint('an unknown number of tokens')} Run one step before the capture.")
         received = values.new_empty((self._mesh.size(self._mesh.ndim - 1), values.numel()))

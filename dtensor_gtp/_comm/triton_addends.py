@@ -14,9 +14,9 @@ are two kernels for a number of ranks and a dtype, and none is compiled later, i
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .._torch_compat.kernel_trial import on_device_of
 
@@ -111,9 +111,7 @@ def sum_over_ranks(
     tl.store(result_ptr, total * factor, mask=is_inside)
 
 
-def add(
-    out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
-) -> None:
+def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: int, factor: float) -> None:
     """``addends.Sum``, for any factor."""
     sizes = [addend.numel() for addend in own] or [out.numel()]
     own = own or [rows]  # never read

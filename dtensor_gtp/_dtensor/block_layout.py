@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -78,9 +79,6 @@ def stock_sibling(spec: DTensorSpec) -> DTensorSpec:
         return spec
     placements = _replace_blocks(spec.placements, lambda p: Shard(p.dim))
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
-
-
-# --- DTensorSpec ------------------------------------------------------------------------------------------------------
 
 
 class _Placements(NamedTuple):
@@ -215,9 +213,6 @@ def sharded_dim(placement: Placement) -> int:
     return int(placement.dim)  # type: ignore[attr-defined]
 
 
-# --- redistribution ---------------------------------------------------------------------------------------------------
-
-
 def wrap_planner() -> None:
     stock = redistribute_module._gen_transform_infos_non_cached
     stock_cached = redistribute_module._gen_transform_infos
@@ -287,16 +282,13 @@ def _shape_before(axis: int, spec: DTensorSpec) -> list[int]:
     return shape
 
 
-# --- distribute_tensor ------------------------------------------------------------------------------------------------
-
-
 def wrap_distribute_tensor() -> None:
     modules = distribute_tensor_modules()
     stock = modules[0].distribute_tensor
 
     @functools.wraps(stock)
     def distribute_tensor(
-        tensor: torch.Tensor,
+        tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,

@@ -162,9 +162,6 @@ def _tags_out_of_place(op: Any) -> Iterable[Any]:
     return () if overload is None else overload.tags
 
 
-# --- operands with block placements -----------------------------------------------------------------------------------
-
-
 def propagate_elementwise(schema: OpSchema, operands: Sequence[Operand], out_meta: Any) -> OutputSharding:
     """Bring all operands of each element of the op to one sharding; the outputs have it too."""
     leaders: list[DTensorSpec] = []
@@ -249,8 +246,6 @@ def _elementwise_outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_
         raise NotElementwiseError
     return tuple(output(leader, meta) for leader, meta in zip(leaders, out_meta, strict=True))
 
-
-# --- operands that lie alike ------------------------------------------------------------------------------------------
 
 # The argument of the fused Adams that may lie on a mesh of its own: the numbers of steps.
 _FUSED_STEPS = 5

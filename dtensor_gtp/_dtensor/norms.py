@@ -26,12 +26,7 @@ aten = torch.ops.aten
 
 
 NORMS = frozenset(
-    {
-        aten._foreach_norm.Scalar,
-        aten.linalg_vector_norm.default,
-        aten.norm.Scalar,
-        aten.norm.ScalarOpt_dim,
-    }
+    {aten._foreach_norm.Scalar, aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim}
 )
 
 

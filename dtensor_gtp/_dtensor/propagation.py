@@ -109,17 +109,9 @@ def _support_fused_sgd() -> None:
                 table.setdefault(sgd, table[adamw])
 
 
-# --- sharding propagation ---------------------------------------------------------------------------------------------
-
 # Reductions without a result for a shard that has no rows.
 _EXTREMA = frozenset(
-    {
-        aten._foreach_max.default,
-        aten.amax.default,
-        aten.amin.default,
-        aten.max.default,
-        aten.min.default,
-    }
+    {aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
 )
 
 
@@ -127,14 +119,7 @@ _EXTREMA = frozenset(
 _REDUCTIONS = (
     NORMS
     | _EXTREMA
-    | {
-        aten.all.default,
-        aten.all.dim,
-        aten.any.default,
-        aten.any.dim,
-        aten.sum.default,
-        aten.sum.dim_IntList,
-    }
+    | {aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList}
 )
 
 

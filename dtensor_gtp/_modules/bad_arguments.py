@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -25,12 +26,7 @@ from .binding import binding_of
 
 
 def validate_call(
-    module: Any,
-    reshard_after_forward: Any,
-    shard_placement_fn: Any,
-    mp_policy: Any,
-    schedule: Any,
-    ignored_params: Any,
+    module: Any, reshard_after_forward: Any, shard_placement_fn: Any, mp_policy: Any, schedule: Any, ignored_params: Any
 ) -> None:
     """Check the kinds of the arguments.
 
@@ -172,7 +168,7 @@ def _refuse_other_devices(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> 
             )
 
 
-def _refuse_params_of(wrapper: str, held: Iterable[torch.Tensor], params: dict[str, nn.Parameter]) -> None:
+def _refuse_params_of(wrapper: str, held: Iterable[Tensor], params: dict[str, nn.Parameter]) -> None:
     """Refuse parameters that a wrapper further up, which ``module.modules()`` does not show, holds already."""
     names = {id(param): name for name, param in params.items()}
     for param in held:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -118,7 +119,7 @@ def _call_compiled(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], com
 def _watch_backward(output: Any, note: Any) -> None:
     """Tell the runtime that a backward through ``output`` begins, so that its first gathers start at once."""
     for tensor in compat.tree_flatten(output)[0]:
-        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
             tensor.register_hook(lambda grad: note())
 
 
@@ -174,4 +175,4 @@ def _cast_outputs(group: ShardGroup, output: Any) -> Any:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return compat.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return compat.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

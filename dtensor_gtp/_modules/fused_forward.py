@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from .._params.managed_param import ManagedParam, Site
 from .._params.pack_planes import HookWire
@@ -28,7 +29,7 @@ class GTPFused:
 class GTPLinear(GTPFused):
     """Mixin of ``nn.Linear``."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         module = cast(nn.Linear, self)
         binding = binding_of(module)
         assert binding is not None
@@ -49,7 +50,7 @@ class GTPLinear(GTPFused):
         weight.follow(Site(module, "weight"))
         if isinstance(bias, WholeParam):
             bias.follow(Site(module, "bias"))
-            value: torch.Tensor | None = bias.value()
+            value: Tensor | None = bias.value()
         else:
             value = module._parameters["bias"]
         if weight.tp_spec is None:
@@ -63,7 +64,7 @@ class GTPEmbedding(GTPFused):
 
     multiplies = False
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         module = cast(nn.Embedding, self)
         binding = binding_of(module)
         assert binding is not None
@@ -75,14 +76,14 @@ class GTPEmbedding(GTPFused):
         return embedding(input, module.padding_idx, binding.group.runtime, weight)
 
 
-def forward_in_frame(module: Any, mixin: Any, *args: torch.Tensor | None) -> torch.Tensor:
+def forward_in_frame(module: Any, mixin: Any, *args: Tensor | None) -> Tensor:
     """The stock forward below ``mixin``, reading the weight as an attribute in a frame of its own."""
     binding = binding_of(module)
     assert binding is not None
     frame = binding.group.runtime.enter(module, lambda num_steps: True)
     is_complete = False
     try:
-        output: torch.Tensor = super(mixin, module).forward(*args)
+        output: Tensor = super(mixin, module).forward(*args)
         is_complete = True
         return output
     finally:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -73,7 +74,7 @@ def make_param(
 
 def _local_part(
     param: nn.Parameter, mesh: DeviceMesh
-) -> tuple[torch.Tensor, compat.DTensorSpec | None, DeviceMesh, tuple[Placement, ...]]:
+) -> tuple[Tensor, compat.DTensorSpec | None, DeviceMesh, tuple[Placement, ...]]:
     """What gtp cuts, the tp spec, the mesh of the new parameter, and its placements before the gtp axis."""
     replicate = (Replicate(),) * (mesh.ndim - 1)
     if not isinstance(param, DTensor):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.collectives import as_integers
@@ -45,10 +46,10 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
         return {target: wire.pack(_direction(target), comm) for target, wire in wires}
 
 
-def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, torch.Tensor]:
+def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
     """Buffers of weights that always travel together, where all of them do: slices of one tensor, in order, so that
     who computes with all of them at once has their stack as a view."""
-    buffers: dict[Gatherable, torch.Tensor] = {}
+    buffers: dict[Gatherable, Tensor] = {}
     for companions in dict.fromkeys(target.companions for target in targets if target.companions):
         weights = [target.weight for target in companions]
         kinds = {(weight.layout.buffer_shape, weight.compute_dtype) for weight in weights}
@@ -95,8 +96,8 @@ class _Plane(NamedTuple):
     """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer."""
 
     layout: WeightLayout
-    part: torch.Tensor
-    buffer: torch.Tensor
+    part: Tensor
+    buffer: Tensor
 
 
 class _Sending(NamedTuple):
@@ -107,7 +108,7 @@ class _Sending(NamedTuple):
     packed: Packed | None
 
 
-def _packed(packed: Packed, parts: Callable[[], list[torch.Tensor]], gathered: Gathered) -> Gathered:
+def _packed(packed: Packed, parts: Callable[[], list[Tensor]], gathered: Gathered) -> Gathered:
     gathered.unpack = lambda: packed.unpack(parts())
     if (assemble := packed.quantized) is not None:
         gathered.quantized = lambda: assemble(parts())
@@ -118,7 +119,7 @@ def _direction(target: Gatherable) -> Direction:
     return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE
 
 
-def _prepare(target: Gatherable, packed: Packed | None, buffer: torch.Tensor | None) -> _Sending:
+def _prepare(target: Gatherable, packed: Packed | None, buffer: Tensor | None) -> _Sending:
     weight = target.weight
     if packed is None:
         layout, shard = weight.layout, weight.shard
@@ -154,7 +155,7 @@ def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
         return gathered
     layouts = [(layout, plane.dtype) for layout, plane in packed.planes]
 
-    def parts() -> list[torch.Tensor]:
+    def parts() -> list[Tensor]:
         comm.note_reading(done, buffers)
         views = zip(layouts, buffers, strict=True)
         return [layout.full_view(buffer).view(dtype) for (layout, dtype), buffer in views]
@@ -162,7 +163,7 @@ def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
     return _packed(packed, parts, gathered)
 
 
-def _slots(planes: list[_Plane]) -> list[torch.Tensor]:
+def _slots(planes: list[_Plane]) -> list[Tensor]:
     """What this rank sends: each part as it is if it can, else cast and padded into its own slot of the buffer."""
     slots, sources, copies = [], [], []
     for layout, part, buffer in planes:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.streams import Done
@@ -42,19 +42,19 @@ class Gathered:
     over the wire to GEMMs that multiply with just that.
     """
 
-    buffer: torch.Tensor
-    value: torch.Tensor
+    buffer: Tensor
+    value: Tensor
     done: Done
-    source: torch.Tensor
+    source: Tensor
     version: Version
     is_alias: bool
     holds: int = 0
-    _contiguous: torch.Tensor | None = None
-    unpack: Callable[[], torch.Tensor] | None = None
+    _contiguous: Tensor | None = None
+    unpack: Callable[[], Tensor] | None = None
     quantized: Callable[[], Quantized] | None = None
 
     @property
-    def full(self) -> torch.Tensor:
+    def full(self) -> Tensor:
         """The full weight, after the wait for ``done``."""
         self.complete()
         return self.value
@@ -67,7 +67,7 @@ class Gathered:
         unpack, self.unpack = self.unpack, None
         with compat.unseen_by_checkpoint_policies():
             self.value = unpack()
-        if type(self.value) is torch.Tensor:
+        if type(self.value) is Tensor:
             self.buffer, self.is_alias = self.value, False
 
     def forget(self) -> None:
@@ -75,18 +75,18 @@ class Gathered:
         self.done = Done()  # a background work holds its tensors also when it is complete
         self.value, self._contiguous, self.unpack, self.quantized = self.buffer, None, None, None
 
-    def is_in(self, buffer: torch.Tensor) -> bool:
+    def is_in(self, buffer: Tensor) -> bool:
         return self.buffer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
-    def move(self, buffer: torch.Tensor, layout: WeightLayout) -> None:
+    def move(self, buffer: Tensor, layout: WeightLayout) -> None:
         """Go to another buffer, after the wait for ``done``."""
         buffer.copy_(self.buffer)
         self.buffer, self.value, self._contiguous = buffer, layout.full_view(buffer), None
 
-    def contiguous(self) -> torch.Tensor:
+    def contiguous(self) -> Tensor:
         """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all who ask."""
         if self._contiguous is None:
-            is_plain = type(self.full) is torch.Tensor
+            is_plain = type(self.full) is Tensor
             with compat.unseen_by_checkpoint_policies():
                 self._contiguous = self.full.contiguous() if is_plain else self.full
         return self._contiguous

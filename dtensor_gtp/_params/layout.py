@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from ..placement import chunk_rows, chunk_size_and_offset
 
@@ -72,29 +73,29 @@ class WeightLayout:
     def local_shape(self) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.local_rows, *self.shape[self.dim + 1 :])
 
-    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, full: Tensor) -> Tensor:
         """This rank's part of ``full`` (shape ``shape``), contiguous, in memory of its own."""
         part = full.narrow(self.dim, min(self.local_offset, self.num_rows), self.local_rows)
         return part.clone(memory_format=torch.contiguous_format)
 
-    def rows_of(self, shard: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, shard: Tensor) -> Tensor:
         """``shard`` (shape ``local_shape``) as rows: the sharded dim in front."""
         return shard.movedim(self.dim, 0) if self.dim else shard
 
-    def shard_of_rows(self, slot: torch.Tensor) -> torch.Tensor:
+    def shard_of_rows(self, slot: Tensor) -> Tensor:
         """The inverse: a slot of a buffer as this rank's shard, contiguous; the slot's tail is dropped."""
         rows = self.filled(slot)
         return rows.movedim(0, self.dim).contiguous() if self.dim else rows
 
-    def full_view(self, buffer: torch.Tensor) -> torch.Tensor:
+    def full_view(self, buffer: Tensor) -> Tensor:
         """The logical weight (shape ``shape``) as a view of a buffer of ``buffer_shape``."""
         rows = buffer if buffer.shape[0] == self.num_rows else buffer.narrow(0, 0, self.num_rows)
         return rows.movedim(0, self.dim) if self.dim else rows
 
-    def filled(self, slot: torch.Tensor) -> torch.Tensor:
+    def filled(self, slot: Tensor) -> Tensor:
         """The rows of this rank's slot that are not padding."""
         return slot if self.local_rows == self.chunk_rows else slot.narrow(0, 0, self.local_rows)
 
-    def slot(self, buffer: torch.Tensor) -> torch.Tensor:
+    def slot(self, buffer: Tensor) -> Tensor:
         """This rank's slot of a buffer."""
         return buffer.narrow(0, self.rank * self.chunk_rows, self.chunk_rows)

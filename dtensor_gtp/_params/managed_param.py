@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
@@ -71,16 +72,16 @@ class ManagedParam:
         self.shard = compat.local_tensor(_as_dtensor(param))
         self._extent = Extent.of(param, self.shard)
         # What stands for the parameter in autograd's graph.
-        self.leaf: torch.Tensor
+        self.leaf: Tensor
         self.is_pinned = False  # by ``unshard``: modules see the full parameter outside of forwards, too
         # An outer fully_shard manages the parameter: what is registered is ours only while it is gathered.
         self.is_cut_again = False
         self._mp_policy = mp_policy
         self._set_dtypes()
         # The reduced gradient of the backward that runs, rows of this rank.
-        self.reduced: torch.Tensor | None = None
+        self.reduced: Tensor | None = None
         # Sum over microbatches where .grad has a narrower dtype than the sum; else .grad itself is the sum.
-        self._wide_grad: torch.Tensor | None = None
+        self._wide_grad: Tensor | None = None
 
     def _set_dtypes(self) -> None:
         policy = self._mp_policy if self.param.is_floating_point() else MixedPrecisionPolicy()
@@ -200,7 +201,7 @@ class ManagedParam:
     def _rebound(self) -> None:
         """Called after another parameter object has been taken over."""
 
-    def accumulate(self, reduced: torch.Tensor) -> None:
+    def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
         # In the wider of the two dtypes.
         reduced = reduced.to(wider(reduced.dtype, self.param.dtype))
@@ -266,12 +267,12 @@ class ManagedParam:
         self.reduced = None
 
 
-def _as_dtensor(tensor: torch.Tensor) -> DTensor:
+def _as_dtensor(tensor: Tensor) -> DTensor:
     assert isinstance(tensor, DTensor)
     return tensor
 
 
-def run_tensor_hooks(param: torch.Tensor, reduced: torch.Tensor, spec: compat.DTensorSpec) -> torch.Tensor:
+def run_tensor_hooks(param: Tensor, reduced: Tensor, spec: compat.DTensorSpec) -> Tensor:
     """``Tensor.register_hook``: each gets the gradient of this backward and may return another one.
 
     Args:
@@ -287,7 +288,7 @@ def run_tensor_hooks(param: torch.Tensor, reduced: torch.Tensor, spec: compat.DT
     return reduced
 
 
-def run_post_accumulate_hooks(param: torch.Tensor) -> None:
+def run_post_accumulate_hooks(param: Tensor) -> None:
     """``Tensor.register_post_accumulate_grad_hook``: each gets the parameter, with its gradient in ``.grad``."""
     for hook in compat.post_accumulate_grad_hooks(param):
         hook(param)

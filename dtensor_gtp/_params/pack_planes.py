@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
@@ -46,8 +47,8 @@ class QuantizedWire(Wire):
         self.is_within_mesh = is_within_mesh
         self.is_made_once = True
         self.has_columnwise = recipe.has_columnwise
-        self._made_of: tuple[torch.Tensor, ShardState] | None = None
-        self._amax: torch.Tensor | None = None
+        self._made_of: tuple[Tensor, ShardState] | None = None
+        self._amax: Tensor | None = None
         self._quantized: dict[Direction, Quantized] = {}
 
     def forget(self) -> None:
@@ -75,14 +76,14 @@ class QuantizedWire(Wire):
         cut = [i for i, spec in enumerate(specs) if spec.step(layout.dim - len(layout.shape)) is not None]
         planes = [(_plane_layout(layout, specs[i]), tensors[i]) for i in cut]
 
-        def assemble(parts: list[torch.Tensor]) -> Quantized:
+        def assemble(parts: list[Tensor]) -> Quantized:
             whole = list(tensors)
             for i, part in zip(cut, parts, strict=True):
                 whole[i] = part
             all_amax = None if amax is None else whole.pop()
             return Quantized(tuple(whole), all_amax)
 
-        def unpack(parts: list[torch.Tensor]) -> torch.Tensor:
+        def unpack(parts: list[Tensor]) -> Tensor:
             return recipe.dequantize(assemble(parts), layout.shape, direction, dtype)
 
         return Packed(planes, unpack, None if self.weight.gemms is None else assemble)
@@ -105,7 +106,7 @@ class QuantizedWire(Wire):
             quantized = self._quantized[direction] = self.recipe.quantize(self.weight.shard, direction, self._amax)
         return direction, quantized
 
-    def set_amax(self, amax: torch.Tensor | None) -> None:
+    def set_amax(self, amax: Tensor | None) -> None:
         """Take the statistic of the present shard, over all ranks."""
         self.forget()
         self._made_of, self._amax = (self.weight.shard, self.weight.state_of_shard), amax
@@ -156,7 +157,7 @@ def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
     Magnitudes are compared as integers: for floats that are not negative the order is the same, but a NaN is the
     largest of all, where a maximum of floats may lose it.
     """
-    by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, ShardedWeight, torch.Tensor]]] = {}
+    by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, ShardedWeight, Tensor]]] = {}
     for weight in weights:
         wire = weight.wire
         assert isinstance(wire, QuantizedWire)
@@ -174,7 +175,7 @@ def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
 
 
 def _all_reduce_max(
-    bits: torch.Tensor, groups: Iterable[dist.ProcessGroup], weight: ShardedWeight, comm: CommContext
+    bits: Tensor, groups: Iterable[dist.ProcessGroup], weight: ShardedWeight, comm: CommContext
 ) -> None:
     scale = reduce_scale(torch.float32, 1, None)._replace(op=dist.ReduceOp.MAX)
     with comm.gathering(weight.groups):
@@ -217,9 +218,9 @@ class HookWire(Wire):
             inputs, metadata = pre(mesh, layout.shape, stride, self.weight.sites[0].module, self._mp_policy)
         planes = [(_hook_layout(self.weight, tensor), tensor) for tensor in inputs]
 
-        def unpack(parts: list[torch.Tensor]) -> torch.Tensor:
+        def unpack(parts: list[Tensor]) -> Tensor:
             full, _ = shard.fsdp_post_all_gather(tuple(parts), metadata, self.weight.compute_dtype)  # type: ignore[attr-defined]
-            result: torch.Tensor = full
+            result: Tensor = full
             return result
 
         return Packed(planes, unpack)
@@ -231,7 +232,7 @@ class HookWire(Wire):
         return "gathered and used by its own hooks"
 
 
-def _hook_layout(weight: ShardedWeight, tensor: torch.Tensor) -> WeightLayout:
+def _hook_layout(weight: ShardedWeight, tensor: Tensor) -> WeightLayout:
     """Where a hook's tensor lies in the gather: in the rows of the weight, or, if all shards are alike, in its own."""
     layout = weight.layout
     if layout.dim == 0 and tensor.ndim > 0 and tensor.shape[0] == layout.local_rows:
@@ -258,6 +259,6 @@ def make_wire(weight: ShardedWeight, recipe: Recipe | None, mp_policy: MixedPrec
     return QuantizedWire(weight, recipe, groups, set(groups) <= {spec.mesh.get_group(spec.mesh.ndim - 1).group_name})
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
+def has_hooks(tensor: Tensor) -> bool:
     """Whether ``tensor`` has hooks that say what is gathered of it."""
     return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")

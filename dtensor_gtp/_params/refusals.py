@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -22,15 +23,15 @@ class Extent(NamedTuple):
     local_shape: torch.Size
 
     @classmethod
-    def of(cls, param: nn.Parameter, shard: torch.Tensor) -> Extent:
+    def of(cls, param: nn.Parameter, shard: Tensor) -> Extent:
         return cls(param.shape, param.dtype, shard.shape)
 
-    def is_kept_by(self, param: nn.Parameter, shard: torch.Tensor) -> bool:
+    def is_kept_by(self, param: nn.Parameter, shard: Tensor) -> bool:
         """Whether both still are as they were, and have memory. In each forward for each parameter, so it is quick."""
         if (param.shape, param.dtype, shard.shape) != self:
             return False
         # What a tensor subclass consists of is its own business.
-        return type(shard) is not torch.Tensor or shard.data_ptr() != 0 or shard.numel() == 0
+        return type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
 
 
 class Expected(NamedTuple):
@@ -64,7 +65,7 @@ def replaced(expected: Expected, current: object) -> RuntimeError:
     )
 
 
-def resized(expected: Expected, param: nn.Parameter, shard: torch.Tensor, extent: Extent) -> RuntimeError:
+def resized(expected: Expected, param: nn.Parameter, shard: Tensor, extent: Extent) -> RuntimeError:
     """The object is the same, but not its size, dtype or memory."""
     is_freed = not Extent.of(param, shard).is_kept_by(param, shard)
     found = (
@@ -93,4 +94,4 @@ def _describe(value: object) -> str:
         return "None"
     if isinstance(value, DTensor):
         return f"a DTensor of shape {tuple(value.shape)} with placements {value.placements}"
-    return f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "")
+    return f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "")

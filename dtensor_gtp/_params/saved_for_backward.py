@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
@@ -65,7 +66,7 @@ class _Handle(NamedTuple):
 class _Composed(NamedTuple):
     """A saved tensor of a subclass that consists of a full weight's tensors (float8 data) and others (scales)."""
 
-    like: type[torch.Tensor]
+    like: type[Tensor]
     parts: dict[str, Any]
     context: Any
     size: torch.Size
@@ -87,10 +88,10 @@ class _Saved(NamedTuple):
     have packed: it is done here.
     """
 
-    tensor: torch.Tensor
+    tensor: Tensor
     version: int
 
-    def unpack(self) -> torch.Tensor:
+    def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -141,7 +142,7 @@ class SavedWeights:
             if all(other.begin != part.storage_offset() for other in watched):
                 watched.append(_Watched(use, index, int(part.storage_offset()), _end_of(part), part.dtype))
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Any:
         spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
         inner = compat.local_part(tensor)
         parts = _parts_of(inner)
@@ -159,7 +160,7 @@ class SavedWeights:
         context = inner.__tensor_flatten__()[1]  # type: ignore[attr-defined]
         return _Composed(type(inner), {**handles, **others}, context, inner.size(), inner.stride(), spec)
 
-    def _handle(self, part: torch.Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
+    def _handle(self, part: Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
         watched = self._uses.get(part.untyped_storage().data_ptr())
         if watched is None or part.is_conj() or part.is_neg():
             return None
@@ -173,7 +174,7 @@ class SavedWeights:
                 return _Handle(use, index, part.size(), part.stride(), offset - begin, spec)
         return None  # of several weights at once, or in another dtype: kept as it is
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Delegated):
             return packed.unpack(packed.packed)
         if isinstance(packed, _Saved):
@@ -226,7 +227,7 @@ for _hook in (SavedWeights._pack, SavedWeights._unpack):
     compat.skip_code(_hook.__code__, recursive=True)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_ignored(handle: _Handle) -> bool:
@@ -238,13 +239,13 @@ def _is_ignored(handle: _Handle) -> bool:
     return packed is handle
 
 
-def _end_of(tensor: torch.Tensor) -> int:
+def _end_of(tensor: Tensor) -> int:
     """One beyond its last element, in elements of its storage."""
     spans = ((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(tensor.storage_offset()) + (sum(spans) + 1 if tensor.numel() else 0)
 
 
-def _parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
     """The plain tensors that ``tensor`` consists of, by attribute: itself under "" if it is plain. Subclasses that do
     not say what they consist of have none."""
     if type(tensor) in _PLAIN:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement
@@ -139,9 +140,9 @@ class ShardedWeight(ManagedParam, Gatherable):
         # What the gradient of the input is computed with.
         self.for_backward: Gatherable = Columnwise(self) if wire is not None and wire.has_columnwise else self
         # A full gradient (buffer layout) of microbatches without gradient sync.
-        self.unsharded_grad: torch.Tensor | None = None
+        self.unsharded_grad: Tensor | None = None
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
-        self.unreplicated_grad: torch.Tensor | None = None
+        self.unreplicated_grad: Tensor | None = None
         # How linear layers multiply with it; None for ordinary GEMMs of the full weight.
         self.gemms: Float8GEMMs | None = None
         self.fixed: FixedBuffers | None = None  # of a weight of a recorded block
@@ -227,7 +228,7 @@ class ShardedWeight(ManagedParam, Gatherable):
             return WeightState.GATHERED
         return WeightState.GATHERING if self.pending else WeightState.SHARDED
 
-    def for_modules(self, gathered: Gathered) -> torch.Tensor:
+    def for_modules(self, gathered: Gathered) -> Tensor:
         """The full weight as module code expects it: contiguous, and a DTensor where the module is tensor-parallel."""
         if self.wire is not None:
             self.wire.note_read()
@@ -238,11 +239,11 @@ class ShardedWeight(ManagedParam, Gatherable):
         """An exchange of activations for uses of this weight, see ``TokenExchange``."""
         return TokenExchange(self.fqn, self.layout.shape, self.mesh, purpose, declared, is_worth)
 
-    def new_buffer(self) -> torch.Tensor:
+    def new_buffer(self) -> Tensor:
         """An uninitialized buffer for the full weight."""
         return torch.empty(self.layout.buffer_shape, dtype=self.compute_dtype, device=self.shard.device)
 
-    def gather_buffer(self) -> torch.Tensor:
+    def gather_buffer(self) -> Tensor:
         """A buffer to gather into: the fixed one, if there is one that fits and that nobody holds."""
         if self.fixed is not None and self.fixed.gathered.dtype == self.compute_dtype:
             buffer = self.fixed.gathered
@@ -251,7 +252,7 @@ class ShardedWeight(ManagedParam, Gatherable):
                 return buffer.view(buffer.shape)
         return self.new_buffer()
 
-    def send_buffer(self) -> torch.Tensor:
+    def send_buffer(self) -> Tensor:
         """An uninitialized gradient buffer; rows beyond the logical end are never read by any rank."""
         return torch.empty(self.layout.buffer_shape, dtype=self.reduce_dtype, device=self.shard.device)
 
@@ -269,5 +270,5 @@ class ShardedWeight(ManagedParam, Gatherable):
 class FixedBuffers(NamedTuple):
     """Where a recorded block reads a full weight and leaves its gradient, see [Note: fixed buffers]."""
 
-    gathered: torch.Tensor
-    grad: torch.Tensor
+    gathered: Tensor
+    grad: Tensor

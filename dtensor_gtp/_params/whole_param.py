@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -39,11 +40,11 @@ class WholeParam(ManagedParam):
         self.tp_spec = tp_spec
         self.reason = reason
         # Local gradient of microbatches without gradient sync, in reduce_dtype.
-        self.unsynced_grad: torch.Tensor | None = None
+        self.unsynced_grad: Tensor | None = None
         # Local gradient of uses in a compute dtype that is wider than the leaf.
-        self._wide_local_grad: torch.Tensor | None = None
+        self._wide_local_grad: Tensor | None = None
         self.on_local_grad: Callable[[], None] | None = None
-        self.record_use: Callable[[WholeParam], torch.Tensor] | None = None  # while a block is recorded
+        self.record_use: Callable[[WholeParam], Tensor] | None = None  # while a block is recorded
         self._rebound()
 
     def _rebound(self) -> None:
@@ -61,7 +62,7 @@ class WholeParam(ManagedParam):
             self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
             self.leaf.requires_grad_(self.param.requires_grad)
 
-    def value(self) -> torch.Tensor:
+    def value(self) -> Tensor:
         """The parameter as modules see it, in the compute dtype."""
         if self.record_use is not None:
             return self.record_use(self)
@@ -75,7 +76,7 @@ class WholeParam(ManagedParam):
             value.register_post_accumulate_grad_hook(lambda used: _take_wide(this(), used))
         return value
 
-    def add_local_grad(self, grad: torch.Tensor) -> None:
+    def add_local_grad(self, grad: Tensor) -> None:
         """Take the gradient of one ``value()``, which is only read, as autograd's accumulation would."""
         if wider(grad.dtype, self.leaf.dtype) != self.leaf.dtype:
             earlier = self._wide_local_grad
@@ -86,7 +87,7 @@ class WholeParam(ManagedParam):
             self.leaf.grad += grad.to(self.leaf.dtype)
         _notify(self)
 
-    def take_local_grad(self) -> torch.Tensor | None:
+    def take_local_grad(self) -> Tensor | None:
         """The local gradient since the last reduction, in reduce_dtype, and forget it."""
         grad, self.leaf.grad = self.leaf.grad, None
         wide, self._wide_local_grad = self._wide_local_grad, None
@@ -112,7 +113,7 @@ def _notify(param: WholeParam | None) -> None:
         param.on_local_grad()
 
 
-def _take_wide(param: WholeParam | None, used: torch.Tensor) -> None:
+def _take_wide(param: WholeParam | None, used: Tensor) -> None:
     grad, used.grad = used.grad, None
     if param is not None and grad is not None:
         param._wide_local_grad = grad if param._wide_local_grad is None else param._wide_local_grad + grad

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from .._comm.context import CommContext
 from ..quant.float8_gemms import Float8GEMMs
@@ -27,9 +27,9 @@ class Packed(NamedTuple):
         quantized: From the gathered planes to the quantized weight, if GEMMs multiply with that.
     """
 
-    planes: list[tuple[WeightLayout, torch.Tensor]]
-    unpack: Callable[[list[torch.Tensor]], torch.Tensor]
-    quantized: Callable[[list[torch.Tensor]], Quantized] | None = None
+    planes: list[tuple[WeightLayout, Tensor]]
+    unpack: Callable[[list[Tensor]], Tensor]
+    quantized: Callable[[list[Tensor]], Quantized] | None = None
 
 
 class Wire(ABC):

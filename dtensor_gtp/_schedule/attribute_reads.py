@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._params.gathered import Gathered, Version
@@ -29,7 +30,7 @@ class Frame:
     """One running forward of a module, and the weights it holds."""
 
     def __init__(self) -> None:
-        self.values: dict[tuple[ManagedParam, bool], tuple[Version, torch.Tensor]] = {}
+        self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
         self.held: list[tuple[ShardedWeight, Gathered]] = []
         self.saved: SavedWeights | None = None
         self.reads_weights = False
@@ -98,7 +99,7 @@ class AttributeReads:
                 hooks = frame.saved.outer
         return hooks is not None
 
-    def read(self, param: ManagedParam) -> torch.Tensor:
+    def read(self, param: ManagedParam) -> Tensor:
         """The value of a parameter that is read as a module attribute in a forward or backward."""
         if isinstance(param, WholeParam):
             return param.value()
@@ -113,7 +114,7 @@ class AttributeReads:
             frame.values[(param, is_differentiable)] = param.version, value
         return value
 
-    def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> torch.Tensor:
+    def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> Tensor:
         if is_differentiable:
             check_differentiable(weight)
         gathered = self._runtime.acquire(weight)
@@ -124,7 +125,7 @@ class AttributeReads:
             frame.saved.watch(weight, gathered)
         return self._value(weight, gathered, is_differentiable)
 
-    def read_pinned(self, weight: ShardedWeight) -> torch.Tensor:
+    def read_pinned(self, weight: ShardedWeight) -> Tensor:
         """The value of a weight that the user has unsharded, outside of any forward."""
         gathered = self._runtime.acquire(weight)
         try:
@@ -133,10 +134,10 @@ class AttributeReads:
         finally:
             self._runtime.release(weight, gathered)
 
-    def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> torch.Tensor:
+    def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> Tensor:
         if not is_differentiable:
             return weight.for_modules(gathered)
-        value: torch.Tensor = _Materialize.apply(weight.leaf, self._runtime, weight, gathered)  # type: ignore[no-untyped-call]
+        value: Tensor = _Materialize.apply(weight.leaf, self._runtime, weight, gathered)  # type: ignore[no-untyped-call]
         return value
 
     def release_read_in_backward(self) -> None:
@@ -160,15 +161,13 @@ class _Materialize(torch.autograd.Function):
     """The full weight as a differentiable function of its shard: gather, and reduce-scatter of the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, leaf: torch.Tensor, runtime: GathersForReads, weight: ShardedWeight, gathered: Gathered
-    ) -> torch.Tensor:
+    def forward(ctx: Any, leaf: Tensor, runtime: GathersForReads, weight: ShardedWeight, gathered: Gathered) -> Tensor:
         ctx.runtime, ctx.weight = runtime, weight
         return weight.for_modules(gathered)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()
         if weight.tp_spec is not None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
@@ -18,7 +19,7 @@ from .._params.whole_param import WholeParam
 _WORD = torch.int64
 
 
-_Digests = dict[DeviceMesh, list[torch.Tensor | int]]
+_Digests = dict[DeviceMesh, list[Tensor | int]]
 
 
 class _Compared(NamedTuple):
@@ -55,7 +56,7 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None
     told = _tell(compared, digests, device)
     if error is not None:
         raise error
-    if type(told) is not torch.Tensor:
+    if type(told) is not Tensor:
         return  # a fake one
     rank, *differ = told.tolist()
     everything = [param for some in compared.values() for param in some.params]
@@ -81,7 +82,7 @@ def _by_mesh(params: Sequence[ManagedParam]) -> dict[DeviceMesh, _Compared]:
     return dict(sorted(compared.items(), key=lambda item: item[0].size()))
 
 
-def _tell(compared: dict[DeviceMesh, _Compared], digests: _Digests | None, device: torch.device) -> torch.Tensor:
+def _tell(compared: dict[DeviceMesh, _Compared], digests: _Digests | None, device: torch.device) -> Tensor:
     """A rank that cannot begin or has found values that differ, or -1; then, for each that is compared, whether it
     does. ``digests`` are None on a rank that cannot begin; they differ from nothing."""
     failed = torch.tensor([dist.get_rank() if digests is None else -1], device=device)
@@ -97,9 +98,7 @@ def _tell(compared: dict[DeviceMesh, _Compared], digests: _Digests | None, devic
     return torch.cat([failed, *results])
 
 
-def _over_axes(
-    mesh: DeviceMesh, failed: torch.Tensor, digests: torch.Tensor, num_whole: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _over_axes(mesh: DeviceMesh, failed: Tensor, digests: Tensor, num_whole: int) -> tuple[Tensor, Tensor]:
     """The largest ``failed``, of shape ``(1,)``, and for each of ``digests`` whether it differs between ranks: over the
     whole mesh for the first ``num_whole``, over its replicas for the others."""
     extremes = torch.stack([digests, ~digests])  # the largest and, as its complement, the smallest
@@ -116,16 +115,16 @@ def _over_axes(
     return failed, _differs(extremes)
 
 
-def _differs(extremes: torch.Tensor) -> torch.Tensor:
+def _differs(extremes: Tensor) -> Tensor:
     return extremes[0] != ~extremes[1]
 
 
-def _digest_of(param: ManagedParam) -> torch.Tensor | int:
+def _digest_of(param: ManagedParam) -> Tensor | int:
     """0 for what an outer ``fully_shard`` has cut again, of which this rank has another part, and for what consists of
     several tensors (a quantized weight).
     """
     values = param.shard.detach()
-    if param.is_cut_again or type(values) is not torch.Tensor or values.is_quantized:
+    if param.is_cut_again or type(values) is not Tensor or values.is_quantized:
         return 0
     return digest(values)
 

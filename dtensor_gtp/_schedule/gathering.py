@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
@@ -39,7 +39,7 @@ class Use:
     def __init__(self, gathering: Gathering, target: Gatherable) -> None:
         self._gathering, self._target = gathering, target
 
-    def __enter__(self) -> torch.Tensor:
+    def __enter__(self) -> Tensor:
         gathered = self._gathered = self._gathering.acquire(self._target)
         self._range = profiler_range("GTP::compute", self._target.weight.fqn)
         self._range.__enter__()
@@ -71,10 +71,7 @@ class Gathering:
         self.chains: dict[ChainKey, Chain] = {}
         self.recording: BlockRecording | None = None  # of the block that is recorded now
         self._window = Window(
-            schedule.prefetch_depth,
-            schedule.prefetch_nbytes,
-            schedule.coalesce_nbytes,
-            schedule.expert_blocks_ahead,
+            schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
         )
         self._num_calls = 0
         self._gaps: set[int] = set()  # lanes of which something is to be launched again
@@ -97,8 +94,6 @@ class Gathering:
                 target.index = len(self.gatherables)
                 target.call = self._num_calls
                 self.gatherables.append(target)
-
-    # --- the plan -----------------------------------------------------------------------------------------------------
 
     def _chain(self, key: ChainKey) -> Chain:
         if key not in self.chains:
@@ -176,8 +171,6 @@ class Gathering:
             return False
         available = len(target.pending) + (target.kept is not None)
         return available < chain.num_expected(target.index, position)
-
-    # --- uses ---------------------------------------------------------------------------------------------------------
 
     def ensure_initialized(self) -> None:
         """Check that there is something to run on, and make the communicators, in the first forward."""
@@ -317,8 +310,6 @@ class Gathering:
         # Its memory must not be reused, nor the shard be written, while the gather still runs.
         self.comm.wait_to_drop(gathered.done, gathered.buffer)
         self._free(gathered)
-
-    # --- keeping ------------------------------------------------------------------------------------------------------
 
     def _turning_point(self, entry: Entry | None) -> tuple[Plan, Plan, tuple[int, ...]]:
         """The plans of a forward of ``entry`` and of its backward, and the weights that are last in one and first in

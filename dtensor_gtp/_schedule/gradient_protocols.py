@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from .._params.gathered import Gathered
 from .._params.sharded_weight import Gatherable, ShardedWeight
@@ -18,10 +19,10 @@ class UnequalReplicas(Protocol):
     def share(self, factor: float | None) -> float:
         """What the gradient that this replica has reduced counts in the sum over replicas."""
 
-    def weigh_full(self, grad: torch.Tensor, factor: float | None) -> torch.Tensor:
+    def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor:
         """A gradient of this rank as it enters the average over its replica."""
 
-    def add(self, weight: ShardedWeight, slot: torch.Tensor, share: float) -> None:
+    def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None:
         """Take what the reduce-scatter left; accumulated into ``weight`` when the sum over replicas is there."""
 
     def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
@@ -34,14 +35,14 @@ class UnequalReplicas(Protocol):
         """Forget what has been taken but not summed."""
 
 
-WholeBucket = list[tuple[WholeParam, torch.Tensor]]
+WholeBucket = list[tuple[WholeParam, Tensor]]
 
 
 class Written(NamedTuple):
     """Where the gradient of one use is, and the number of the bundle that it travels in, None if in none."""
 
     weight: ShardedWeight
-    buffer: torch.Tensor
+    buffer: Tensor
     bundle: int | None
 
 
@@ -51,13 +52,13 @@ class BlockRecording(Protocol):
     def acquire(self, target: Gatherable) -> Gathered:
         """The weight where the graph will find it."""
 
-    def target(self, weight: ShardedWeight) -> torch.Tensor:
+    def target(self, weight: ShardedWeight) -> Tensor:
         """Where the gradient of a use is to be."""
 
-    def keep(self, weight: ShardedWeight, rows: torch.Tensor) -> torch.Tensor:
+    def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor:
         """A gradient that would be sent as it is, in the same dtype, where it may stay."""
 
-    def submit(self, weight: ShardedWeight, buffer: torch.Tensor) -> None:
+    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
         """The gradient is there."""
 
     def together(self) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .._comm import collectives
 from .._comm.collectives import ReduceScale
@@ -45,7 +46,7 @@ class _Submitted(NamedTuple):
     """A gradient on its way to the scatter stream."""
 
     job: _Job
-    buffer: torch.Tensor
+    buffer: Tensor
     place: Place | None  # from where copy engines fetch it, if it has room there
     bundle: object | None  # of those that travel together whatever they are
 
@@ -88,8 +89,6 @@ class Gradients:
         self.replicas: UnequalReplicas | None = None
         self._postponed: list[Callable[[], None]] | None = None
         self.recording: BlockRecording | None = None  # of the block that is recorded now
-
-    # --- when ---------------------------------------------------------------------------------------------------------
 
     def compute(self, job: Callable[[], None]) -> None:
         """Compute and submit a weight's gradient with ``job()``: now, or after a backward that leaves it for later."""
@@ -134,9 +133,7 @@ class Gradients:
             if waiting.submitted[0].bundle is bundle:
                 self._launch_waiting_in(name)
 
-    # --- sharded weights ----------------------------------------------------------------------------------------------
-
-    def target(self, weight: ShardedWeight) -> tuple[torch.Tensor, bool]:
+    def target(self, weight: ShardedWeight) -> tuple[Tensor, bool]:
         """A gradient buffer, and whether it holds a gradient already that the new one is to be added to."""
         if self.recording is not None:
             return self.recording.target(weight), False
@@ -159,7 +156,7 @@ class Gradients:
         is_fetched = self._kind == "copy_engine" and weight.layout.world > 1
         return self._comm.send_ring(weight.groups) if is_fetched else None
 
-    def add_full(self, weight: ShardedWeight, grad: torch.Tensor, is_owned: bool) -> None:
+    def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
         """Take a full gradient that autograd or an op has computed.
 
         Args:
@@ -180,7 +177,7 @@ class Gradients:
             view.copy_(grad)
         self.submit(weight, buffer)
 
-    def _can_send(self, weight: ShardedWeight, grad: torch.Tensor) -> bool:
+    def _can_send(self, weight: ShardedWeight, grad: Tensor) -> bool:
         """Whether a gradient can be submitted without a copy, the sharded dim not in front and cast by the scattering
         if need be."""
         layout = weight.layout
@@ -197,7 +194,7 @@ class Gradients:
         has_replicas = self.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
         return not has_replicas and (weight.flags.requires_gradient_sync or is_recorded or not is_cast)
 
-    def submit(self, weight: ShardedWeight, buffer: torch.Tensor) -> None:
+    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
         """Reduce-scatter a gradient buffer behind compute, or keep it for a later microbatch.
 
         Args:
@@ -295,7 +292,7 @@ class Gradients:
             keep = (*scattering.keep, *_taken_along(jobs))
             comm.reduction_launched(work, complete, keep, held)
 
-    def add_rows(self, weight: ShardedWeight, rows: torch.Tensor) -> None:
+    def add_rows(self, weight: ShardedWeight, rows: Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
 
         It goes through all that follows a reduce-scatter. Without gradient sync it waits for a later microbatch.
@@ -319,7 +316,7 @@ class Gradients:
         for job, slot in zip(jobs, scattering.slots, strict=True):
             self._complete(job, slot)
 
-    def _complete(self, job: _Job, slot: torch.Tensor) -> None:
+    def _complete(self, job: _Job, slot: Tensor) -> None:
         """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""
         weight = job.weight
         earlier, weight.unreplicated_grad = weight.unreplicated_grad, None
@@ -339,7 +336,7 @@ class Gradients:
             slot /= job.scale.postdivide
         weight.accumulate(weight.layout.shard_of_rows(slot))
 
-    def _all_reduce(self, tensor: torch.Tensor, scale: ReduceScale, group: dist.ProcessGroup) -> None:
+    def _all_reduce(self, tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup) -> None:
         work = collectives.all_reduce(tensor, scale, group, self._comm.has_streams)
         if work is not None and not self._comm.has_streams:
             work.wait()
@@ -364,8 +361,6 @@ class Gradients:
             job = _Job(weight, scale, weight.groups.replicate, True, share)
             with self._comm.reducing():
                 self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot,))
-
-    # --- whole parameters ---------------------------------------------------------------------------------------------
 
     def reduce_whole(self, params: Iterable[WholeParam]) -> None:
         """All-reduce the local gradients of whole parameters, coalesced by mesh, dtype and divide factor."""
@@ -409,8 +404,6 @@ class Gradients:
                 work = collectives.all_reduce(wire, scale, active[0], comm.has_streams)
             comm.reduction_launched(work, complete, (flat,))
 
-    # --- end of backward ----------------------------------------------------------------------------------------------
-
     def publish(self, params: Iterable[ManagedParam]) -> None:
         """Wait for all reductions on the current stream and move their results into ``.grad``."""
         self.launch_waiting()
@@ -428,6 +421,6 @@ class Gradients:
             self.replicas.reset()
 
 
-def _taken_along(jobs: Iterable[_Job]) -> list[torch.Tensor]:
+def _taken_along(jobs: Iterable[_Job]) -> list[Tensor]:
     """What earlier reductions have left, which these add to their results: the communication stream reads it."""
     return [grad for job in jobs if (grad := job.weight.unreplicated_grad) is not None]

@@ -114,8 +114,6 @@ class Runtime(Gathering):
     def params(self) -> list[ManagedParam]:
         return [*self.weights, *self.whole]
 
-    # --- frames -------------------------------------------------------------------------------------------------------
-
     @property
     def is_materializing(self) -> bool:
         """Whether a parameter read as a module attribute is the full weight: in a forward, and in backward."""
@@ -182,8 +180,6 @@ class Runtime(Gathering):
                 else:
                     now.append(weight)
         agree_on_amax(now, self.comm)
-
-    # --- backward -----------------------------------------------------------------------------------------------------
 
     def note_backward(self, entry: Entry | None = None) -> None:
         """Called by whatever happens first in a backward, as the gradient of what an ``entry`` returned: its chain

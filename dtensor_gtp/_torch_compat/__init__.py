@@ -80,13 +80,7 @@ from .groups import (
     timeout_of,
     twin_group,
 )
-from .memory import (
-    Fetch,
-    SymmetricBuffer,
-    copy_bytes,
-    end_void_recording,
-    symmetric_memory_backend,
-)
+from .memory import Fetch, SymmetricBuffer, copy_bytes, end_void_recording, symmetric_memory_backend
 from .meshes import concatenate_meshes, flatten_mesh, is_real_rank, mesh_coordinate, root_mesh, unflatten_mesh
 from .modes import (
     POLICY_MODES,

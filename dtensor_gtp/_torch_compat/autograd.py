@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 
-PackHook = Callable[[torch.Tensor], Any]
-UnpackHook = Callable[[Any], torch.Tensor]
+PackHook = Callable[[Tensor], Any]
+UnpackHook = Callable[[Any], Tensor]
 
 
 def ignored_saved_weight() -> object:
@@ -31,7 +32,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def grad_dtype(param: torch.Tensor) -> torch.dtype:
+def grad_dtype(param: Tensor) -> torch.dtype:
     """That of ``param.grad``: as a rule the parameter's, but ``fully_shard`` of torch 2.15 wants its reduction's."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
     return param.dtype if dtype is None else dtype
@@ -48,7 +49,7 @@ def is_awaited(ctx: Any, index: int) -> bool:
     return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
 
 
-def accumulate_node(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
     """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
     with torch.inference_mode(False), torch.enable_grad():
         return torch.autograd.graph.get_gradient_edge(leaf).node
@@ -76,13 +77,13 @@ def saved_tensors_hooks_enabled() -> bool:
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
-def post_accumulate_grad_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Hooks registered with ``Tensor.register_post_accumulate_grad_hook``, in order."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
 
 
-def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Hooks registered with ``Tensor.register_hook``, in order."""
     hooks = getattr(tensor, "_backward_hooks", None)
     return list(hooks.values()) if hooks else []

@@ -7,31 +7,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from .dtensor import dtensor_spec, local_part, local_tensor, wrap_local
 
 # torch 2.11 has these collectives under other names, which later releases warn of.
-_all_gather_autograd: Callable[..., torch.Tensor] = (
+_all_gather_autograd: Callable[..., Tensor] = (
     getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
 )
-_reduce_scatter_autograd: Callable[..., torch.Tensor] = (
+_reduce_scatter_autograd: Callable[..., Tensor] = (
     getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
 )
 
 
-def all_gather_base(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
-) -> dist.Work | None:
+def all_gather_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
     """``dist.all_gather_into_tensor`` without its argument checks, which cost as much as the launch."""
     options = AllgatherOptions()
     options.asyncOp = async_op
@@ -39,7 +33,7 @@ def all_gather_base(
 
 
 def all_gather_coalesced(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """Several ``all_gather_base`` in one call; dtypes and shapes may differ."""
     options = AllgatherOptions()
@@ -48,7 +42,7 @@ def all_gather_coalesced(
 
 
 def reduce_scatter_base(
-    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
+    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """``dist.reduce_scatter_tensor`` without its argument checks."""
     options = ReduceScatterOptions()
@@ -58,7 +52,7 @@ def reduce_scatter_base(
 
 
 def reduce_scatter_coalesced(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: dist.ProcessGroup, *, async_op: bool
+    outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """Several ``reduce_scatter_base`` in one call."""
     options = ReduceScatterOptions()
@@ -67,16 +61,14 @@ def reduce_scatter_coalesced(
     return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
 
-def all_to_all_base(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
-) -> dist.Work | None:
+def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
     """``dist.all_to_all_single`` of equal slices, without its argument checks."""
     options = AllToAllOptions()
     options.asyncOp = async_op
     return group.alltoall_base(output, input, [], [], options)
 
 
-def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
     options = AllreduceOptions()
     options.reduceOp = op
     options.asyncOp = async_op
@@ -84,8 +76,8 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async
 
 
 def all_to_all_rows(
-    rows: torch.Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
-) -> torch.Tensor:
+    rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:
     """Differentiable exchange of rows (dim 0).
 
     Args:
@@ -94,12 +86,12 @@ def all_to_all_rows(
     return _with_contiguous_grad(funcol.all_to_all_single_autograd(rows, received, sent, group))
 
 
-def all_gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Differentiable gather of as many rows (dim 0) of each rank; its gradient is the sum over the ranks."""
     return _with_contiguous_grad(_all_gather_autograd(rows, 0, group))
 
 
-def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Differentiable sum over the ranks, of which each keeps its equal part of the rows (dim 0)."""
     return _with_contiguous_grad(_reduce_scatter_autograd(rows, "sum", 0, group))
 
@@ -110,44 +102,44 @@ def complete_collectives(tree: Any) -> Any:
     For the inputs of compiled code. torch 2.13 drops the gradient of such an input, because it takes the tensor out of
     its wrapper and with it out of the graph (pytorch 191113), and does not look for one inside of a DTensor (180614).
     """
-    return tree_map_only(torch.Tensor, lambda t: _Completed.apply(t) if _is_pending(t) else t, tree)  # type: ignore[no-untyped-call]
+    return tree_map_only(Tensor, lambda t: _Completed.apply(t) if _is_pending(t) else t, tree)  # type: ignore[no-untyped-call]
 
 
-def completed_local(tensor: DTensor) -> torch.Tensor:
+def completed_local(tensor: DTensor) -> Tensor:
     """The local tensor of ``tensor``, without a wrapper around it that would wait when it is used first."""
     local = local_tensor(tensor)
     return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _is_pending(tensor: torch.Tensor) -> bool:
+def _is_pending(tensor: Tensor) -> bool:
     return isinstance(local_part(tensor), AsyncCollectiveTensor)
 
 
-def _with_contiguous_grad(result: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_grad(result: Tensor) -> Tensor:
     """What a differentiable collective returns, waited for. Its backward communicates the gradient, which torch 2.11
     does not make contiguous (that of a sum is expanded)."""
-    completed: torch.Tensor = _ContiguousGrad.apply(complete_collectives(result))  # type: ignore[no-untyped-call]
+    completed: Tensor = _ContiguousGrad.apply(complete_collectives(result))  # type: ignore[no-untyped-call]
     return completed
 
 
 class _ContiguousGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
 
 
 class _Completed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Any) -> Tensor:
         if isinstance(tensor, DTensor):
             return wrap_local(completed_local(tensor), dtensor_spec(tensor))
-        completed: torch.Tensor = tensor.trigger_wait()
+        completed: Tensor = tensor.trigger_wait()
         return completed.view_as(completed)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad

@@ -46,11 +46,7 @@ class _Operation(ctypes.Structure):
 class _CopyAttributes(ctypes.Structure):
     """``CUmemcpyAttributes``; hints of locations are for managed memory."""
 
-    _fields_ = (
-        ("source_access_order", ctypes.c_uint32),
-        ("_hints", ctypes.c_uint32 * 4),
-        ("flags", ctypes.c_uint32),
-    )
+    _fields_ = (("source_access_order", ctypes.c_uint32), ("_hints", ctypes.c_uint32 * 4), ("flags", ctypes.c_uint32))
 
 
 @functools.cache

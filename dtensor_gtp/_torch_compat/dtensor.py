@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,12 +32,12 @@ except ImportError:  # a helper of a mode that simulates several ranks in one pr
         return func
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
+def local_tensor(tensor: DTensor) -> Tensor:
     """The local shard itself, without the autograd node that ``to_local`` adds."""
     return tensor._local_tensor
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, and any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -51,7 +52,7 @@ def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.S
     return list(create_read_items_for_chunk_list(key, metadata, [chunk]))
 
 
-def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """A DTensor around ``local``; unlike ``DTensor.from_local`` it does not check, so it costs microseconds."""
     # Its __init__ does nothing but leave torch.compile, which costs more than all the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
@@ -69,7 +70,7 @@ def make_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, 
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def own_part(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+def own_part(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
     """This rank's part of ``full`` under ``placements``, without communication."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

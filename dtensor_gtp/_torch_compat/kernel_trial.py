@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 
@@ -49,13 +50,13 @@ def failure(error: Exception) -> str:
     return f"Triton does not work ({type(error).__name__}: {error})"
 
 
-def has_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def has_same_bits(actual: Tensor, expected: Tensor) -> bool:
     # As bytes; they may lie column by column.
     pair = [tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)]
     return actual.shape == expected.shape and torch.equal(*pair)
 
 
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Where kernels of ``tensor`` are launched."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .driver import SignalBarrier, enqueue_copies, num_flag_bytes, raw_stream
 from .groups import resolve_group
@@ -56,7 +57,7 @@ class SymmetricBuffer:
         self._device = device
         own = memory.empty_strided_p2p((begin + num_flag_bytes(group.size()),), (1,), torch.uint8, device, group_name)
         self._handle = memory.rendezvous(own, group_name)
-        self._views: dict[tuple[int, int, torch.Size, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         if self._handle is None:
             raise RuntimeError(f"no symmetric memory for the ranks of process group '{group_name}'")
         own[begin:].zero_()
@@ -68,7 +69,7 @@ class SymmetricBuffer:
         torch.cuda.current_stream(device).synchronize()
         self._own = own
 
-    def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor in the buffer of ``rank``, ``offset`` bytes from its begin, a multiple of the dtype's size."""
         key = (rank, offset, shape, dtype)
         if key not in self._views:  # the same few, again and again
@@ -102,7 +103,7 @@ class SymmetricBuffer:
         enqueue_copies(copies, raw_stream(self._device))
 
 
-def copy_bytes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_bytes(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each contiguous tensor on a GPU into one of its size and dtype on the same GPU, on the current stream.
 
     Within one GPU the driver, too, has a kernel copy, in graphs at least; it takes less time from the GEMMs beside it

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import _composable_state as composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -74,7 +75,7 @@ def empty_grads_set_aside(group: Any) -> Iterator[None]:
         param.sharded_param.grad = param.to_sharded_dtensor(torch.zeros_like(local_tensor(param.sharded_param)))
 
 
-def fully_shard_params() -> list[torch.Tensor]:
+def fully_shard_params() -> list[Tensor]:
     """What all ``fully_shard`` and ``replicate`` calls of this process have registered as sharded parameters."""
     states = [ref() for ref in list(composable_state._module_state_mapping.values())]
     groups = [group for state in states for group in _groups_of_state(state)]

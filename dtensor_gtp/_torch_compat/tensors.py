@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-_T = TypeVar("_T", bound=torch.Tensor)
+_T = TypeVar("_T", bound=Tensor)
 
 
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -17,12 +18,12 @@ def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwar
         return func(*args, **kwargs)
 
 
-def make_wrapper_subclass(cls: type[torch.Tensor], shape: tuple[int, ...], **options: Any) -> Any:
+def make_wrapper_subclass(cls: type[Tensor], shape: tuple[int, ...], **options: Any) -> Any:
     """A tensor of class ``cls`` that has no memory of its own; the options are strides, dtype and device."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    return Tensor._make_wrapper_subclass(cls, shape, **options)
 
 
-def wrapper_tensor(cls: type[_T], like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
+def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
     """A contiguous tensor of class ``cls``, a subclass of Tensor, without memory of its own, on the device of ``like``.
 
     Args:
@@ -37,12 +38,12 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target: all of one pair of dtypes in one launch, where shapes and strides allow it.
 
     (With several dtypes of targets in one call some versions of torch write wrong values: pytorch/pytorch#173531.)
     """
-    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         alike = pairs.setdefault((target.dtype, source.dtype), ([], []))
         alike[0].append(target)
@@ -51,7 +52,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(*alike)
 
 
-def assert_on_device(condition: torch.Tensor, message: str) -> None:
+def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail if ``condition`` is false: at once on a CPU, when the device comes to it elsewhere.
 
     Kernels take messages of less than 255 characters: what is beyond is left out.
@@ -64,12 +65,10 @@ def sleep_stream(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def muon_orthogonalize(
-    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
-) -> torch.Tensor:
+def muon_orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
     """``torch.optim.Muon``'s Newton-Schulz iteration on a whole matrix; the result is bfloat16."""
     module: Any = import_module("torch.optim._muon")  # here, not at the top: a release may move it
-    result: torch.Tensor = module._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
+    result: Tensor = module._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
     return result
 
 

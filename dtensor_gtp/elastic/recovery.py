@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
@@ -40,7 +41,7 @@ class HeldState:
     """
 
     step: int
-    tensors: dict[Path, tuple[Box, torch.Tensor]]
+    tensors: dict[Path, tuple[Box, Tensor]]
     plain: dict[Path, Any]
 
 
@@ -62,7 +63,7 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
             tensors.
         step: Number of optimizer steps that this rank has completed. Count it right after ``optimizer.step()``.
     """
-    tensors: dict[Path, tuple[Box, torch.Tensor]] = {}
+    tensors: dict[Path, tuple[Box, Tensor]] = {}
     plain: dict[Path, Any] = {}
     for path, _, value in _leaves(state):
         if isinstance(value, DTensor):
@@ -74,7 +75,7 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
 
 def _copied(value: Any) -> Any:
     """In host memory: a pickled tensor of a device comes back on the device of that index, which is a peer's."""
-    is_on_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    is_on_device = isinstance(value, Tensor) and value.device.type != "cpu"
     return value.detach().cpu() if is_on_device else copy.deepcopy(value)
 
 
@@ -187,15 +188,15 @@ def _chunks(
 
 def _exchange(
     chunk: dict[Path, list[Move]],
-    held: Mapping[Path, tuple[Box, torch.Tensor]],
-    local: Mapping[Path, torch.Tensor],
+    held: Mapping[Path, tuple[Box, Tensor]],
+    local: Mapping[Path, Tensor],
     wanted: Mapping[Path, _Part],
     mesh: ElasticMesh,
 ) -> None:
     """Copy what stays on this rank; all-to-all of the rest, in the order (path, move) between any two ranks."""
     rank, num_ranks = dist.get_rank(), mesh.layout.num_ranks
-    sent: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
-    received: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
+    sent: list[list[Tensor]] = [[] for _ in range(num_ranks)]
+    received: list[list[Tensor]] = [[] for _ in range(num_ranks)]
     for path, moves in chunk.items():
         for source, target, box in moves:
             if rank not in (source, target):
@@ -237,11 +238,11 @@ def _fill_plain(
         if isinstance(value, DTensor):
             continue
         found = own.get(path, shared.get(path, value))
-        if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and value.shape == found.shape:
+        if isinstance(value, Tensor) and isinstance(found, Tensor) and value.shape == found.shape:
             with torch.no_grad():
                 value.copy_(found)
         else:
-            is_on_device = isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor)
+            is_on_device = isinstance(value, Tensor) and isinstance(found, Tensor)
             container[path[-1]] = found.to(value.device) if is_on_device else found
 
 

@@ -205,11 +205,7 @@ class _Decision:
 
 
 def members_of(
-    layout: ReplicaLayout,
-    alive: Sequence[int],
-    tickets: Sequence[int] = (),
-    num_replicas: int = 1,
-    generation: int = 1,
+    layout: ReplicaLayout, alive: Sequence[int], tickets: Sequence[int] = (), num_replicas: int = 1, generation: int = 1
 ) -> Membership:
     """Count ``alive`` (ascending) anew and put each rank into the replica that it was in; those that join go, one after
     the other, to the smallest replica."""

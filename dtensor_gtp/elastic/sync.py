@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
@@ -58,7 +59,7 @@ class _Weights(NamedTuple):
 class _Entry:
     """A reduced gradient of one weight that waits for the sums of its segments."""
 
-    def __init__(self, weight: ShardedWeight, slot: torch.Tensor, num_waiting: int) -> None:
+    def __init__(self, weight: ShardedWeight, slot: Tensor, num_waiting: int) -> None:
         self.weight = weight
         self.slot = slot
         self.num_waiting = num_waiting
@@ -75,7 +76,7 @@ class Channel:
     def __init__(self, group_name: str, scale: float) -> None:
         self.group_name = group_name
         self.scale = scale
-        self.pending: dict[torch.dtype, list[tuple[_Entry, torch.Tensor]]] = {}
+        self.pending: dict[torch.dtype, list[tuple[_Entry, Tensor]]] = {}
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return sum(part.numel() for _, part in self.pending.get(dtype, ())) * dtype.itemsize
@@ -93,12 +94,7 @@ class ReplicaSync:
     """
 
     def __init__(
-        self,
-        mesh: ElasticMesh,
-        plan: SyncPlan,
-        params: Sequence[ManagedParam],
-        comm: CommContext,
-        bucket_nbytes: int,
+        self, mesh: ElasticMesh, plan: SyncPlan, params: Sequence[ManagedParam], comm: CommContext, bucket_nbytes: int
     ) -> None:
         self.mesh = mesh
         self.plan = plan
@@ -113,7 +109,7 @@ class ReplicaSync:
         # Of each weight: its segments on this rank, as a channel and slices of the shard.
         self._parts: dict[ManagedParam, list[tuple[Channel, tuple[slice, ...]]]] = {}
         # Slots that the communication stream may still read.
-        self._keep: list[torch.Tensor] = []
+        self._keep: list[Tensor] = []
         self._make_channels()
         self._weights = self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
 
@@ -144,8 +140,6 @@ class ReplicaSync:
         for channel in self._channels:
             probe = torch.zeros(1, device=device_of(self.mesh.world))
             collectives.all_reduce(probe, _SUM, compat.resolve_group(channel.group_name), True)
-
-    # --- the batch ----------------------------------------------------------------------------------------------------
 
     def set_batch(self, share: BatchShare | int) -> None:
         """Say how many samples (or tokens) this rank's next losses are means of. Until told, all ranks count alike.
@@ -204,20 +198,18 @@ class ReplicaSync:
         of_rank = own[self._place.gtp] * len(own) / total if total else 0.0
         return _Weights(counts, of_rank, total / sum(map(sum, counts)))
 
-    # --- what the runtime calls (UnequalReplicas) ---------------------------------------------------------------------
-
     def share(self, factor: float | None) -> float:
         """A divide factor that the user has set replaces the weights: then gradients are summed as they are."""
         return self._weights.of_replica if factor is None else 1.0
 
-    def weigh_full(self, grad: torch.Tensor, factor: float | None) -> torch.Tensor:
+    def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor:
         of_rank = self._weights.of_rank
         if factor is not None or of_rank == 1.0:
             return grad
         # Not in place: others may read it. Times 0 a NaN would stay one.
         return grad * of_rank if of_rank else torch.zeros_like(grad)
 
-    def add(self, weight: ShardedWeight, slot: torch.Tensor, share: float) -> None:
+    def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None:
         _scale(slot, share)
         parts = self._parts.get(weight, [])
         entry = _Entry(weight, slot, len(parts))
@@ -254,7 +246,7 @@ class ReplicaSync:
         else:
             comm.reduction_launched(work, arrived, (flat,))
 
-    def _arrived(self, bucket: list[tuple[_Entry, torch.Tensor]], flat: torch.Tensor | None) -> None:
+    def _arrived(self, bucket: list[tuple[_Entry, Tensor]], flat: Tensor | None) -> None:
         if flat is not None:
             parts = [part for _, part in bucket]
             pieces = flat.split([part.numel() for part in parts])
@@ -320,8 +312,6 @@ class ReplicaSync:
             channel.pending.clear()
         self._keep.clear()
 
-    # --- checks -------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def check_values(self) -> None:
         """Compare the parameters of all replicas, bit by bit. Collective over all ranks.
@@ -329,7 +319,7 @@ class ReplicaSync:
         Raises:
             RuntimeError: They differ; raised on all ranks, names the first parameter.
         """
-        digests: dict[Channel, list[torch.Tensor]] = {}
+        digests: dict[Channel, list[Tensor]] = {}
         names: dict[Channel, list[int]] = {}
         for index, param in enumerate(self._params):
             param.follow(param.sites[0])
@@ -357,7 +347,7 @@ class ReplicaSync:
         digests = [digest(self._params[i].shard) for i in indices]
         return self._first_difference(digests, indices, self._world_name)
 
-    def _first_difference(self, digests: list[torch.Tensor], indices: list[int], group_name: str) -> int:
+    def _first_difference(self, digests: list[Tensor], indices: list[int], group_name: str) -> int:
         if not digests:
             return len(self._params)
         own = torch.stack(digests)
@@ -369,7 +359,7 @@ class ReplicaSync:
 
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter] | nn.Parameter, max_norm: float, mesh: ElasticMesh, **options: Any
-) -> torch.Tensor:
+) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas.
 
     Each replica holds all gradients, so its norm is that of the whole model; but replicas of other sizes add up in
@@ -384,7 +374,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping.
     """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     foreach = options.pop("foreach", None)
     grads = [param.grad for param in params if param.grad is not None]
     total = torch.nn.utils.get_total_norm(grads, foreach=foreach, **options)
@@ -401,7 +391,7 @@ def _has_unreduced_grad(param: ManagedParam) -> bool:
     return isinstance(param, WholeParam) and param.unsynced_grad is not None
 
 
-def _scale(tensor: torch.Tensor, factor: float) -> None:
+def _scale(tensor: Tensor, factor: float) -> None:
     """In place; times 0 also what is not a number is 0."""
     if factor == 0:
         tensor.zero_()
@@ -409,7 +399,7 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor *= factor
 
 
-def _spread(grad: torch.Tensor, param: WholeParam, box: Box | None, tp: int) -> torch.Tensor:
+def _spread(grad: Tensor, param: WholeParam, box: Box | None, tp: int) -> Tensor:
     """The local gradient in its place of the whole parameter, such that the sum over tp, divided by its size, is the
     whole gradient."""
     if box is None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._params.gathered import Version
@@ -50,14 +51,14 @@ class Reached:
         show from within the block is none of theirs."""
         self.num_outputs, outputs = 0, []
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf = leaf.view_as(leaf)
                 leaf.register_hook(partial(self._note, self.num_outputs))
                 self.num_outputs += 1
             outputs.append(leaf)
         return outputs
 
-    def _note(self, index: int, grad: torch.Tensor | None) -> None:
+    def _note(self, index: int, grad: Tensor | None) -> None:
         if grad is not None:
             self.indices.add(index)
 
@@ -74,11 +75,11 @@ class BlockGraph:
 
     def __init__(self, owner: Block, leaves: list[Any], spec: Any, reached: Reached) -> None:
         self._owner = owner
-        self._leaves = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._spec = spec
-        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._forward_pass, self._backward_pass = Recording(), Recording()
-        self._differentiable: list[torch.Tensor] = []
+        self._differentiable: list[Tensor] = []
         self._reached = frozenset(reached.indices)
         self.is_differentiable: list[bool] = []
         # Has autograd call backward where no input needs a gradient.
@@ -98,8 +99,6 @@ class BlockGraph:
             ) from error
         logger.info("capture_blocks: block '%s' recorded", owner.name)
 
-    # --- what is recorded ---------------------------------------------------------------------------------------------
-
     def _run_forward(self) -> tuple[list[Any], Any]:
         owner = self._owner
         args, kwargs = compat.tree_unflatten(self._leaves, self._spec)
@@ -112,13 +111,13 @@ class BlockGraph:
                     f"it writes to its input {index}, of shape {tuple(self.inputs[index].shape)}, of which a graph has "
                     "a copy, so the caller would not see it; return it"
                 )
-        tensors = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
         # Holds what is saved, see [Note: memory of a recorded block].
         self._differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         self.is_differentiable = [tensor.requires_grad for tensor in tensors]
-        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs], spec
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], spec
 
-    def _run_backward(self) -> list[torch.Tensor | None]:
+    def _run_backward(self) -> list[Tensor | None]:
         """Gradients of the inputs, then of each reading of a whole parameter."""
         owner = self._owner
         sources = [*self.inputs, *(value for _, value in self._forward_pass.whole)]
@@ -133,8 +132,6 @@ class BlockGraph:
             source.grad = None
         return grads
 
-    # --- replays ------------------------------------------------------------------------------------------------------
-
     @property
     def name(self) -> str:
         return self._owner.name
@@ -147,11 +144,11 @@ class BlockGraph:
     def __call__(self, leaves: list[Any]) -> Any:
         call = _Call()
         self._last = weakref.ref(call)
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         leaves_of_trained = [param.leaf for param in self.trained]
         results: Any = _Replay.apply(self, call, len(given), self._anchor, *given, *leaves_of_trained)  # type: ignore[no-untyped-call]
         remaining = iter(results)
-        outputs = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.outputs]
+        outputs = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.outputs]
         return compat.tree_unflatten(outputs, self._output_spec)
 
     def _trained(self) -> list[ManagedParam]:
@@ -164,17 +161,17 @@ class BlockGraph:
         """Of the weights that backward uses."""
         return [weight.version for weight in self._backward_pass.used]
 
-    def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run_forward(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self.num_calls += 1
         for target, source in zip(self.inputs, given, strict=True):
             target.detach().copy_(source)
         self._replay(self._replay_forward, self._forward_pass.used)
         # Whoever keeps an output keeps its values.
-        return tuple(leaf.clone() for leaf in self.outputs if isinstance(leaf, torch.Tensor))
+        return tuple(leaf.clone() for leaf in self.outputs if isinstance(leaf, Tensor))
 
     def run_backward(
-        self, grads: dict[int, torch.Tensor], versions: list[Version], awaited: set[ManagedParam]
-    ) -> list[torch.Tensor | None]:
+        self, grads: dict[int, Tensor], versions: list[Version], awaited: set[ManagedParam]
+    ) -> list[Tensor | None]:
         """Gradients of the inputs.
 
         Args:
@@ -230,8 +227,8 @@ class _Call:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, graph: BlockGraph, call: _Call, num_inputs: int, anchor: torch.Tensor, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, graph: BlockGraph, call: _Call, num_inputs: int, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """The leaves of trained parameters come after the inputs, to tell whether a backward wants their gradients."""
         results = graph.run_forward(tensors[:num_inputs])
         ctx.num_inputs = num_inputs
@@ -243,7 +240,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         graph: BlockGraph = ctx.graph
         if graph.num_calls != ctx.number:
             raise RuntimeError(
@@ -260,6 +257,6 @@ class _Replay(torch.autograd.Function):
         return None, None, None, None, *results, *[None] * len(trained)
 
 
-def _static(tensor: torch.Tensor) -> torch.Tensor:
+def _static(tensor: Tensor) -> Tensor:
     """A tensor for a graph to read, like one that it is called with."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)

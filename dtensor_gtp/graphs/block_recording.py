@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._comm.streams import Done
 from .._params.gathered import Gathered
@@ -35,7 +36,7 @@ class WholeUse(NamedTuple):
     """One reading of a parameter that stays whole: the leaf that stood for it, whose gradient the graph leaves."""
 
     param: WholeParam
-    value: torch.Tensor
+    value: Tensor
 
 
 class Recording:
@@ -59,7 +60,7 @@ class Recording:
         full = weight.layout.full_view(buffer)
         return Gathered(buffer, full, Done(), weight.shard, weight.version, is_alias=True, holds=1)
 
-    def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
         """Where the gradient of a use is to be: those of several uses are reduced each by itself, as without a graph,
         and all but the first are in memory of the graph's.
 
@@ -75,11 +76,11 @@ class Recording:
             return grad
         return grad.view(-1).view(dtype)[: grad.numel()].view(grad.shape)
 
-    def keep(self, weight: ShardedWeight, rows: torch.Tensor) -> torch.Tensor:
+    def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor:
         """A gradient that would be sent as it is, in the same dtype, where it may stay."""
         return self.target(weight, rows.dtype).copy_(rows)
 
-    def submit(self, weight: ShardedWeight, buffer: torch.Tensor) -> None:
+    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
         """The gradient is there."""
         self.written.append(Written(weight, buffer, self._bundle))
 
@@ -92,7 +93,7 @@ class Recording:
         finally:
             self._bundle = None
 
-    def _read(self, param: WholeParam) -> torch.Tensor:
+    def _read(self, param: WholeParam) -> Tensor:
         value = param.leaf.detach().to(param.compute_dtype).requires_grad_(param.leaf.requires_grad)
         self.whole.append(WholeUse(param, value))
         return value

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._params.sharded_weight import ShardedWeight
@@ -246,4 +247,4 @@ class _CapturedBlock:
 
 
 def _key_of(leaf: Any) -> Hashable:
-    return signature(leaf), isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    return signature(leaf), isinstance(leaf, Tensor) and leaf.requires_grad

@@ -35,6 +35,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from .. import _torch_compat as compat
@@ -215,8 +216,6 @@ class CapturedStep(Generic[P, R]):
         self._num_unlike = 0
         self._around = None
 
-    # --- the three ways to run ----------------------------------------------------------------------------------------
-
     def _run_eagerly(self, key: Key, leaves: list[Any], spec: Any, around: Surroundings) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
         is_warm = self._num_eager + 1 >= self._warmup_steps
@@ -227,7 +226,7 @@ class CapturedStep(Generic[P, R]):
         # record or replay meanwhile.
         self._drop_kept()
         with self._recorder.eager(is_last=is_last):
-            result: R = compat.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), self._fn(*args, **kwargs))
+            result: R = compat.tree_map_only(Tensor, lambda t: t.detach().clone(), self._fn(*args, **kwargs))
         for optimizer in self._optimizers:
             check_state(optimizer, self._runtimes[0].device)
         if not around.is_in_place():  # a state that a parameter got, or a table that has grown: graphs know the old one
@@ -258,7 +257,7 @@ class CapturedStep(Generic[P, R]):
     def _record(self, leaves: list[Any], spec: Any, places: list[Place]) -> StepGraph:
         self._check_pinned()
         self._check_none_in_flight("before it is recorded")
-        inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
         args, kwargs = compat.tree_unflatten(replaced_params(leaves, inputs), spec)
         found, kept = read_values(places), Kept(self._module, self._optimizers)
         baked_in, at = hyperparameters(self._optimizers), addresses(self._module, self._optimizers)
@@ -287,7 +286,7 @@ class CapturedStep(Generic[P, R]):
                         runtime.abandon()
                     self._drop_kept()
                 raise
-            return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs], output_spec
+            return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], output_spec
 
         try:
             replay, (outputs, output_spec) = self._recorder.record(step)
@@ -308,7 +307,7 @@ class CapturedStep(Generic[P, R]):
         logger.info("capture_step: graph %d recorded", len(self._graphs) + 1)
         return StepGraph(replay, inputs, outputs, output_spec, found, read_values(places), baked_in, written)
 
-    def _check_recorded(self, before: Before, inputs: list[torch.Tensor]) -> None:
+    def _check_recorded(self, before: Before, inputs: list[Tensor]) -> None:
         """Raises:
         RuntimeError: The step has changed a number that the graph has baked in, or put a tensor in another's place.
         ValueError: It steps optimizers that were not passed, or writes to its inputs.
@@ -344,18 +343,16 @@ class CapturedStep(Generic[P, R]):
         self._check_pinned()
         self._check_none_in_flight("before it is replayed")
         self._check_constant(graph.hyperparameters, "since the step was recorded")
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for target, source in zip(graph.inputs, given, strict=True):
             target.copy_(source, non_blocking=True)
         graph.replay()
         write_values(places, graph.left)
         for runtime in self._runtimes:
             runtime.note_step(graph.written)
-        outputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in graph.outputs]
+        outputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in graph.outputs]
         result: R = compat.tree_unflatten(outputs, graph.output_spec)
         return result
-
-    # --- the state around ---------------------------------------------------------------------------------------------
 
     def _weights(self) -> list[tuple[Runtime, ShardedWeight]]:
         return [(runtime, weight) for runtime in self._runtimes for weight in runtime.weights]

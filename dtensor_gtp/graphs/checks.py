@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from .._modules.binding import binding_of, unmanaged_params
 from .._params.managed_param import ManagedParam
@@ -127,7 +128,7 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     for state in optimizer.state.values():
         for name, value in state.items() if isinstance(state, dict) else ():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != device.type
+            is_elsewhere = isinstance(value, Tensor) and value.device.type != device.type
             if is_number or is_elsewhere:
                 where = "a Python number" if is_number else f"on '{value.device.type}'"
                 raise ValueError(
@@ -141,7 +142,7 @@ def check_inputs(leaves: list[Any], device: torch.device) -> None:
     what = "A captured step"
     check_places(leaves, device, what)
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise ValueError(
                 f"{what} expects inputs that need no gradient, but one of shape {tuple(leaf.shape)} does. Pass it "
                 "detached."
@@ -157,7 +158,7 @@ def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
         what: Whose inputs they are, for errors.
     """
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, Tensor):
             _check_other(leaf, what)
         elif leaf.device.type != device.type:
             raise ValueError(
@@ -186,9 +187,6 @@ def _check_other(leaf: Any, what: str) -> None:
                 f"got a {type(leaf).__name__} with one as '{name}', where nobody would see that it is another. Pass "
                 "its tensors."
             )
-
-
-# --- checks and descriptions ------------------------------------------------------------------------------------------
 
 
 def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:

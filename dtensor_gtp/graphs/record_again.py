@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._schedule.runtime import Runtime
-
-# --- tensors ----------------------------------------------------------------------------------------------------------
 
 # By what it is: "parameter" or "buffer" with its name, or the state of an optimizer.
 Addresses = dict[tuple[Any, ...], Hashable]
@@ -29,14 +28,14 @@ def addresses(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
     return found
 
 
-def params_outside(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def params_outside(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """What optimizers step beside the module's own: of a criterion, say."""
     own = {id(param) for param in module.parameters()}
     stepped = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
     return [param for identity, param in stepped.items() if identity not in own]
 
 
-def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """All tensors of their states, each with what it is."""
     for number, optimizer in enumerate(optimizers):
         what = f"state of {type(optimizer).__name__}"
@@ -54,25 +53,25 @@ def changed(before: Addresses, now: Addresses) -> str | None:
     return f"'{name}' in the {what}" if what.startswith("state of ") else f"{what} '{name}'"
 
 
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterable[Tensor]:
     """Those that a value is or consists of."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return (value,)
     if not isinstance(value, list | tuple | dict):
         return ()
-    return (leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, Tensor))
 
 
-PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 
 
-def address(tensor: torch.Tensor) -> Hashable:
+def address(tensor: Tensor) -> Hashable:
     """Where its memory begins; of one that wraps others, where theirs do."""
     if isinstance(tensor, DTensor):
         tensor = compat.local_tensor(tensor)
     if type(tensor) not in PLAIN and (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
         parts = [getattr(tensor, name) for name in flatten()[0]]
-        return tuple(address(part) for part in parts if isinstance(part, torch.Tensor))
+        return tuple(address(part) for part in parts if isinstance(part, Tensor))
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
@@ -99,9 +98,6 @@ class Kept:
                 tensor.data = memory
 
 
-# --- optimizers -------------------------------------------------------------------------------------------------------
-
-
 def ids_of_params(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     """Of all parameters that these optimizers step."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -124,7 +120,7 @@ def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[st
 def _value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_value, value))
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     return value.item() if value.device.type == "cpu" else OnDevice(value)
 
@@ -132,7 +128,7 @@ def _value(value: Any) -> Any:
 class OnDevice:
     """A tensor whose value a graph reads anew each time, where it lies: equal to itself there alone, and kept alive."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._address = tensor, address(tensor)
 
     def __eq__(self, other: object) -> bool:
@@ -255,7 +251,7 @@ Key = tuple[Hashable, Hashable, Hashable, Hashable]
 
 def signature(leaf: Any) -> Hashable:
     """What two arguments must have in common for one graph to serve both."""
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     try:
         hash(leaf)

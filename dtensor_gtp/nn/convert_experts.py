@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from .grouped_mlp import Activation, GroupedExperts, GroupedMLP
 
@@ -86,10 +87,7 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
 
 
 def group_experts_(
-    module: nn.Module,
-    forwards: Mapping[type[nn.Module], Callable[..., Any]] | None = None,
-    *,
-    is_fused: bool = True,
+    module: nn.Module, forwards: Mapping[type[nn.Module], Callable[..., Any]] | None = None, *, is_fused: bool = True
 ) -> nn.Module:
     """Replace all experts below ``module`` by :class:`GroupedExperts`, in place.
 
@@ -133,7 +131,7 @@ def group_experts_(
     return module
 
 
-def convert_experts_state_dict(state_dict: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
     """The state dict of a model with all its experts stored in another way; the values are the same bits.
 
     Args:
@@ -163,8 +161,8 @@ def convert_experts_state_dict(state_dict: Mapping[str, torch.Tensor], form: str
 
 
 class _Weights(NamedTuple):
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Tensor
+    down: Tensor
     activation: Activation
     requires_grad: bool
 
@@ -226,13 +224,13 @@ def _activation(module: nn.Module) -> Activation:
     return found
 
 
-def _take(state: dict[str, torch.Tensor], prefix: str, form: _Form) -> tuple[torch.Tensor, torch.Tensor]:
+def _take(state: dict[str, Tensor], prefix: str, form: _Form) -> tuple[Tensor, Tensor]:
     """Remove the weights of experts from ``state``: gate and up together, and down."""
     num_experts = 0
     while prefix + form.down.format(num_experts) in state and form.is_numbered:
         num_experts += 1
 
-    def take(name: str) -> torch.Tensor:
+    def take(name: str) -> Tensor:
         try:
             if not form.is_numbered:
                 return state.pop(prefix + name)
@@ -247,11 +245,11 @@ def _take(state: dict[str, torch.Tensor], prefix: str, form: _Form) -> tuple[tor
     return gate_up, take(form.down)
 
 
-def _named(prefix: str, form: _Form, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
+def _named(prefix: str, form: _Form, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
     if form.gate_up is not None:
         return {prefix + form.gate_up: gate_up, prefix + form.down: down}
     gate, up = gate_up.chunk(2, 1)
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, Tensor] = {}
     for name, value in ((form.gate, gate), (form.up, up), (form.down, down)):
         if form.is_numbered:
             named.update({prefix + name.format(i): part.clone() for i, part in enumerate(value.unbind(0))})

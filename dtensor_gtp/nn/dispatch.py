@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
@@ -52,10 +53,10 @@ class Dispatched:
         tokens_per_expert: How many of this rank's own tokens chose each expert, all experts counted, int64.
     """
 
-    rows: torch.Tensor
-    split_sizes: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    _order: torch.Tensor
+    rows: Tensor
+    split_sizes: Tensor
+    tokens_per_expert: Tensor
+    _order: Tensor
     _exchange: _Exchange | None
     _capacity: int  # tokens that each rank has sent by all_gather: a later dispatch may have agreed on more
 
@@ -66,7 +67,7 @@ class _Exchange:
 
     sent: list[int]
     received: list[int]
-    order: torch.Tensor
+    order: Tensor
 
 
 class TokenDispatcher:
@@ -113,7 +114,7 @@ class TokenDispatcher:
     def _is_alone(self) -> bool:
         return self.mesh is None or self.mesh.size() == 1
 
-    def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor) -> Dispatched:
+    def dispatch(self, tokens: Tensor, experts: Tensor) -> Dispatched:
         """Rows for the experts of this rank, from all ranks of the mesh. All of them must call it.
 
         Args:
@@ -140,7 +141,7 @@ class TokenDispatcher:
             return Dispatched(rows, counts, counts, order, None, 0)
         return self._exchange(rows, counts, order)
 
-    def combine(self, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts, on the rank of the token.
 
         Args:
@@ -161,9 +162,7 @@ class TokenDispatcher:
             rows = compat.all_to_all_rows(rows, exchange.sent, exchange.received, self.mesh.get_group())
         return _weighted_sum(_unpermute(rows, dispatched._order), weights)
 
-    # --- all_to_all ---------------------------------------------------------------------------------------------------
-
-    def _exchange(self, rows: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> Dispatched:
+    def _exchange(self, rows: Tensor, counts: Tensor, order: Tensor) -> Dispatched:
         assert self.mesh is not None
         group, num_ranks = self.mesh.get_group(), self.mesh.size()
         # Of each rank, the rows for each expert that is here.
@@ -178,9 +177,7 @@ class TokenDispatcher:
         rows = _Spread.apply(rows, regroup, 1)  # type: ignore[no-untyped-call]
         return Dispatched(rows, given_RE.sum(0), counts, order, _Exchange(sent, received, regroup), 0)
 
-    # --- all_gather ---------------------------------------------------------------------------------------------------
-
-    def _gather(self, tokens: torch.Tensor, experts: torch.Tensor) -> Dispatched:
+    def _gather(self, tokens: Tensor, experts: Tensor) -> Dispatched:
         assert self.mesh is not None
         group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
         k = experts.shape[1]
@@ -196,7 +193,7 @@ class TokenDispatcher:
         _, own_counts = sort_by_group(experts.flatten(), self.num_experts)
         return Dispatched(rows, counts, own_counts, order, None, self._capacity)
 
-    def _scatter(self, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -> torch.Tensor:
+    def _scatter(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
         assert self.mesh is not None
         group = self.mesh.get_group()
         all_weights = compat.all_gather_rows(_padded(weights, dispatched._capacity), group)
@@ -204,7 +201,7 @@ class TokenDispatcher:
         own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), group)
         return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]
 
-    def _gather_experts(self, experts: torch.Tensor) -> torch.Tensor:
+    def _gather_experts(self, experts: Tensor) -> Tensor:
         """What the tokens of all ranks chose, shape ``(ranks * capacity, k)``; ``num_experts`` for padding."""
         assert self.mesh is not None
         group, (num_tokens, k), device = self.mesh.get_group(), experts.shape, experts.device
@@ -257,7 +254,7 @@ def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
     return num_experts // num_ranks
 
 
-def sort_by_group(groups: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_group(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """A stable order of rows by group, and how many rows each of ``num_groups`` has; on the device alone.
 
     Args:
@@ -269,17 +266,17 @@ def sort_by_group(groups: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, 
     return order, ends.diff(prepend=ends.new_zeros(1))
 
 
-def _padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
     missing = num_rows - rows.shape[0]
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def _unpermute(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _unpermute(rows: Tensor, order: Tensor) -> Tensor:
     """Undo ``x[order]``; its gradient is ``grad[order]``."""
     return torch.empty_like(rows).index_copy(0, order, rows)
 
 
-def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     """Sum of each token's ``k`` rows, in the wider of the dtypes, rounded once."""
     each = rows.view(*weights.shape, rows.shape[1])
     return (each * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
@@ -290,13 +287,13 @@ class _Spread(torch.autograd.Function):
     fixed order, where that of indexing would not."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.k, ctx.num_rows = k, rows.shape[0]
         return rows.index_select(0, order if k == 1 else order // k)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         shape = (ctx.num_rows * ctx.k, grad.shape[1])
         is_whole = order.shape[0] == shape[0]

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._modules.binding import Binding, binding_of
@@ -22,14 +23,14 @@ _EVALUATED_TOKENS = 1024
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiled code ends before it and goes on after it
 def linear_cross_entropy(
-    input: torch.Tensor,
+    input: Tensor,
     linear: nn.Linear | nn.Embedding,
-    target: torch.Tensor,
+    target: Tensor,
     *,
     reduction: Literal["none", "mean", "sum"] = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """``F.cross_entropy(linear(input).float(), target)``, over a vocabulary that stays sharded.
 
     Each rank computes the logits of its own rows of ``linear.weight`` for the tokens of all ranks of the gtp axis, in
@@ -74,12 +75,7 @@ def linear_cross_entropy(
     return losses.sum() / (~is_ignored).sum()
 
 
-def _losses(
-    hidden: torch.Tensor,
-    linear: nn.Linear | nn.Embedding,
-    targets: torch.Tensor,
-    label_smoothing: float,
-) -> torch.Tensor:
+def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, label_smoothing: float) -> Tensor:
     """The loss of each token; zero where the target is ``IGNORED``."""
     binding = binding_of(linear)
     weight = binding.params.get("weight") if binding is not None else None
@@ -104,7 +100,7 @@ def _losses(
     return _cross_entropy(logits, targets, label_smoothing)
 
 
-def _compute_dtype(hidden: torch.Tensor, weight: ShardedWeight) -> torch.dtype:
+def _compute_dtype(hidden: Tensor, weight: ShardedWeight) -> torch.dtype:
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     if hidden.dtype != weight.compute_dtype:
@@ -123,7 +119,7 @@ def _trains_own_bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> bool
     return bias is not None and "bias" not in binding.params and bias.requires_grad
 
 
-def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> torch.Tensor | None:
+def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> Tensor | None:
     """The bias as code sees it, of a layer whose rows stay where they are."""
     managed = binding.params.get("bias")
     if managed is None:
@@ -139,14 +135,14 @@ def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> torch.Tensor | 
 
 
 def _gathered_losses(
-    hidden: torch.Tensor,
+    hidden: Tensor,
     linear: nn.Linear | nn.Embedding,
-    targets: torch.Tensor,
+    targets: Tensor,
     label_smoothing: float,
     binding: Binding,
     runtime: Runtime,
     weight: ShardedWeight,
-) -> torch.Tensor:
+) -> Tensor:
     """Without gradients: the weight is gathered, the logits are whole for some tokens at a time."""
     bias = _bias(linear, binding)
     with runtime.using(weight) as full:
@@ -157,17 +153,13 @@ def _gathered_losses(
     return torch.cat(parts)
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
 
 
 def _check(
-    input: torch.Tensor,
-    linear: nn.Linear | nn.Embedding,
-    target: torch.Tensor,
-    reduction: str,
-    label_smoothing: float,
+    input: Tensor, linear: nn.Linear | nn.Embedding, target: Tensor, reduction: str, label_smoothing: float
 ) -> None:
     """Raises:
     TypeError, ValueError: An argument is of the wrong kind, shape or range.

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
@@ -124,7 +125,7 @@ class GroupedLinear(nn.Module):
         )
         return GTPGroupedLinear if is_stock and is_cut else None
 
-    def check_gtp_placement(self, fqn: str, param: torch.Tensor, placement: GTPShard) -> None:
+    def check_gtp_placement(self, fqn: str, param: Tensor, placement: GTPShard) -> None:
         """What ``gtp_shard`` asks before it cuts a parameter that expert or tensor parallelism has cut.
 
         Raises:
@@ -152,7 +153,7 @@ class GroupedLinear(nn.Module):
                 )
             shape[dim] = rows
 
-    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
         """
         Args:
             x: Shape ``(num_rows, in_features)``, sorted by group.
@@ -171,16 +172,14 @@ class GroupedLinear(nn.Module):
         self.check_input(x, split_sizes, scales, weight.shape)
         return grouped_linear(x, weight, bias, split_sizes, scales)
 
-    def _grouped(self, name: str) -> torch.Tensor | None:
+    def _grouped(self, name: str) -> Tensor | None:
         if self.single_grouped_weight:
-            value: torch.Tensor | None = getattr(self, name)
+            value: Tensor | None = getattr(self, name)
         else:
             value = torch.stack([local_part(getattr(self, each)) for each in self.names_of(name)])
         return None if value is None else local_part(value)
 
-    def check_input(
-        self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None, weight_shape: torch.Size
-    ) -> None:
+    def check_input(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None, weight_shape: torch.Size) -> None:
         """Before the first collective of a forward.
 
         Args:
@@ -199,8 +198,8 @@ class GroupedLinear(nn.Module):
                 f"in_features into {in_features}, because each rank would add the bias to its part of the sum. Build "
                 "it with bias=False."
             )
-        if not isinstance(split_sizes, torch.Tensor) or split_sizes.dtype not in (torch.int32, torch.int64):
-            got = split_sizes.dtype if isinstance(split_sizes, torch.Tensor) else type(split_sizes).__name__
+        if not isinstance(split_sizes, Tensor) or split_sizes.dtype not in (torch.int32, torch.int64):
+            got = split_sizes.dtype if isinstance(split_sizes, Tensor) else type(split_sizes).__name__
             raise TypeError(f"GroupedLinear expects split_sizes as an int32 or int64 tensor, but got {got}.")
         if split_sizes.device != x.device:
             raise ValueError(
@@ -232,7 +231,7 @@ class GroupedLinear(nn.Module):
         )
 
 
-def _check_counts(split_sizes: torch.Tensor, num_rows: int) -> None:
+def _check_counts(split_sizes: Tensor, num_rows: int) -> None:
     """On a CPU, where it costs nothing to look at them."""
     counts = split_sizes.tolist()
     if min(counts) < 0 or sum(counts) > num_rows:
@@ -242,7 +241,7 @@ def _check_counts(split_sizes: torch.Tensor, num_rows: int) -> None:
         )
 
 
-def assert_counts(split_sizes: torch.Tensor, num_rows: int) -> None:
+def assert_counts(split_sizes: Tensor, num_rows: int) -> None:
     """On the device, where the host never looks: a kernel that fails there ends the process with this message.
 
     Raises:
@@ -256,8 +255,8 @@ def assert_counts(split_sizes: torch.Tensor, num_rows: int) -> None:
 
 
 def convert_grouped_state_dict(
-    state_dict: Mapping[str, torch.Tensor], prefix: str = "", *, single_grouped_weight: bool
-) -> dict[str, torch.Tensor]:
+    state_dict: Mapping[str, Tensor], prefix: str = "", *, single_grouped_weight: bool
+) -> dict[str, Tensor]:
     """The state dict of a :class:`GroupedLinear` for one with the other ``single_grouped_weight``, bit by bit.
 
     Args:
@@ -286,7 +285,7 @@ def convert_grouped_state_dict(
     return converted
 
 
-def local_part(value: torch.Tensor) -> torch.Tensor:
+def local_part(value: Tensor) -> Tensor:
     """Of a weight that expert parallelism has cut, the groups of this rank."""
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -294,7 +293,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 class GTPGroupedLinear(GTPFused):
     """Mixin of ``GroupedLinear``."""
 
-    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
         module = cast(GroupedLinear, self)
         binding = binding_of(module)
         assert binding is not None
@@ -305,7 +304,7 @@ class GTPGroupedLinear(GTPFused):
             module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
             # Reads the bias as an attribute: whichever it is, the graph gets its value.
             own_bias = module.bias
-            value = local_part(own_bias) if isinstance(own_bias, torch.Tensor) else None
+            value = local_part(own_bias) if isinstance(own_bias, Tensor) else None
             return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
         params = {name: binding.params.get(name) for kind in ("weight", "bias") for name in module.names_of(kind)}
         weights = [param for param in params.values() if isinstance(param, ShardedWeight)]

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .dispatch import TokenDispatcher
 from .grouped_linear import GroupedLinear
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
+Activation = Callable[[Tensor], Tensor]
 
 
 class GroupedMLP(nn.Module):
@@ -61,7 +62,7 @@ class GroupedMLP(nn.Module):
         # The axis that cuts the inner width, set by parallelize_experts.
         self.tp_mesh: DeviceMesh | None = None
 
-    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, split_sizes: Tensor) -> Tensor:
         """
         Args:
             x: Shape ``(num_rows, dim)``, sorted by group.
@@ -79,7 +80,7 @@ class GroupedMLP(nn.Module):
             gate, up = self.gate_up(x, split_sizes).chunk(2, -1)
         else:
             gate, up = self.gate(x, split_sizes), self.up(x, split_sizes)
-        y: torch.Tensor = self.down(self.activation(gate) * up, split_sizes)
+        y: Tensor = self.down(self.activation(gate) * up, split_sizes)
         if self.tp_mesh is not None:
             y = DTensor.from_local(y, self.tp_mesh, [Partial()], run_check=False).full_tensor()
         return y
@@ -107,9 +108,7 @@ class GroupedExperts(nn.Module):
     def num_experts(self) -> int:
         return self.mlp.num_groups
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """
         Args:
             hidden_states: Tokens, shape ``(num_tokens, dim)``.

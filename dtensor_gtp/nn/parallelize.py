@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -98,7 +99,7 @@ def _cut(layer: GroupedLinear, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh |
     """Replace the parameters by DTensors: groups over ``ep_mesh``, ``dim`` of the weight over ``tp_mesh``."""
     meshes: list[DeviceMesh] = []
     for name, param in list(layer.named_parameters()):
-        local: torch.Tensor = param.detach()
+        local: Tensor = param.detach()
         placements: list[Shard] = []
         meshes = []
         for mesh, cut in ((ep_mesh, 0), (tp_mesh, dim)):

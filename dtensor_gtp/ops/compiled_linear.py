@@ -49,9 +49,6 @@ def parallel_linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight
     return result + bias if is_sum and bias is not None else result
 
 
-# --- linear -----------------------------------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
@@ -66,13 +63,7 @@ def _(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_feat
 
 @torch.library.custom_op("dtensor_gtp::linear_backward", mutates_args=())
 def _linear_backward(
-    grad: Tensor,
-    input: Tensor | None,
-    leaf: Tensor,
-    handle: Tensor,
-    in_features: int,
-    needs_input: bool,
-    call: int,
+    grad: Tensor, input: Tensor | None, leaf: Tensor, handle: Tensor, in_features: int, needs_input: bool, call: int
 ) -> tuple[Tensor, Tensor]:
     """``input`` is None if the weight is frozen."""
     runtime, weight = handles()[handle].resolve_in_backward()
@@ -89,13 +80,7 @@ def _linear_backward(
 
 @_linear_backward.register_fake
 def _(
-    grad: Tensor,
-    input: Tensor | None,
-    leaf: Tensor,
-    handle: Tensor,
-    in_features: int,
-    needs_input: bool,
-    call: int,
+    grad: Tensor, input: Tensor | None, leaf: Tensor, handle: Tensor, in_features: int, needs_input: bool, call: int
 ) -> tuple[Tensor, Tensor]:
     return grad.new_empty((*grad.shape[:-1], in_features) if needs_input else 0), gradient_of(leaf)
 
@@ -119,9 +104,6 @@ def _linear_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _linear.register_autograd(_linear_grad, setup_context=_linear_setup)
-
-
-# --- linear in float8 -------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("dtensor_gtp::float8_linear", mutates_args=())

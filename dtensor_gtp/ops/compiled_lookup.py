@@ -36,18 +36,9 @@ def materialize(compiled: CompiledWeight) -> Tensor:
     return DTensor.from_local(full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
-# --- embedding --------------------------------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("dtensor_gtp::embedding", mutates_args=())
 def _embedding(
-    indices: Tensor,
-    leaf: Tensor,
-    handle: Tensor,
-    dim: int,
-    padding_idx: int,
-    dtype: torch.dtype,
-    may_exchange: bool,
+    indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype, may_exchange: bool
 ) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
     found = exchanged_lookup(indices, runtime, weight) if may_exchange else None
@@ -59,13 +50,7 @@ def _embedding(
 
 @_embedding.register_fake
 def _(
-    indices: Tensor,
-    leaf: Tensor,
-    handle: Tensor,
-    dim: int,
-    padding_idx: int,
-    dtype: torch.dtype,
-    may_exchange: bool,
+    indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype, may_exchange: bool
 ) -> Tensor:
     return indices.new_empty((*indices.shape, dim), dtype=dtype)
 
@@ -101,9 +86,6 @@ def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _embedding.register_autograd(_embedding_grad, setup_context=_embedding_setup)
-
-
-# --- any other use ----------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())

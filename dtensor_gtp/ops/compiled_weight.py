@@ -89,9 +89,6 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf)
 
 
-# --- selective activation checkpointing -------------------------------------------------------------------------------
-
-
 def ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """While a checkpoint with a policy is compiled: save what a linear layer returns if the policy wants it of the GEMM
     that ``nn.Linear`` is known by."""

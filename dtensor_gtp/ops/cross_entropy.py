@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm import collectives
@@ -84,14 +85,14 @@ def _gathered_nbytes(weight: ShardedWeight) -> int:
 
 
 def vocabulary_parallel_loss(
-    hidden: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
+    hidden: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
     runtime: Runtime,
     weight: ShardedWeight,
     exchange: TokenExchange,
     label_smoothing: float,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The loss of each token of this rank, or None where ranks have agreed to gather the weight.
 
     Args:
@@ -115,7 +116,7 @@ def vocabulary_parallel_loss(
             return None
         check_range(targets.masked_fill(targets == IGNORED, 0).view(-1), weight.layout.shape[0])
     job = _Job(runtime, weight, targets, target.shape[0], label_smoothing)
-    losses: torch.Tensor = _VocabularyParallelLoss.apply(hidden, weight.leaf, bias, job)  # type: ignore[no-untyped-call]
+    losses: Tensor = _VocabularyParallelLoss.apply(hidden, weight.leaf, bias, job)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -130,7 +131,7 @@ class _Job:
 
     runtime: Runtime
     weight: ShardedWeight
-    targets: torch.Tensor
+    targets: Tensor
     num_tokens: int
     label_smoothing: float
 
@@ -148,20 +149,20 @@ class _Job:
         size = max(1, CHUNK_NBYTES // (4 * layout.world * layout.chunk_rows))
         return [slice(begin, min(begin + size, self.capacity)) for begin in range(0, self.capacity, size)]
 
-    def own_rows(self, dtype: torch.dtype) -> torch.Tensor:
+    def own_rows(self, dtype: torch.dtype) -> Tensor:
         return self.weight.shard.detach().to(dtype)
 
-    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+    def own_part(self, whole: Tensor) -> Tensor:
         """Of a vector over the vocabulary."""
         layout = self.weight.layout
         return whole.narrow(0, min(layout.local_offset, layout.num_rows), layout.local_rows)
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, hidden: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Of the own rows, computed in the dtype of ``hidden``."""
         logits = F.linear(hidden, rows, None if bias is None else self.own_part(bias).to(hidden.dtype))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def local_targets(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def local_targets(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """Of the tokens of a chunk: the target as an index of the own rows (0 where it is not), and whether it is."""
         layout = self.weight.layout
         local = self.targets[:, chunk].reshape(-1) - layout.local_offset
@@ -169,7 +170,7 @@ class _Job:
         is_own = (local >= 0) & (local < layout.local_rows)
         return local.masked_fill(~is_own, 0), is_own
 
-    def reduce(self, values: torch.Tensor, scale: ReduceScale) -> torch.Tensor:
+    def reduce(self, values: Tensor, scale: ReduceScale) -> Tensor:
         """All-reduce over the gtp axis, in place, ready on the current stream."""
         weight, comm = self.weight, self.runtime.comm
         with comm.scattering():
@@ -178,7 +179,7 @@ class _Job:
         comm.wait(done)
         return values
 
-    def gather(self, part: torch.Tensor, what: str) -> tuple[torch.Tensor, Done]:
+    def gather(self, part: Tensor, what: str) -> tuple[Tensor, Done]:
         """All-gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``.
 
         Not in the group that gathers weights: when backward begins, those of the layers before are on their way.
@@ -190,7 +191,7 @@ class _Job:
             work = collectives.all_gather(received, part, weight.groups.scatter, comm.has_streams)
             return received, comm.scatter_done(work)
 
-    def hidden_of_all(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def hidden_of_all(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk with its hidden states of all ranks; the next one is on its way meanwhile."""
         hidden = _padded(hidden, self.capacity)
         chunks = self.chunks()
@@ -202,16 +203,14 @@ class _Job:
             self.runtime.comm.wait(done)
             yield chunk, received
 
-    def keeps_hidden(self, hidden: torch.Tensor) -> bool:
+    def keeps_hidden(self, hidden: Tensor) -> bool:
         """Whether the hidden states of all ranks stay from forward to backward: if they are no more than a chunk is."""
         return self.targets.numel() * hidden.shape[1] * hidden.element_size() <= CHUNK_NBYTES
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, leaf: torch.Tensor, bias: torch.Tensor | None, job: _Job
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, leaf: Tensor, bias: Tensor | None, job: _Job) -> Tensor:
         ctx.job, ctx.version = job, job.weight.version
         with (
             profiler_range("GTP::loss", job.weight.fqn),
@@ -224,7 +223,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         job: _Job = ctx.job
         hidden, bias, normalizers, *kept = ctx.saved_tensors
         job.runtime.note_backward()
@@ -237,9 +236,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
             return *backward.run(grad_losses, normalizers, kept), None
 
 
-def _forward(
-    job: _Job, hidden: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Losses of this rank's tokens, shape ``(num_tokens,)``; the logarithm of each token's sum of exponentials of all
     ranks, shape ``(world, capacity)``; and what is kept of hidden states, by chunk."""
     layout = job.weight.layout
@@ -283,13 +280,7 @@ class _Backward:
     """The gradients of one loss, chunk by chunk."""
 
     def __init__(
-        self,
-        job: _Job,
-        hidden: torch.Tensor,
-        bias: torch.Tensor | None,
-        needs_hidden: bool,
-        needs_weight: bool,
-        needs_bias: bool,
+        self, job: _Job, hidden: Tensor, bias: Tensor | None, needs_hidden: bool, needs_weight: bool, needs_bias: bool
     ) -> None:
         self._job, self._hidden, self._bias = job, hidden, bias
         self._rows = job.own_rows(hidden.dtype)
@@ -304,9 +295,7 @@ class _Backward:
             assert bias is not None
             self._grad_bias = torch.zeros(layout.num_rows, dtype=self._dtype, device=hidden.device)
 
-    def run(
-        self, grad_losses: torch.Tensor, normalizers: torch.Tensor, kept: list[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
+    def run(self, grad_losses: Tensor, normalizers: Tensor, kept: list[Tensor]) -> tuple[Tensor | None, ...]:
         job, comm = self._job, self._job.runtime.comm
         own = _padded(grad_losses.to(self._dtype), job.capacity)
         grads, done = job.gather(own, "gradients")
@@ -321,14 +310,7 @@ class _Backward:
         grad_bias = None if self._grad_bias is None or self._bias is None else self._grad_bias.to(self._bias.dtype)
         return self._grad_hidden, None, grad_bias
 
-    def _chunk(
-        self,
-        chunk: slice,
-        received: torch.Tensor,
-        logits: torch.Tensor,
-        grads: torch.Tensor,
-        normalizers: torch.Tensor,
-    ) -> None:
+    def _chunk(self, chunk: slice, received: Tensor, logits: Tensor, grads: Tensor, normalizers: Tensor) -> None:
         layout = self._job.weight.layout
         grad_logits = _grad_logits(self._job, chunk, logits, grads.reshape(-1), normalizers.reshape(-1))
         if self._grad_bias is not None:
@@ -340,7 +322,7 @@ class _Backward:
             filled = layout.filled(self._wgrad)
             filled += _product(grad_logits.t(), received, self._wgrad.dtype)
 
-    def _scatter(self, chunk: slice, full: torch.Tensor, grad_hidden: torch.Tensor) -> None:
+    def _scatter(self, chunk: slice, full: Tensor, grad_hidden: Tensor) -> None:
         """Reduce-scatter a chunk's gradient of the hidden states of all ranks, behind the next product."""
         weight, comm = self._job.weight, self._job.runtime.comm
         slot = full.new_empty((full.shape[0] // weight.layout.world, full.shape[1]))
@@ -351,13 +333,11 @@ class _Backward:
             comm.reduction_launched(work, partial(_take, target, slot), (full, slot))
 
 
-def _take(target: torch.Tensor, slot: torch.Tensor) -> None:
+def _take(target: Tensor, slot: Tensor) -> None:
     target.copy_(slot[: target.shape[0]])
 
 
-def _grad_logits(
-    job: _Job, chunk: slice, logits: torch.Tensor, grads: torch.Tensor, normalizers: torch.Tensor
-) -> torch.Tensor:
+def _grad_logits(job: _Job, chunk: slice, logits: Tensor, grads: Tensor, normalizers: Tensor) -> Tensor:
     """The gradient of the logits of this rank's rows, for a chunk of tokens; in the memory of ``logits``."""
     local, is_own = job.local_targets(chunk)
     logits -= normalizers.unsqueeze(1)
@@ -370,7 +350,7 @@ def _grad_logits(
     return grad.scatter_add_(1, local.unsqueeze(1), -at_target.unsqueeze(1))
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """``left @ right`` in ``dtype``, which is the sum's own where the factors are narrower."""
     if left.dtype == dtype:
         return left @ right
@@ -379,7 +359,7 @@ def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> tor
     return left.to(dtype) @ right.to(dtype)
 
 
-def _padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
     """``rows`` and zeros after them."""
     missing = num_rows - rows.shape[0]
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)).contiguous() if missing else rows.contiguous()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .._params.saved_for_backward import check_differentiable
 from .._params.sharded_weight import ShardedWeight
@@ -17,7 +18,7 @@ from .exchange import exchanged_grad, exchanged_lookup
 from .ungathered import using
 
 
-def embedding(indices: torch.Tensor, padding_idx: int | None, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+def embedding(indices: Tensor, padding_idx: int | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """``F.embedding(indices, weight, padding_idx)``.
 
     Args:
@@ -36,20 +37,15 @@ def embedding(indices: torch.Tensor, padding_idx: int | None, runtime: Runtime, 
         with runtime.using(weight) as full:
             return F.embedding(indices, full, padding_idx)
     check_differentiable(weight)
-    result: torch.Tensor = _Embedding.apply(indices, weight.leaf, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
+    result: Tensor = _Embedding.apply(indices, weight.leaf, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        indices: torch.Tensor,
-        leaf: torch.Tensor,
-        padding_idx: int | None,
-        runtime: Runtime,
-        weight: ShardedWeight,
-    ) -> torch.Tensor:
+        ctx: Any, indices: Tensor, leaf: Tensor, padding_idx: int | None, runtime: Runtime, weight: ShardedWeight
+    ) -> Tensor:
         ctx.runtime, ctx.weight = runtime, weight
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
         found = exchanged_lookup(indices, runtime, weight)
@@ -64,7 +60,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()
         indices, ids = ctx.saved_tensors
@@ -77,7 +73,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding_grad(
-    runtime: Runtime, weight: ShardedWeight, grad_output: torch.Tensor, indices: torch.Tensor, padding_idx: int
+    runtime: Runtime, weight: ShardedWeight, grad_output: Tensor, indices: Tensor, padding_idx: int
 ) -> None:
     """Compute the table's gradient and reduce it; ``padding_idx`` is -1 if there is none."""
     # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.

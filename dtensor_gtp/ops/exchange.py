@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm import collectives
@@ -70,9 +71,7 @@ def _gathered_nbytes(weight: ShardedWeight) -> int:
     return weight.layout.shape.numel() * itemsize
 
 
-def exchanged_lookup(
-    indices: torch.Tensor, runtime: Runtime, weight: ShardedWeight
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> tuple[Tensor, Tensor] | None:
     """Rows of the table for the tokens of this rank, or None where the table is to be gathered.
 
     Args:
@@ -100,7 +99,7 @@ def exchanged_lookup(
     return output[: indices.numel()].view(*indices.shape, layout.shape[1]), ids
 
 
-def exchanged_ids(indices: torch.Tensor, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor | None:
+def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
     """The ids of all ranks, shape ``(world, capacity)``, or None where the table is to be gathered."""
     exchange = token_exchange(runtime, weight)
     if exchange is None:
@@ -111,7 +110,7 @@ def exchanged_ids(indices: torch.Tensor, runtime: Runtime, weight: ShardedWeight
         return exchange.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
 
 
-def _own_rows(ids: torch.Tensor, weight: ShardedWeight) -> torch.Tensor:
+def _own_rows(ids: Tensor, weight: ShardedWeight) -> Tensor:
     """For each token the row of the table if this rank has it, else zeros: shape ``(world * capacity, dim)``."""
     layout = weight.layout
     ids = ids.reshape(-1)
@@ -124,19 +123,17 @@ def _own_rows(ids: torch.Tensor, weight: ShardedWeight) -> torch.Tensor:
     return rows.masked_fill_(is_other.unsqueeze(1), 0)
 
 
-def check_range(ids: torch.Tensor, num_rows: int) -> None:
+def check_range(ids: Tensor, num_rows: int) -> None:
     """Fail as a lookup in a whole table fails on an id that it does not have: on the host, or on the device."""
     torch.zeros(1, dtype=torch.uint8, device=ids.device).expand(num_rows).index_select(0, ids)
 
 
-def _as_integers(rows: torch.Tensor) -> torch.Tensor:
+def _as_integers(rows: Tensor) -> Tensor:
     """The bits of ``rows``, as integers that every backend can add."""
     return rows.view(torch.int32 if rows.shape[-1] * rows.element_size() % 4 == 0 else torch.uint8)
 
 
-def exchanged_grad(
-    runtime: Runtime, weight: ShardedWeight, grad_output: torch.Tensor, ids: torch.Tensor, padding_idx: int
-) -> None:
+def exchanged_grad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor, ids: Tensor, padding_idx: int) -> None:
     """Add up the gradient of this rank's rows over the tokens of all ranks.
 
     Args:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._params.sharded_weight import Gatherable, ShardedWeight
@@ -31,9 +31,7 @@ def using_quantized(runtime: Runtime, target: Gatherable) -> Iterator[Quantized]
         runtime.release(target, gathered)
 
 
-def multiply(
-    gemms: Float8GEMMs, input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight
-) -> torch.Tensor:
+def multiply(gemms: Float8GEMMs, input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """``F.linear(input, weight, bias)``: shape ``(*, out_features)``."""
     check_dtype(input, weight)
     if compat.asks_checkpoint_policy():
@@ -44,14 +42,14 @@ def multiply(
     return output if bias is None else output + bias
 
 
-def multiply_2d(gemms: Float8GEMMs, input_MK: torch.Tensor, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+def multiply_2d(gemms: Float8GEMMs, input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """Forward's GEMM."""
     operands = gemms.cast_input(input_MK)
     with using_quantized(runtime, weight) as quantized:
         return gemms.output(operands, quantized, weight.compute_dtype)
 
 
-def multiply_grad(gemms: Float8GEMMs, operands: Tensors, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+def multiply_grad(gemms: Float8GEMMs, operands: Tensors, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """dgrad's GEMM; ``operands`` are what ``gemms.cast_grad`` has made."""
     with using_quantized(runtime, weight.for_backward) as quantized:
         return gemms.grad_input(operands, quantized, weight.compute_dtype)
@@ -63,18 +61,13 @@ def wgrad_of(gemms: Float8GEMMs, operands: Tensors, runtime: Runtime, weight: Sh
 
 
 def wgrad(
-    gemms: Float8GEMMs,
-    grad: Tensors,
-    grad_MN: torch.Tensor,
-    input_MK: torch.Tensor,
-    runtime: Runtime,
-    weight: ShardedWeight,
+    gemms: Float8GEMMs, grad: Tensors, grad_MN: Tensor, input_MK: Tensor, runtime: Runtime, weight: ShardedWeight
 ) -> None:
     """:func:`wgrad_of` with its casts; ``grad`` is what ``gemms.cast_grad`` has made."""
     wgrad_of(gemms, gemms.cast_wgrad(grad_MN, input_MK, grad), runtime, weight)
 
 
-def check_dtype(input: torch.Tensor, weight: ShardedWeight) -> None:
+def check_dtype(input: Tensor, weight: ShardedWeight) -> None:
     """Raises:
     RuntimeError: The input has another dtype than the layer computes in, as ``F.linear`` raises.
     """

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
@@ -25,12 +26,8 @@ from .float8 import using_quantized
 
 
 def grouped_linear(
-    x_TK: torch.Tensor,
-    weight_GNK: torch.Tensor,
-    bias_GN: torch.Tensor | None,
-    split_sizes_G: torch.Tensor,
-    scales_T: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x_TK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, split_sizes_G: Tensor, scales_T: Tensor | None = None
+) -> Tensor:
     """``F.linear`` of each group's rows with the group's weight and bias.
 
     Args:
@@ -44,30 +41,28 @@ def grouped_linear(
         Shape ``(num_rows, out_features)``; zeros beyond the last group.
     """
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
-    output: torch.Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
+    output: Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
 def sharded_grouped_linear(
-    x_TK: torch.Tensor,
-    bias_GN: torch.Tensor | None,
-    split_sizes_G: torch.Tensor,
-    scales_T: torch.Tensor | None,
+    x_TK: Tensor,
+    bias_GN: Tensor | None,
+    split_sizes_G: Tensor,
+    scales_T: Tensor | None,
     runtime: Runtime,
     weight: ShardedWeight,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`grouped_linear` on a sharded weight of logical shape ``(num_groups, out_features, in_features)``."""
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
     if torch.is_grad_enabled():
-        output: torch.Tensor = _ShardedGroupedMM.apply(x_TK, weight.leaf, ends_G, runtime, weight)  # type: ignore[no-untyped-call]
+        output: Tensor = _ShardedGroupedMM.apply(x_TK, weight.leaf, ends_G, runtime, weight)  # type: ignore[no-untyped-call]
     else:
         output = multiply(x_TK, ends_G, runtime, weight)
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
-def add_bias(
-    output_TN: torch.Tensor, bias_GN: torch.Tensor | None, ends_G: torch.Tensor, scales_T: torch.Tensor | None
-) -> torch.Tensor:
+def add_bias(output_TN: Tensor, bias_GN: Tensor | None, ends_G: Tensor, scales_T: Tensor | None) -> Tensor:
     """Add to each row of a group the group's bias, times the row's scale."""
     if bias_GN is None:
         return output_TN
@@ -79,7 +74,7 @@ def add_bias(
     return torch.where((rows < ends_G[-1]).unsqueeze(-1), output_TN + bias_TN, 0)
 
 
-def grouped_mm(x_TK: torch.Tensor, w_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+def grouped_mm(x_TK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
     """``x[rows of g] @ w[g]`` for each group, zeros beyond: shape ``(num_rows, N)``."""
     if not _has_kernel(x_TK):
         output = x_TK.new_zeros(x_TK.shape[0], w_GKN.shape[-1])
@@ -94,7 +89,7 @@ def grouped_mm(x_TK: torch.Tensor, w_GKN: torch.Tensor, ends_G: torch.Tensor) ->
     return _without_tail(output, ends_G)[:, :num_columns]
 
 
-def multiply(x_TK: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
     gemms = weight.gemms
     if not isinstance(gemms, GroupedRowwiseGEMMs):
@@ -104,7 +99,7 @@ def multiply(x_TK: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weight:
         return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weight.compute_dtype), ends_G)
 
 
-def multiply_grad(grad_TN: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """dgrad's grouped GEMM."""
     gemms = weight.gemms
     if not isinstance(gemms, GroupedRowwiseGEMMs):
@@ -114,14 +109,14 @@ def multiply_grad(grad_TN: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime,
         return _without_tail(gemms.grouped_grad_input(grad_TN, quantized, ends_G, weight.compute_dtype), ends_G)
 
 
-def _without_tail(output_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
     """Zeros beyond the last group, which kernels leave uninitialized. Not the very tensor: torch 2.11 compiles a
     Function that returns what it has written to in place without its gradient."""
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
     return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 
 
-def grouped_wgrad(grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
     """``grad[rows of g].T @ x[rows of g]`` for each group: shape ``(num_groups, N, K)``, zeros for an empty group."""
     if not _has_kernel(x_TK):
         wgrad = x_TK.new_zeros(ends_G.shape[0], grad_TN.shape[-1], x_TK.shape[-1])
@@ -136,9 +131,7 @@ def grouped_wgrad(grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tenso
     return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, : shape_NK[0], : shape_NK[1]]
 
 
-def reduce_wgrad(
-    runtime: Runtime, weight: ShardedWeight, grad_TN: torch.Tensor, x_TK: torch.Tensor, ends_G: torch.Tensor
-) -> None:
+def reduce_wgrad(runtime: Runtime, weight: ShardedWeight, grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> None:
     """The weight's gradient, on its way to the shard.
 
     ``grouped_mm`` writes to no given buffer: what it returns is copied into the send buffer, cast and with the sharded
@@ -149,22 +142,22 @@ def reduce_wgrad(
     runtime.grads.add_full(weight, wgrad_GNK, is_owned=True)
 
 
-def _padding(x: torch.Tensor) -> int:
+def _padding(x: Tensor) -> int:
     """Elements that the last dim lacks: the kernels want rows of whole 16-byte units."""
     return -x.shape[-1] % (16 // x.element_size())
 
 
-def _has_kernel(x: torch.Tensor) -> bool:
+def _has_kernel(x: Tensor) -> bool:
     """torch's kernels know no float64; there a loop of products serves as the reference."""
     return x.dtype != torch.float64
 
 
-def _spans(ends_G: torch.Tensor) -> list[tuple[int, int]]:
+def _spans(ends_G: Tensor) -> list[tuple[int, int]]:
     ends = ends_G.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _gemms_of(weight: torch.Tensor | None) -> GroupedRowwiseGEMMs | None:
+def _gemms_of(weight: Tensor | None) -> GroupedRowwiseGEMMs | None:
     """Float8 GEMMs of a weight that is not sharded, if it has a recipe with them."""
     gemms = gemms_of(weight) if isinstance(weight, WeightWithRecipe) else None
     return gemms if isinstance(gemms, GroupedRowwiseGEMMs) else None
@@ -172,7 +165,7 @@ def _gemms_of(weight: torch.Tensor | None) -> GroupedRowwiseGEMMs | None:
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, weight_GNK: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         # What backward will not use is not saved.
         ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
@@ -183,7 +176,7 @@ class _GroupedMM(torch.autograd.Function):
         return grouped_mm(x_TK, for_product(weight_GNK, Direction.ROWWISE).mT, ends_G)
 
     @staticmethod
-    def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight_GNK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
         wgrad = grouped_wgrad(grad_TN, x_TK, ends_G) if x_TK is not None else None
@@ -200,20 +193,15 @@ class _GroupedMM(torch.autograd.Function):
 class _ShardedGroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        leaf: torch.Tensor,
-        ends_G: torch.Tensor,
-        runtime: Runtime,
-        weight: ShardedWeight,
-    ) -> torch.Tensor:
+        ctx: Any, x_TK: Tensor, leaf: Tensor, ends_G: Tensor, runtime: Runtime, weight: ShardedWeight
+    ) -> Tensor:
         ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
         ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, ends_G)
         return multiply(x_TK, ends_G, runtime, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         runtime: Runtime = ctx.runtime
         weight: ShardedWeight = ctx.weight
         runtime.note_backward()

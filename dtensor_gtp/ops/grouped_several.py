@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
@@ -22,24 +23,24 @@ from .grouped import add_bias, grouped_mm, grouped_wgrad
 
 
 def several_grouped_linear(
-    x_TK: torch.Tensor,
-    bias_GN: torch.Tensor | None,
-    split_sizes_G: torch.Tensor,
-    scales_T: torch.Tensor | None,
+    x_TK: Tensor,
+    bias_GN: Tensor | None,
+    split_sizes_G: Tensor,
+    scales_T: Tensor | None,
     runtime: Runtime,
     weights: Sequence[ShardedWeight],
-) -> torch.Tensor:
+) -> Tensor:
     """``grouped_linear`` on a sharded weight of logical shape ``(out_features, in_features)`` for each group."""
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
     if torch.is_grad_enabled():
         leaves = [weight.leaf for weight in weights]
-        output: torch.Tensor = _SeveralGroupedMM.apply(x_TK, ends_G, runtime, tuple(weights), *leaves)  # type: ignore[no-untyped-call]
+        output: Tensor = _SeveralGroupedMM.apply(x_TK, ends_G, runtime, tuple(weights), *leaves)  # type: ignore[no-untyped-call]
     else:
         output = _multiply(x_TK, ends_G, runtime, weights)
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
-def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def stacked(parts: Sequence[Tensor]) -> Tensor:
     """``torch.stack(parts)``, as a view if they lie at equal distances in one storage."""
     first = parts[0]
     distance = int(parts[-1].storage_offset() - first.storage_offset()) // max(len(parts) - 1, 1)
@@ -58,22 +59,18 @@ def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @contextmanager
-def _using(runtime: Runtime, targets: Sequence[Gatherable]) -> Iterator[torch.Tensor]:
+def _using(runtime: Runtime, targets: Sequence[Gatherable]) -> Iterator[Tensor]:
     """A use of all of them at once: the stack of the full weights."""
     with ExitStack() as stack:
         yield stacked([stack.enter_context(runtime.using(target)) for target in targets])
 
 
-def _multiply_grad(
-    grad_TN: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weights: tuple[ShardedWeight, ...]
-) -> torch.Tensor:
+def _multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: tuple[ShardedWeight, ...]) -> Tensor:
     with _using(runtime, [weight.for_backward for weight in weights]) as full_GNK:
         return grouped_mm(grad_TN, full_GNK, ends_G)
 
 
-def _multiply(
-    x_TK: torch.Tensor, ends_G: torch.Tensor, runtime: Runtime, weights: Sequence[ShardedWeight]
-) -> torch.Tensor:
+def _multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Sequence[ShardedWeight]) -> Tensor:
     """Forward's grouped GEMM."""
     with _using(runtime, weights) as full_GNK:
         return grouped_mm(x_TK, full_GNK.mT, ends_G)
@@ -83,9 +80,9 @@ def _reduce_wgrads(
     runtime: Runtime,
     weights: Sequence[ShardedWeight],
     awaited: Sequence[bool],
-    grad_TN: torch.Tensor,
-    x_TK: torch.Tensor,
-    ends_G: torch.Tensor,
+    grad_TN: Tensor,
+    x_TK: Tensor,
+    ends_G: Tensor,
 ) -> None:
     """The gradients of those weights that are awaited, on their way to the shards."""
     with profiler_range("GTP::wgrad", ", ".join(weight.fqn for weight in weights)):
@@ -101,20 +98,15 @@ class _SeveralGroupedMM(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        ends_G: torch.Tensor,
-        runtime: Runtime,
-        weights: tuple[ShardedWeight, ...],
-        *leaves: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: tuple[ShardedWeight, ...], *leaves: Tensor
+    ) -> Tensor:
         ctx.runtime, ctx.weights, ctx.versions = runtime, weights, [weight.version for weight in weights]
         ctx.save_for_backward(x_TK if any(ctx.needs_input_grad[4:]) else None, ends_G)
         return _multiply(x_TK, ends_G, runtime, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         runtime: Runtime = ctx.runtime
         weights: tuple[ShardedWeight, ...] = ctx.weights
         runtime.note_backward()

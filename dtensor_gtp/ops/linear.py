@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
@@ -23,7 +24,7 @@ from . import float8
 from .ungathered import using
 
 
-def linear(input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight) -> torch.Tensor:
+def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """``F.linear(input, weight, bias)``.
 
     Args:
@@ -41,32 +42,25 @@ def linear(input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, wei
         with runtime.using(weight) as full:
             return F.linear(input, full, bias)
     check_differentiable(weight)
-    result: torch.Tensor = _Linear.apply(input, weight.leaf, bias, runtime, weight)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(input, weight.leaf, bias, runtime, weight)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        leaf: torch.Tensor,
-        bias: torch.Tensor | None,
-        runtime: Runtime,
-        weight: ShardedWeight,
-    ) -> torch.Tensor:
+        ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight
+    ) -> Tensor:
         return _forward(ctx, input, bias, runtime, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_input, grad_bias = _backward(ctx, grad_output)
         return grad_input, None, grad_bias, None, None
 
 
-def _forward(
-    ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight
-) -> torch.Tensor:
+def _forward(ctx: Any, input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
     ctx.gemms = weight.gemms
     if ctx.gemms is not None:
@@ -82,7 +76,7 @@ def _forward(
     return output
 
 
-def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and bias; that of the weight is on its way to the shard."""
     runtime: Runtime = ctx.runtime
     weight: ShardedWeight = ctx.weight
@@ -114,8 +108,8 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None,
 
 
 def _backward_float8(
-    ctx: Any, grad_MN: torch.Tensor, saved: tuple[torch.Tensor, ...], needs_input: bool, needs_weight: bool
-) -> torch.Tensor | None:
+    ctx: Any, grad_MN: Tensor, saved: tuple[Tensor, ...], needs_input: bool, needs_weight: bool
+) -> Tensor | None:
     """The input's gradient, shape ``(M, K)``, and that of the weight on its way."""
     runtime: Runtime = ctx.runtime
     weight: ShardedWeight = ctx.weight
@@ -152,7 +146,7 @@ class ParallelPlan(NamedTuple):
     shape: torch.Size
 
 
-def parallel_plan(input: torch.Tensor, bias: torch.Tensor | None, weight: ShardedWeight) -> ParallelPlan | None:
+def parallel_plan(input: Tensor, bias: Tensor | None, weight: ShardedWeight) -> ParallelPlan | None:
     """The plan of a layer in which the local tensors are all there is to it, None where DTensor has more to do.
 
     Column-wise, each rank of tp has the whole input and some of the output's features; the input's gradient is a
@@ -178,9 +172,7 @@ def parallel_plan(input: torch.Tensor, bias: torch.Tensor | None, weight: Sharde
     return None
 
 
-def parallel_linear(
-    input: torch.Tensor, bias: torch.Tensor | None, runtime: Runtime, weight: ShardedWeight
-) -> torch.Tensor | None:
+def parallel_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
     """``F.linear`` of DTensors on their local tensors, or None without a plan for it.
 
     All that DTensor would do besides is to find out the plan, op by op, which takes the host longer than a small GEMM.
@@ -198,7 +190,7 @@ def parallel_linear(
         check_differentiable(weight)
     # To a partial sum the bias is to be added once: DTensor does that.
     is_sum = plan.output == Partial()
-    output: torch.Tensor = _ParallelLinear.apply(  # type: ignore[no-untyped-call]
+    output: Tensor = _ParallelLinear.apply(  # type: ignore[no-untyped-call]
         input, weight.leaf, None if is_sum else bias, runtime, weight, plan
     )
     return output + bias if is_sum and bias is not None else output
@@ -211,7 +203,7 @@ class _ParallelLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: DTensor,
-        leaf: torch.Tensor,
+        leaf: Tensor,
         bias: DTensor | None,
         runtime: Runtime,
         weight: ShardedWeight,
@@ -230,7 +222,7 @@ class _ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: DTensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: DTensor) -> tuple[Tensor | None, ...]:
         if grad_output.placements != ctx.placements:
             grad_output = grad_output.redistribute(placements=ctx.placements)
         grads = _backward(ctx, compat.completed_local(grad_output))
@@ -242,13 +234,13 @@ class _ParallelLinear(torch.autograd.Function):
         return grad_input, None, grad_bias, None, None, None
 
 
-def dgrad(runtime: Runtime, weight: ShardedWeight, grad_output: torch.Tensor) -> torch.Tensor:
+def dgrad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor) -> Tensor:
     """The input's gradient. A function, so that nothing holds the gathered weight afterwards, see ``wgrad_first``."""
     with runtime.using(weight.for_backward) as full:
         return grad_output.matmul(full)
 
 
-def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: torch.Tensor, input_MK: torch.Tensor) -> None:
+def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
     """The weight's gradient, by the GEMM's own output into the buffer that the reduce-scatter sends."""
     buffer, is_accumulating = runtime.grads.target(weight)
     with profiler_range("GTP::wgrad", weight.fqn):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -180,7 +181,7 @@ def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
                 hook(submodule, name, choice.recipe)
 
 
-def blank_native(values: torch.Tensor, shape: torch.Size, info: NativeInfo) -> NativeWeight:
+def blank_native(values: Tensor, shape: torch.Size, info: NativeInfo) -> NativeWeight:
     """A native weight without values, for one on the meta device.
 
     Args:

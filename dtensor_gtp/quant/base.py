@@ -15,6 +15,7 @@ from math import lcm
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from .casts import casts_for
 from .planes import Direction, PlaneSpec, Quantized
@@ -87,12 +88,12 @@ class Recipe(ABC):
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         """What a quantized weight consists of."""
 
-    def amax(self, weight: torch.Tensor) -> torch.Tensor | None:
+    def amax(self, weight: Tensor) -> Tensor | None:
         """The statistic of a weight or of a part of it, float32; maxima of parts are the maximum of the whole."""
         return casts_for(weight).amax(weight, self.amax_dims) if self.amax_dims else None
 
     @abstractmethod
-    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+    def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         """Quantize a matrix, or each of several.
 
         Args:
@@ -101,9 +102,7 @@ class Recipe(ABC):
         """
 
     @abstractmethod
-    def dequantize(
-        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
         """The weight of ``shape``, computed in float32 and rounded once to ``dtype``."""
 
     def block_of(self, dim: int, block_size: int = 1) -> int:

@@ -19,6 +19,7 @@ with MXFP8" (arXiv 2506.08027) for rounding it up (``rceil``); NVIDIA, "Pretrain
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 E4M3_MAX = 448.0
 
@@ -50,7 +51,7 @@ _E8M0_NAN = 0xFF
 _NAN = float("nan")
 
 
-def wide(weight: torch.Tensor) -> torch.Tensor:
+def wide(weight: Tensor) -> Tensor:
     """``weight`` in float32.
 
     Raises:
@@ -69,7 +70,7 @@ def num_blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def amax(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+def amax(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Largest magnitude over ``dims``, which are negative and stay with size 1; 0 of nothing, NaN if there is a NaN.
     float32."""
     values = wide(weight).abs()
@@ -78,14 +79,14 @@ def amax(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return values.amax(dims, keepdim=True)
 
 
-def block_amax(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
     """Largest magnitude of each block of matrices; float32 of shape ``(*, num_blocks(rows), num_blocks(columns))``."""
     padded = pad_to_blocks(wide(weight), block)
     rows, columns = (size // b for size, b in zip(padded.shape[-2:], block, strict=True))
     return padded.view(*padded.shape[:-2], rows, block[0], columns, block[1]).abs().amax((-3, -1))
 
 
-def pad_to_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def pad_to_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """Matrices with zeros at their ends up to whole blocks; ``matrix`` itself if there is nothing to add."""
     missing = [num_blocks(size, b) * b - size for size, b in zip(matrix.shape[-2:], block, strict=True)]
     if not any(missing):
@@ -93,7 +94,7 @@ def pad_to_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, missing[1], 0, missing[0]))
 
 
-def spread(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """A scale for each element of matrices of ``shape`` from one for each block.
 
     By index, because torch 2.13's inductor, fusing a cast on CPU, leaves out the short block at the end of what
@@ -106,49 +107,43 @@ def spread(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> to
     return scale
 
 
-# --- float8 -----------------------------------------------------------------------------------------------------------
-
-
-def e4m3_scale(largest: torch.Tensor) -> torch.Tensor:
+def e4m3_scale(largest: Tensor) -> Tensor:
     """Scale that maps ``largest`` (float32 magnitudes) to 448, e4m3's largest: ``largest / 448``, at least 2^-126."""
     return _scale(largest, E4M3_MAX)
 
 
-def e5m2_scale(largest: torch.Tensor) -> torch.Tensor:
+def e5m2_scale(largest: Tensor) -> Tensor:
     """The same for e5m2, whose largest is 57344."""
     return _scale(largest, E5M2_MAX)
 
 
-def _scale(largest: torch.Tensor, element_max: float) -> torch.Tensor:
+def _scale(largest: Tensor, element_max: float) -> Tensor:
     scale = _divided(largest, element_max).clamp(min=SMALLEST_SCALE)
     return torch.where(largest.isfinite(), scale, _NAN)
 
 
-def _divided(values: torch.Tensor, divisor: float) -> torch.Tensor:
+def _divided(values: Tensor, divisor: float) -> Tensor:
     """``values / divisor``, rounded once. By a tensor: to divide by a number, CUDA multiplies with its reciprocal."""
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
-def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+def to_e4m3(values: Tensor) -> Tensor:
     """float32 to float8_e4m3fn: nearest, ties to even, saturating at 448; every NaN becomes the positive one."""
     return _saturated(values, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def to_e5m2(values: torch.Tensor) -> torch.Tensor:
+def to_e5m2(values: Tensor) -> Tensor:
     """float32 to float8_e5m2: nearest, ties to even, saturating at 57344; every NaN becomes the positive one."""
     return _saturated(values, E5M2_MAX).to(torch.float8_e5m2)
 
 
-def _saturated(values: torch.Tensor, element_max: float) -> torch.Tensor:
+def _saturated(values: Tensor, element_max: float) -> Tensor:
     # A NaN stays one; what rounds to more than the largest, torch's own cast would make NaN or infinity.
     saturated = values.clamp(-element_max, element_max)
     return torch.where(saturated.isnan(), _NAN, saturated)
 
 
-# --- MX ---------------------------------------------------------------------------------------------------------------
-
-
-def e8m0_scale(largest: torch.Tensor, rounding: str) -> torch.Tensor:
+def e8m0_scale(largest: Tensor, rounding: str) -> Tensor:
     """Power-of-two scales of MX blocks of e4m3 elements.
 
     With ``largest = m * 2**k``, ``1 <= m < 2``:
@@ -171,7 +166,7 @@ def e8m0_scale(largest: torch.Tensor, rounding: str) -> torch.Tensor:
     return code.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
+def e8m0_to_float(scale: Tensor) -> Tensor:
     """float8_e8m0fnu to float32, exact."""
     code = scale.view(torch.uint8).to(torch.int32)
     # 2^-127 is denormal: half of the smallest normal number
@@ -179,27 +174,24 @@ def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(code == _E8M0_NAN, float("nan"), bits.view(torch.float32))
 
 
-def e8m0_reciprocal(scale: torch.Tensor) -> torch.Tensor:
+def e8m0_reciprocal(scale: Tensor) -> Tensor:
     """``1 / scale`` in float32, exact: a multiplication by it is the division. Codes above 253 do not occur."""
     code = scale.view(torch.uint8).to(torch.int32)
     return torch.where(code == _E8M0_NAN, float("nan"), ((254 - code) << 23).view(torch.float32))
 
 
-# --- nvfp4 ------------------------------------------------------------------------------------------------------------
-
-
-def nvfp4_tensor_scale(largest: torch.Tensor) -> torch.Tensor:
+def nvfp4_tensor_scale(largest: Tensor) -> Tensor:
     """The float32 scale of a whole weight: maps ``largest`` to 448 * 6, at least 2^-117."""
     scale = _divided(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_TENSOR_SCALE)
     return torch.where(largest.isfinite(), scale, float("nan"))
 
 
-def nvfp4_block_scale(largest: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
+def nvfp4_block_scale(largest: Tensor, tensor_scale: Tensor) -> Tensor:
     """e4m3 scales of blocks, relative to that of the weight: ``largest / 6 / tensor_scale``, at least 2^-9."""
     return to_e4m3((_divided(largest, E2M1_MAX) / tensor_scale).clamp(min=E4M3_MIN))
 
 
-def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+def to_e2m1(values: Tensor) -> Tensor:
     """float32 to the 4-bit codes of e2m1 (sign, then 0, .5, 1, 1.5, 2, 3, 4, 6) in uint8: nearest, ties to even,
     saturating at 6. There is no NaN: it becomes 0, and the scale says that it is one."""
     magnitude = values.abs()
@@ -213,7 +205,7 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), 0, code).to(torch.uint8)
 
 
-def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
+def from_e2m1(codes: Tensor) -> Tensor:
     """4-bit codes in uint8 to float32. Without a table, which a CUDA graph could not copy from the host."""
     wide_codes = codes.to(torch.int32)
     exponent, mantissa = (wide_codes >> 1) & 3, wide_codes & 1
@@ -222,14 +214,14 @@ def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
     return torch.where((wide_codes & 8) == 8, -magnitude, magnitude)
 
 
-def pack_nibbles(codes: torch.Tensor, dim: int) -> torch.Tensor:
+def pack_nibbles(codes: Tensor, dim: int) -> Tensor:
     """Two codes to a byte along ``dim``, of even size: the first in the low half."""
     dim %= codes.ndim
-    pairs: torch.Tensor = codes.unflatten(dim, (-1, 2))
+    pairs: Tensor = codes.unflatten(dim, (-1, 2))
     return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
 
 
-def unpack_nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
+def unpack_nibbles(packed: Tensor, dim: int) -> Tensor:
     """The inverse of :func:`pack_nibbles`."""
     dim %= packed.ndim
     return torch.stack((packed & 0xF, packed >> 4), dim + 1).flatten(dim, dim + 1)

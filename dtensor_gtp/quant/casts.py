@@ -14,6 +14,7 @@ from functools import cache, partial
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from . import cast
@@ -42,13 +43,13 @@ def _verdicts() -> dict[int, tuple[Casts, str]]:
     return {}
 
 
-def casts_for(matrix: torch.Tensor) -> Casts:
+def casts_for(matrix: Tensor) -> Casts:
     """What casts ``matrix``, or dequantizes it.
 
     Raises:
         ValueError: The environment variable ``DTENSOR_GTP_CASTS`` is neither ``auto`` nor ``reference``.
     """
-    if torch.compiler.is_compiling() or type(matrix) not in (torch.Tensor, nn.Parameter):
+    if torch.compiler.is_compiling() or type(matrix) not in (Tensor, nn.Parameter):
         return _REFERENCE  # traced by a compiler, or a tensor that only looks like one on a GPU
     if not matrix.is_cuda or matrix.dtype not in _DTYPES or not _is_wanted():
         return _REFERENCE
@@ -98,7 +99,7 @@ def _try(device: torch.device) -> tuple[Casts, str]:
     return casts, ""
 
 
-def _probe(casts: Casts, matrix: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """By name, what each kernel makes of a matrix: once, because each is compiled for it."""
     amax = _REFERENCE.amax(matrix, (-2, -1))
     yield "amax", (casts.amax(matrix, (-2, -1)),)

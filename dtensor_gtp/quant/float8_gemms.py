@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from .casts import casts_for
@@ -24,7 +25,7 @@ from .gemm import ALIGNMENT, Granularity, Operand, product
 from .planes import Quantized
 
 # A quantized matrix as a flat list: elements, scale. Or a matrix as it is, which is quantized later.
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,30 +49,30 @@ class Float8GEMMs(ABC):
     wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
 
     @abstractmethod
-    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+    def cast_input(self, input_MK: Tensor) -> Tensors:
         """What forward needs of its input."""
 
     @abstractmethod
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """``x @ w.T``, shape ``(M, N)``."""
 
     @abstractmethod
-    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+    def cast_grad(self, grad_MN: Tensor) -> Tensors:
         """What dgrad needs of the output's gradient."""
 
     @abstractmethod
-    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """``g @ w``, shape ``(M, K)``."""
 
     @abstractmethod
-    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         """What wgrad needs of both: transposes, whose columns (tokens) are filled up with zeros, because they are the
         contraction. ``grad`` is what :meth:`cast_grad` has made.
 
         Only called without ``high_precision_wgrad``.
         """
 
-    def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> Tensor:
         """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
         grad, grad_scale, input, input_scale = operands
         kind = self._wgrad_granularity
@@ -88,30 +89,30 @@ class TensorwiseGEMMs(Float8GEMMs):
 
     _wgrad_granularity = Granularity.TENSOR
 
-    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+    def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_matrix(input_MK)]
 
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         right = Operand(weight.planes[0], self._weight_scale(weight), Granularity.TENSOR)
         return self._product(input, right, dtype, use_fast_accum=True)
 
-    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+    def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return [*casts_for(grad_MN).cast_matrix(grad_MN, torch.float8_e5m2)]
 
-    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         right = Operand(weight.planes[0].t(), self._weight_scale(weight), Granularity.TENSOR)
         return self._product(grad, right, dtype)
 
-    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         turned = casts_for(grad[0]).turned(grad[0], ALIGNMENT)
         return [turned, grad[1], *casts_for(input_MK).cast_matrix_turned(input_MK, ALIGNMENT)]
 
     @staticmethod
-    def _weight_scale(weight: Quantized) -> torch.Tensor:
+    def _weight_scale(weight: Quantized) -> Tensor:
         assert weight.amax is not None
         return casts_for(weight.amax).e4m3_scale(weight.amax)
 
-    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype, use_fast_accum: bool = False) -> torch.Tensor:
+    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype, use_fast_accum: bool = False) -> Tensor:
         return product(
             Operand(left[0], left[1], Granularity.TENSOR),
             right,
@@ -132,25 +133,25 @@ class RowwiseGEMMs(Float8GEMMs):
     # On some devices torch multiplies rows by kernels that know no other.
     wgrad_dtypes = (torch.bfloat16,)
 
-    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+    def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_rows(input_MK)]
 
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         left = Operand(input[0], input[1], Granularity.ROW)
         right = Operand(weight.planes[0], weight.planes[1], Granularity.ROW)
         return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
-    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+    def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return [grad_MN]
 
-    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
         cast_data, cast_scale = casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1))
         left = Operand(cast_data, cast_scale, Granularity.ROW)
         ones = torch.ones((data.shape[1], 1), dtype=torch.float32, device=data.device)
         return product(left, Operand(data.t(), ones, Granularity.ROW), dtype, on_hardware=self.on_hardware)
 
-    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         # Other scales than those of forward and dgrad: along the tokens.
         turned = (casts_for(matrix).turned(matrix, ALIGNMENT) for matrix in (grad_MN, input_MK))
         return [tensor for matrix in turned for tensor in self.cast_input(matrix)]
@@ -162,26 +163,26 @@ class BlockwiseGEMMs(Float8GEMMs):
 
     _wgrad_granularity = Granularity.ROW_BLOCK
 
-    def cast_input(self, input_MK: torch.Tensor) -> Tensors:
+    def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_blocks(input_MK, Granularity.ROW_BLOCK.block)]
 
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
         return self._product(input, Operand(data, scale, Granularity.SQUARE_BLOCK), dtype)
 
-    def cast_grad(self, grad_MN: torch.Tensor) -> Tensors:
+    def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return self.cast_input(grad_MN)
 
-    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
         return self._product(grad, Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK), dtype)
 
-    def cast_wgrad(self, grad_MN: torch.Tensor, input_MK: torch.Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         block = Granularity.ROW_BLOCK.block
         matrices = (grad_MN, input_MK)
         return [t for m in matrices for t in casts_for(m).cast_blocks_turned(m, block, ALIGNMENT)]
 
-    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype) -> torch.Tensor:
+    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype) -> Tensor:
         # The kernel of block scales knows no fast accumulation.
         return product(Operand(left[0], left[1], Granularity.ROW_BLOCK), right, dtype, on_hardware=self.on_hardware)
 
@@ -202,9 +203,7 @@ def gemms_of_name(name: str) -> Float8GEMMs:
 class GroupedRowwiseGEMMs(RowwiseGEMMs):
     """Rowwise GEMMs of each group's rows with the group's weight."""
 
-    def grouped_output(
-        self, x_TK: torch.Tensor, weight: Quantized, ends_G: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def grouped_output(self, x_TK: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
         """Shape ``(num_rows, N)``; rows beyond the last group are not defined.
 
         Args:
@@ -215,9 +214,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         left = casts_for(x_TK).cast_rows(x_TK)
         return self._grouped(left, data, scale.squeeze(-1), ends_G, dtype, use_fast_accum=True)
 
-    def grouped_grad_input(
-        self, grad_TN: torch.Tensor, weight: Quantized, ends_G: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def grouped_grad_input(self, grad_TN: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
         """Shape ``(num_rows, K)``; rows beyond the last group are not defined."""
         data, scale = weight.planes
         rows = torch.arange(grad_TN.shape[0], device=grad_TN.device, dtype=ends_G.dtype)
@@ -228,17 +225,17 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
 
     def _grouped(
         self,
-        operand: tuple[torch.Tensor, torch.Tensor],
-        data_GRC: torch.Tensor,
-        scale_GR: torch.Tensor,
-        ends_G: torch.Tensor,
+        operand: tuple[Tensor, Tensor],
+        data_GRC: Tensor,
+        scale_GR: Tensor,
+        ends_G: Tensor,
         dtype: torch.dtype,
         use_fast_accum: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Rows of the quantized operand times the transpose of each group's matrix."""
         left, left_scale = operand
         if self.on_hardware:
-            result: torch.Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+            result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left,
                 casts_for(data_GRC).row_major(data_GRC).mT,
                 left_scale.view(-1),

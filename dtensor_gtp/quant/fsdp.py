@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 class StoredWeight(WeightWithRecipe):
     """What ``quantize_`` makes of a parameter: masters with a recipe, or the quantized data itself (``native``)."""
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         """The most precise values there are, an ordinary tensor."""
         raise NotImplementedError
 
@@ -41,11 +42,11 @@ class StoredWeight(WeightWithRecipe):
         """Of the data that serve ``direction``."""
         raise NotImplementedError
 
-    def amax_over(self, group: dist.ProcessGroup) -> torch.Tensor | None:
+    def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
         """The recipe's statistic over the whole weight, whose shards the ranks of ``group`` have."""
         raise NotImplementedError
 
-    def sent_planes(self, direction: Direction, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def sent_planes(self, direction: Direction, amax: Tensor | None) -> tuple[Tensor, ...]:
         """What this rank has to send."""
         raise NotImplementedError
 
@@ -56,19 +57,19 @@ class StoredWeight(WeightWithRecipe):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """Called by ``fully_shard``: the quantized bytes of this shard."""
         inputs, info = pre_all_gather(self, mesh, outer_size)
         return inputs, (info, outer_size)
 
     def fsdp_post_all_gather(
         self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
+        all_gather_outputs: tuple[Tensor, ...],
         metadata: Any,
         param_dtype: torch.dtype,
         *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Called by ``fully_shard``: the unsharded parameter."""
         info, outer_size = metadata
         return post_all_gather(all_gather_outputs, info, param_dtype, outer_size, out)
@@ -90,12 +91,10 @@ class GatherInfo:
     group_name: str
     world: int
     direction: Direction
-    amax: torch.Tensor | None
+    amax: Tensor | None
 
 
-def pre_all_gather(
-    shard: StoredWeight, mesh: DeviceMesh, outer_size: torch.Size
-) -> tuple[tuple[torch.Tensor], GatherInfo]:
+def pre_all_gather(shard: StoredWeight, mesh: DeviceMesh, outer_size: torch.Size) -> tuple[tuple[Tensor], GatherInfo]:
     """``fsdp_pre_all_gather`` of a weight with a recipe.
 
     Raises:
@@ -126,7 +125,7 @@ def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> No
     )
 
 
-def _packed(info: GatherInfo, direction: Direction) -> torch.Tensor:
+def _packed(info: GatherInfo, direction: Direction) -> Tensor:
     """The planes of the shard, one after the other, as bytes; the end may be filled up."""
     recipe, shape = info.shard.recipe, info.shard.shape
     parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in info.shard.sent_planes(direction, info.amax)]
@@ -135,7 +134,7 @@ def _packed(info: GatherInfo, direction: Direction) -> torch.Tensor:
     return torch.cat([*parts, parts[0].new_zeros(missing)] if missing or len(parts) > 1 else parts)
 
 
-def _unpacked(info: GatherInfo, slots: torch.Tensor, direction: Direction) -> Quantized:
+def _unpacked(info: GatherInfo, slots: Tensor, direction: Direction) -> Quantized:
     """The planes of the whole weight from the bytes of all ranks."""
     local, planes, start = info.shard.shape, [], 0
     by_rank = slots.view(info.world, -1)
@@ -149,8 +148,8 @@ def _unpacked(info: GatherInfo, slots: torch.Tensor, direction: Direction) -> Qu
 
 
 def post_all_gather(
-    outputs: tuple[torch.Tensor, ...], info: GatherInfo, dtype: torch.dtype, outer_size: torch.Size, out: Any
-) -> tuple[GatheredWeight, tuple[torch.Tensor, ...]] | None:
+    outputs: tuple[Tensor, ...], info: GatherInfo, dtype: torch.dtype, outer_size: torch.Size, out: Any
+) -> tuple[GatheredWeight, tuple[Tensor, ...]] | None:
     """``fsdp_post_all_gather``: a new unsharded parameter, or the one there is (``out``), filled again."""
     (slots,) = outputs
     if out is None:
@@ -172,16 +171,16 @@ class GatheredWeight(WeightWithRecipe):
     """
 
     __slots__ = ("_info", "_slots")
-    _slots: torch.Tensor
+    _slots: Tensor
     _info: GatherInfo
 
     @staticmethod
-    def __new__(cls, slots: torch.Tensor, info: GatherInfo, shape: torch.Size, dtype: torch.dtype) -> GatheredWeight:
+    def __new__(cls, slots: Tensor, info: GatherInfo, shape: torch.Size, dtype: torch.dtype) -> GatheredWeight:
         result = compat.wrapper_tensor(cls, slots, shape, dtype)
         result.fill(slots, info)
         return result
 
-    def fill(self, slots: torch.Tensor, info: GatherInfo) -> None:
+    def fill(self, slots: Tensor, info: GatherInfo) -> None:
         """Take what another gather has brought."""
         self._slots, self._info = slots, info
 
@@ -194,7 +193,7 @@ class GatheredWeight(WeightWithRecipe):
         slots = self._slots if direction is info.direction else _gather_now(info, direction)
         return _unpacked(info, slots, direction)
 
-    def dequantize_for(self, direction: Direction) -> torch.Tensor:
+    def dequantize_for(self, direction: Direction) -> Tensor:
         quantized, info = self.quantized_for(direction), self._info
         return self.recipe.dequantize(quantized, self.shape, info.shard.sent_direction(direction), self.dtype)
 
@@ -214,7 +213,7 @@ class GatheredWeight(WeightWithRecipe):
         return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self._info.shard.recipe})"
 
 
-def _gather_now(info: GatherInfo, direction: Direction) -> torch.Tensor:
+def _gather_now(info: GatherInfo, direction: Direction) -> Tensor:
     """The data of the other direction, on the current stream."""
     packed = _packed(info, direction)
     if info.world == 1:

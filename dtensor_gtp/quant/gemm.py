@@ -14,6 +14,7 @@ import enum
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from . import cast
@@ -49,18 +50,18 @@ class Operand(NamedTuple):
         granularity: Which elements share a scale.
     """
 
-    data: torch.Tensor
-    scale: torch.Tensor
+    data: Tensor
+    scale: Tensor
     granularity: Granularity
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> Tensor:
         """The values in float32."""
         return self.data.to(torch.float32) * cast.spread(self.scale, self.granularity.block, self.data.shape)
 
 
 def product(
     left: Operand, right: Operand, dtype: torch.dtype, *, on_hardware: bool, use_fast_accum: bool = False
-) -> torch.Tensor:
+) -> Tensor:
     """``left @ right.T``.
 
     Args:
@@ -96,7 +97,7 @@ def product(
     return result[:rows] if missing else result
 
 
-def _pad_rows(matrix: torch.Tensor, missing: int) -> torch.Tensor:
+def _pad_rows(matrix: Tensor, missing: int) -> Tensor:
     """Zeros below: in bytes, because padding is not defined for every float8."""
     padding = torch.zeros((missing, matrix.shape[1]), dtype=torch.uint8, device=matrix.device)
     if matrix.dtype.itemsize > 1:
@@ -104,13 +105,13 @@ def _pad_rows(matrix: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat((matrix.view(torch.uint8), padding)).view(matrix.dtype)
 
 
-def _left_scale(operand: Operand) -> torch.Tensor:
+def _left_scale(operand: Operand) -> Tensor:
     if operand.granularity is Granularity.ROW_BLOCK:
         return operand.scale.t().contiguous().t()  # one column of scales after the other
     return operand.scale
 
 
-def _right_scale(operand: Operand) -> torch.Tensor:
+def _right_scale(operand: Operand) -> Tensor:
     scale = operand.scale
     if operand.granularity is Granularity.ROW:
         return scale.reshape(1, -1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
@@ -105,18 +106,18 @@ class MasterWeight(StoredWeight):
     """
 
     __slots__ = ("_master", "_recipe")
-    _master: torch.Tensor
+    _master: Tensor
     _recipe: Recipe
 
     @staticmethod
-    def __new__(cls, master: torch.Tensor, recipe: Recipe) -> MasterWeight:
+    def __new__(cls, master: Tensor, recipe: Recipe) -> MasterWeight:
         result = compat.wrapper_tensor(cls, master, master.shape, master.dtype)
         result._master = master.detach()
         result._recipe = recipe
         return result
 
     @property
-    def master(self) -> torch.Tensor:
+    def master(self) -> Tensor:
         """The high-precision values, sharing memory."""
         return self._master
 
@@ -127,7 +128,7 @@ class MasterWeight(StoredWeight):
     def quantized_for(self, direction: Direction) -> Quantized:
         return self._recipe.quantize(self._master, self._recipe.direction(direction))
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         return self._master
 
     @property
@@ -137,17 +138,17 @@ class MasterWeight(StoredWeight):
     def sent_direction(self, direction: Direction) -> Direction:
         return self._recipe.direction(direction)
 
-    def amax_over(self, group: dist.ProcessGroup) -> torch.Tensor | None:
+    def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
         amax = self._recipe.amax(self._master)
         if amax is not None and -2 in self._recipe.amax_dims and group.size() > 1:
             # As integers, which are ordered like floats that are not negative, except that a NaN is the largest.
             dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
         return amax
 
-    def sent_planes(self, direction: Direction, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def sent_planes(self, direction: Direction, amax: Tensor | None) -> tuple[Tensor, ...]:
         return self._recipe.quantize(self._master, direction, amax).planes
 
-    def dequantize_for(self, direction: Direction) -> torch.Tensor:
+    def dequantize_for(self, direction: Direction) -> Tensor:
         quantized, direction = self.quantized_for(direction), self._recipe.direction(direction)
         return self._recipe.dequantize(quantized, self._master.shape, direction, self._master.dtype)
 
@@ -157,7 +158,7 @@ class MasterWeight(StoredWeight):
     ) -> Any:
         recipes: list[Recipe] = []
 
-        def unwrap(tensor: MasterWeight) -> torch.Tensor:
+        def unwrap(tensor: MasterWeight) -> Tensor:
             recipes.append(tensor._recipe)
             return tensor._master
 
@@ -173,37 +174,37 @@ class MasterWeight(StoredWeight):
             return args[0]  # in place
         if func not in _PRESERVING:
             return result
-        return compat.tree_map_only(torch.Tensor, lambda t: MasterWeight(t, recipes[0]), result)
+        return compat.tree_map_only(Tensor, lambda t: MasterWeight(t, recipes[0]), result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Recipe]:
         return ["_master"], self._recipe
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], recipe: Recipe, size: Any, stride: Any) -> MasterWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], recipe: Recipe, size: Any, stride: Any) -> MasterWeight:
         return MasterWeight(inner["_master"], recipe)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self._master!r}, {self._recipe!r})"
 
 
-def recipe_of(param: torch.Tensor) -> Recipe | None:
+def recipe_of(param: Tensor) -> Recipe | None:
     """The recipe of a weight or of the local part of a DTensor; None if it has none."""
     local = compat.local_part(param)
     return local.recipe if isinstance(local, StoredWeight) else None
 
 
-def dense_of(param: torch.Tensor) -> torch.Tensor:
+def dense_of(param: Tensor) -> Tensor:
     """The most precise local values of a parameter, an ordinary tensor: masters, or what native data stand for."""
     local = compat.local_part(param)
     return local.dense() if isinstance(local, StoredWeight) else local
 
 
-def master_of(tensor: torch.Tensor) -> torch.Tensor:
+def master_of(tensor: Tensor) -> Tensor:
     """The high-precision values of a weight with a recipe; any other tensor itself."""
     return tensor.master if isinstance(tensor, MasterWeight) else tensor
 
 
-def for_product(weight: torch.Tensor, direction: Direction) -> torch.Tensor:
+def for_product(weight: Tensor, direction: Direction) -> Tensor:
     """What a product is computed with: a weight with a recipe is dequantized, any other tensor is itself."""
     return weight.dequantize_for(direction) if isinstance(weight, WeightWithRecipe) else weight
 
@@ -213,7 +214,7 @@ def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
     return in_place_of(param, MasterWeight(dense_of(param).detach(), recipe))
 
 
-def in_place_of(param: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+def in_place_of(param: nn.Parameter, local: Tensor) -> nn.Parameter:
     """A parameter of ``local`` (the local part, if ``param`` is a DTensor) that is like ``param`` in all else."""
     if isinstance(param, DTensor):
         local = compat.wrap_local(local, compat.dtensor_spec(param))

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
@@ -52,7 +53,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_class: type[torch.optim.Optimizer],
         *,
-        masters: Mapping[str, torch.Tensor] | None = None,
+        masters: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
@@ -222,11 +223,11 @@ class MasterOptimizer(torch.optim.Optimizer):
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Groups of parameters with lists in them, of anything that an optimizer takes."""
-    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+    listed = [params] if isinstance(params, Tensor) else list(params)
     groups = [dict(group) for group in listed] if listed and isinstance(listed[0], dict) else [{"params": listed}]
     for group in groups:
         members = group["params"]
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        members = [members] if isinstance(members, Tensor) else list(members)
         if members and isinstance(members[0], tuple):
             group["param_names"] = [name for name, _ in members]
             members = [param for _, param in members]
@@ -234,7 +235,7 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _local_part(param: nn.Parameter, native: NativeWeight, given: torch.Tensor) -> torch.Tensor:
+def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Tensor:
     """This rank's part of what the user gives as master, in memory of its own.
 
     Raises:
@@ -256,7 +257,7 @@ def _local_part(param: nn.Parameter, native: NativeWeight, given: torch.Tensor) 
     return value.copy_(given.detach())
 
 
-def _like(master: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _like(master: Tensor, grad: Tensor) -> Tensor:
     """A gradient in the dtype and the place of ``master``."""
     if not isinstance(master, DTensor):
         return grad.to(torch.float32)
@@ -264,17 +265,17 @@ def _like(master: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return compat.wrap_local(compat.local_tensor(grad).to(torch.float32), compat.dtensor_spec(master))
 
 
-def _version_of(tensor: torch.Tensor) -> _Version:
+def _version_of(tensor: Tensor) -> _Version:
     return tensor._version, compat.local_part(tensor)._version
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return compat.local_part(tensor).data_ptr()
 
 
 def _is_zero(lr: Any) -> bool:
     """Whether a learning rate is zero and that is known without asking a device: such a step changes nothing, and what
     native weights hold must stay, bit by bit. Torch makes one to give an optimizer its state."""
-    if isinstance(lr, torch.Tensor):
+    if isinstance(lr, Tensor):
         return lr.device.type == "cpu" and not bool(lr)
     return lr is not None and not lr

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .base import Recipe
@@ -62,7 +63,7 @@ class NativeWeight(StoredWeight):
         return self._quantized
 
     @property
-    def stored(self) -> dict[str, torch.Tensor]:
+    def stored(self) -> dict[str, Tensor]:
         """All tensors that it consists of, by name, sharing memory."""
         found = dict(zip(PLANE_NAMES, self._quantized.planes, strict=False))
         return found if self._quantized.amax is None else found | {"amax": self._quantized.amax}
@@ -72,7 +73,7 @@ class NativeWeight(StoredWeight):
         """Bytes of memory."""
         return sum(tensor.numel() * tensor.itemsize for tensor in self.stored.values())
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         return self.dequantized_to(self.dtype)
 
     @property
@@ -82,13 +83,13 @@ class NativeWeight(StoredWeight):
     def sent_direction(self, direction: Direction) -> Direction:
         return Direction.ROWWISE
 
-    def amax_over(self, group: dist.ProcessGroup) -> torch.Tensor | None:
+    def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
         return self._quantized.amax
 
-    def sent_planes(self, direction: Direction, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def sent_planes(self, direction: Direction, amax: Tensor | None) -> tuple[Tensor, ...]:
         return self._quantized.planes
 
-    def dequantized_to(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized_to(self, dtype: torch.dtype) -> Tensor:
         """The values, computed in float32 and rounded once to ``dtype``."""
         values = self.recipe.dequantize(self._quantized, self._matrix, Direction.ROWWISE, dtype)
         # As this tensor says that it is: torch 2.11 gathers what is contiguous only, and padding has just been cut off.
@@ -97,10 +98,10 @@ class NativeWeight(StoredWeight):
     def quantized_for(self, direction: Direction) -> Quantized:
         return self._quantized
 
-    def dequantize_for(self, direction: Direction) -> torch.Tensor:
+    def dequantize_for(self, direction: Direction) -> Tensor:
         return self.dense()
 
-    def with_stored(self, stored: dict[str, torch.Tensor], shape: torch.Size | None = None) -> NativeWeight:
+    def with_stored(self, stored: dict[str, Tensor], shape: torch.Size | None = None) -> NativeWeight:
         """The same kind of weight with other tensors.
 
         Args:
@@ -165,7 +166,7 @@ class NativeWeight(StoredWeight):
         return [f"stored_{name}" for name in names], (self._info, self._matrix, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> NativeWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> NativeWeight:
         info, matrix, dtype = context
         planes = tuple(inner[f"stored_{name}"] for name in PLANE_NAMES if f"stored_{name}" in inner)
         return NativeWeight(Quantized(planes, inner.get("stored_amax")), matrix, dtype, info)
@@ -178,15 +179,15 @@ class NativeWeight(StoredWeight):
         return (info.recipe, info.whole, rest) == (other_info.recipe, other_info.whole, other_rest)
 
     @property
-    def stored_elements(self) -> torch.Tensor:
+    def stored_elements(self) -> Tensor:
         return self._quantized.planes[0]
 
     @property
-    def stored_scales(self) -> torch.Tensor:
+    def stored_scales(self) -> Tensor:
         return self._quantized.planes[1]
 
     @property
-    def stored_amax(self) -> torch.Tensor | None:
+    def stored_amax(self) -> Tensor | None:
         return self._quantized.amax
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -195,9 +196,6 @@ class NativeWeight(StoredWeight):
 
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
-
-
-# --- ops --------------------------------------------------------------------------------------------------------------
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
@@ -281,7 +279,7 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _blank(weight: NativeWeight) -> torch.Tensor:
+def _blank(weight: NativeWeight) -> Tensor:
     """Of its shape and dtype, without values or memory."""
     return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
@@ -360,10 +358,7 @@ _HANDLERS: MappingProxyType[Any, Callable[[Any, Any, Any], Any]] = MappingProxyT
 )
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
-def native_of(param: torch.Tensor) -> NativeWeight | None:
+def native_of(param: Tensor) -> NativeWeight | None:
     """The native weight that a parameter is or that is its local part; None if its storage is another."""
     local = compat.local_part(param)
     return local if isinstance(local, NativeWeight) else None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
@@ -58,7 +59,7 @@ def native_block_of(recipe: Recipe, dim: int, block_size: int = 1) -> int:
     return lcm(block_size, *steps)
 
 
-def quantize_parts(values: Sequence[torch.Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
+def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
     """Quantize this rank's parts of weights: one all-reduce of maxima for all of them on each mesh axis.
 
     Args:
@@ -68,8 +69,8 @@ def quantize_parts(values: Sequence[torch.Tensor], infos: Sequence[NativeInfo]) 
     Raises:
         NotImplementedError: A statistic over the whole weight is needed, and it is not known which ranks hold it.
     """
-    maxima: list[torch.Tensor | None] = []
-    by_groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    maxima: list[Tensor | None] = []
+    by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     for value, info in zip(values, infos, strict=True):
         amax = info.recipe.amax(value)
         if amax is not None and info.groups is None:
@@ -86,12 +87,12 @@ def quantize_parts(values: Sequence[torch.Tensor], infos: Sequence[NativeInfo]) 
     return [_rowwise(info.recipe, value, amax) for value, info, amax in zip(values, infos, maxima, strict=True)]
 
 
-def _rowwise(recipe: Recipe, values: torch.Tensor, amax: torch.Tensor | None) -> Quantized:
+def _rowwise(recipe: Recipe, values: Tensor, amax: Tensor | None) -> Quantized:
     quantized = recipe.quantize(values, Direction.ROWWISE, amax)
     return quantized if stores_amax(recipe) else Quantized(quantized.planes, None)
 
 
-def agree(maxima: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
+def agree(maxima: Sequence[Tensor], groups: Sequence[str]) -> None:
     """Replace magnitudes by their maximum over all ranks, in place, on the current stream. As integers: for floats that
     are not negative the order is the same, but a NaN is the largest of all."""
     flat = torch.cat([amax.reshape(-1) for amax in maxima])
@@ -101,7 +102,7 @@ def agree(maxima: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
         amax.copy_(part.view(amax.shape))
 
 
-def groups_of(param: torch.Tensor, recipe: Recipe) -> tuple[str, ...]:
+def groups_of(param: Tensor, recipe: Recipe) -> tuple[str, ...]:
     """The process groups over which the recipe's statistic of a parameter runs."""
     return recipe_groups(compat.dtensor_spec(param), recipe) if isinstance(param, DTensor) else ()
 

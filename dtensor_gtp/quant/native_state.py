@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
@@ -29,7 +30,7 @@ from .recipes import RECIPES
 _NAMES = (*PLANE_NAMES, "amax")
 
 
-def planes_of(param: torch.Tensor) -> dict[str, torch.Tensor]:
+def planes_of(param: Tensor) -> dict[str, Tensor]:
     """What a state dict holds of a native parameter, by name; shares memory."""
     native = native_of(param)
     assert native is not None
@@ -71,7 +72,7 @@ def _placement(placement: Placement, size: int, world: int, plane: PlaneSpec, di
     return placement if -(-plane.size(dim, size) // world) == steps else GTPShard(own, block_size=steps)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
@@ -87,7 +88,7 @@ class NativePlanes(nn.Module):
         super().__init__()
         self._source = (owner, name)  # in a tuple, lest the owner become a child of its child
 
-    def planes(self) -> dict[str, torch.Tensor]:
+    def planes(self) -> dict[str, Tensor]:
         """By name, as in the state dict."""
         owner, name = self._source
         param = owner._parameters.get(name)
@@ -95,7 +96,7 @@ class NativePlanes(nn.Module):
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, Tensor]]:
         """The planes, for torch's functions for distributed state dicts, which ask each module for its own tensors.
         ``named_buffers`` of a module around this one does not come here."""
         for name, plane in self.planes().items():
@@ -157,7 +158,7 @@ class NativeState:
             state_dict[key] = quantized_like(param, weight)
 
 
-def take_planes(state_dict: dict[str, Any], key: str) -> tuple[Recipe, dict[str, torch.Tensor]] | None:
+def take_planes(state_dict: dict[str, Any], key: str) -> tuple[Recipe, dict[str, Tensor]] | None:
     """Remove the planes of the weight ``key`` from a state dict; None if there are none."""
     for name, cls in RECIPES.items():
         prefix = f"{key}_{name}."
@@ -167,8 +168,8 @@ def take_planes(state_dict: dict[str, Any], key: str) -> tuple[Recipe, dict[str,
     return None
 
 
-def _is_own(planes: Mapping[str, torch.Tensor], native: NativeWeight) -> bool:
-    def address(tensor: torch.Tensor) -> int:
+def _is_own(planes: Mapping[str, Tensor], native: NativeWeight) -> bool:
+    def address(tensor: Tensor) -> int:
         return compat.local_part(tensor).data_ptr()
 
     return all(
@@ -176,7 +177,7 @@ def _is_own(planes: Mapping[str, torch.Tensor], native: NativeWeight) -> bool:
     )
 
 
-def assemble(param: torch.Tensor, recipe: Recipe, planes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def assemble(param: Tensor, recipe: Recipe, planes: Mapping[str, Tensor]) -> Tensor:
     """A native weight placed as ``param`` of planes from a state dict; planes of another recipe are quantized again.
 
     Raises:
@@ -206,13 +207,13 @@ def assemble(param: torch.Tensor, recipe: Recipe, planes: Mapping[str, torch.Ten
         locals_[name] = local.view(spec.dtype) if local.dtype != spec.dtype else local
     quantized = Quantized(tuple(locals_[name] for name in PLANE_NAMES if name in locals_), locals_.get("amax"))
     local_shape = native.shape
-    value: torch.Tensor = NativeWeight(quantized, local_shape, native.dtype, native.info._replace(recipe=recipe))
+    value: Tensor = NativeWeight(quantized, local_shape, native.dtype, native.info._replace(recipe=recipe))
     if isinstance(param, DTensor):
         value = compat.wrap_local(value, compat.dtensor_spec(param))
     return value if recipe.name == native.recipe.name else quantized_like(param, value)
 
 
-def quantized_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def quantized_like(param: Tensor, value: Tensor) -> Tensor:
     """High-precision values as a native weight like ``param``; collective where a scale runs over the whole weight.
 
     Args:
@@ -231,7 +232,7 @@ def quantized_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         local = local.dequantized_to(torch.float32)
     info: NativeInfo = native.info._replace(groups=groups_of(param, native.recipe))
     (quantized,) = quantize_parts([local], [info])
-    result: torch.Tensor = NativeWeight(quantized, native.shape, native.dtype, native.info)
+    result: Tensor = NativeWeight(quantized, native.shape, native.dtype, native.info)
     return compat.wrap_local(result, compat.dtensor_spec(param)) if isinstance(param, DTensor) else result
 
 

@@ -6,6 +6,7 @@ import enum
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import cast
 
@@ -63,5 +64,5 @@ class Quantized(NamedTuple):
         amax: What ``Recipe.amax`` gave, over whole matrices; None for recipes that need none.
     """
 
-    planes: tuple[torch.Tensor, ...]
-    amax: torch.Tensor | None
+    planes: tuple[Tensor, ...]
+    amax: Tensor | None

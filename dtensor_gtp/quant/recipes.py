@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from .base import Recipe
 from .casts import casts_for
@@ -54,12 +55,10 @@ class Float8Blockwise(Recipe):
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, *self.block)
 
-    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+    def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         return Quantized(casts_for(weight).cast_blocks(weight, self.block), None)
 
-    def dequantize(
-        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
         data, scale = quantized.planes
         return casts_for(data).dequantize_blocks(data, scale, self.block, dtype)
 
@@ -92,12 +91,10 @@ class Float8Rowwise(Recipe):
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, 1, None)
 
-    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+    def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         return Quantized(casts_for(weight).cast_rows(weight, amax=amax), None)
 
-    def dequantize(
-        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
         data, scale = quantized.planes
         return casts_for(data).dequantize_blocks(data, scale, (1, 0), dtype)
 
@@ -126,15 +123,13 @@ class Float8Tensorwise(Recipe):
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         return (PlaneSpec(torch.float8_e4m3fn, 1, 1),)
 
-    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+    def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
         assert amax is not None
         data, _ = casts_for(weight).cast_matrix(weight, amax=amax)
         return Quantized((data,), amax)
 
-    def dequantize(
-        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
         assert quantized.amax is not None
         (data,) = quantized.planes
         return casts_for(data).dequantize_matrix(data, quantized.amax, dtype)
@@ -170,12 +165,10 @@ class MXFP8(Recipe):
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
         return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float8_e8m0fnu, *self._block(direction))
 
-    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+    def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         return Quantized(casts_for(weight).cast_mx(weight, self._block(direction), self.scale_rounding), None)
 
-    def dequantize(
-        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
         data, scale = quantized.planes
         return casts_for(data).dequantize_blocks(data, scale, self._block(direction), dtype)
 
@@ -198,14 +191,12 @@ class NVFP4(Recipe):
         block = self._block(direction)
         return PlaneSpec(torch.uint8, *block, packed=8), PlaneSpec(torch.float8_e4m3fn, *block)
 
-    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+    def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
         assert amax is not None
         return Quantized(casts_for(weight).cast_nvfp4(weight, self._block(direction), amax), amax)
 
-    def dequantize(
-        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
         assert quantized.amax is not None
         packed, scale = quantized.planes
         block = self._block(direction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from . import cast
 
@@ -11,17 +12,17 @@ class Casts:
     """The reference. Matrices have shape ``(*, rows, columns)``; magnitudes and scales are float32 if nothing else is
     said."""
 
-    def amax(self, weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Largest magnitude over ``dims``: ``(-1,)`` or ``(-2, -1)``."""
         return cast.amax(weight, dims)
 
-    def e4m3_scale(self, largest: torch.Tensor) -> torch.Tensor:
+    def e4m3_scale(self, largest: Tensor) -> Tensor:
         """Scales of e4m3."""
         return cast.e4m3_scale(largest)
 
     def cast_matrix(
-        self, matrix: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Elements, and a scale of shape ``(*, 1, 1)`` for each matrix.
 
         Args:
@@ -34,19 +35,14 @@ class Casts:
         scaled = cast.wide(matrix) / scale
         return cast.to_e5m2(scaled) if is_e5m2 else cast.to_e4m3(scaled), scale
 
-    def cast_matrix_turned(self, matrix: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
         """:meth:`turned` of the e4m3 elements, and the scale."""
         data, scale = self.cast_matrix(matrix)
         return self.turned(data, multiple), scale
 
     def cast_rows(
-        self,
-        matrix: torch.Tensor,
-        *,
-        factor: torch.Tensor | None = None,
-        group: torch.Tensor | None = None,
-        amax: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """e4m3 elements, and a scale of shape ``(*, rows, 1)`` for each row.
 
         Args:
@@ -60,26 +56,22 @@ class Casts:
         scale = cast.e4m3_scale(cast.amax(values, (-1,)) if amax is None else amax)
         return cast.to_e4m3(values / scale), scale
 
-    def cast_blocks(self, matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """e4m3 elements, and a scale for each block: of columns ``(1, size)``, or square."""
         scale = cast.e4m3_scale(cast.block_amax(matrix, block))
         return cast.to_e4m3(cast.wide(matrix) / cast.spread(scale, block, matrix.shape)), scale
 
-    def cast_blocks_turned(
-        self, matrix: torch.Tensor, block: tuple[int, int], multiple: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_blocks_turned(self, matrix: Tensor, block: tuple[int, int], multiple: int) -> tuple[Tensor, Tensor]:
         """:meth:`cast_blocks` of the transpose, whose columns are filled up with zeros to a multiple."""
         return self.cast_blocks(self.turned(matrix, multiple), block)
 
-    def cast_mx(self, matrix: torch.Tensor, block: tuple[int, int], rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
         """e4m3 elements, and an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
         scale = cast.e8m0_scale(cast.block_amax(matrix, block), rounding)
         reciprocal = cast.spread(cast.e8m0_reciprocal(scale), block, matrix.shape)
         return cast.to_e4m3(cast.wide(matrix) * reciprocal), scale
 
-    def cast_nvfp4(
-        self, matrix: torch.Tensor, block: tuple[int, int], amax: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs of e2m1 elements, and an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``.
 
         Args:
@@ -91,13 +83,11 @@ class Casts:
         spread = cast.spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
         return cast.pack_nibbles(cast.to_e2m1(padded / spread), -1 if block[0] == 1 else -2), scale
 
-    def dequantize_matrix(self, data: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize_matrix(self, data: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
         """The values of :meth:`cast_matrix` of e4m3, in ``dtype``."""
         return (data.to(torch.float32) * cast.e4m3_scale(amax)).to(dtype)
 
-    def dequantize_blocks(
-        self, data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize_blocks(self, data: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The values of e4m3 elements, in ``dtype``.
 
         Args:
@@ -109,21 +99,15 @@ class Casts:
         return (data.to(torch.float32) * scale).to(dtype)
 
     def dequantize_nvfp4(
-        self,
-        packed: torch.Tensor,
-        scale: torch.Tensor,
-        amax: torch.Tensor,
-        block: tuple[int, int],
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+        self, packed: Tensor, scale: Tensor, amax: Tensor, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
         """The values of :meth:`cast_nvfp4`, of ``shape``, in ``dtype``."""
         elements = cast.from_e2m1(cast.unpack_nibbles(packed, -1 if block[0] == 1 else -2))
         total = scale.to(torch.float32) * cast.nvfp4_tensor_scale(amax)
         spread = cast.spread(total, block, elements.shape)
         return (elements * spread)[..., : shape[-2], : shape[-1]].to(dtype)
 
-    def turned(self, matrix: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    def turned(self, matrix: Tensor, multiple: int = 1) -> Tensor:
         """The transpose, row-major, its columns filled up with zeros to a multiple."""
         # Elements of float8 are moved as bytes: compilers know how to.
         dtype, plain = matrix.dtype, matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
@@ -131,6 +115,6 @@ class Casts:
         turned = torch.nn.functional.pad(plain.mT, (0, missing)) if missing else plain.mT
         return turned.contiguous().view(dtype)
 
-    def row_major(self, matrix: torch.Tensor) -> torch.Tensor:
+    def row_major(self, matrix: Tensor) -> Tensor:
         """``matrix`` itself or a contiguous copy."""
         return matrix.contiguous()

@@ -92,9 +92,6 @@ def _nvfp4_tensor_scale(largest):
     return tl.where(largest < _INFINITY, tl.maximum(scale, _SMALLEST_TENSOR_SCALE), float("nan"))
 
 
-# --- nvfp4 ------------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _to_e2m1(value):
     """float32 to 4-bit codes; a NaN becomes 0."""

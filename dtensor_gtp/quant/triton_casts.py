@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from . import cast
@@ -39,7 +40,7 @@ class TritonCasts(Casts):
     def __init__(self, has_float8: bool) -> None:
         self._has_float8 = has_float8
 
-    def amax(self, weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
         weight = _row_major(weight)
         if dims == (-1,):
             amax = weight.new_empty((*weight.shape[:-1], 1), dtype=torch.float32)
@@ -52,7 +53,7 @@ class TritonCasts(Casts):
             kernels.finish_amax[(num_matrices,)](parts, amax.view(torch.int32), NUM=parts.numel() // num_matrices)
         return amax
 
-    def e4m3_scale(self, largest: torch.Tensor) -> torch.Tensor:
+    def e4m3_scale(self, largest: Tensor) -> Tensor:
         with _on(largest):
             scale = torch.empty_like(largest, memory_format=torch.contiguous_format)
             num, block = scale.numel(), 128
@@ -60,8 +61,8 @@ class TritonCasts(Casts):
         return scale
 
     def cast_matrix(
-        self, matrix: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         matrix = _row_major(matrix)
         with _on(matrix):
             known = self._parts(matrix) if amax is None else _as_bits(amax)
@@ -83,7 +84,7 @@ class TritonCasts(Casts):
             )
         return data.view(dtype), scale
 
-    def cast_matrix_turned(self, matrix: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
         matrix = _row_major(matrix)
         with _on(matrix):
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
@@ -91,13 +92,8 @@ class TritonCasts(Casts):
         return data.view(torch.float8_e4m3fn), scale
 
     def cast_rows(
-        self,
-        matrix: torch.Tensor,
-        *,
-        factor: torch.Tensor | None = None,
-        group: torch.Tensor | None = None,
-        amax: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         matrix = _row_major(matrix)
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
@@ -108,12 +104,12 @@ class TritonCasts(Casts):
 
     def _rows(
         self,
-        matrix: torch.Tensor,
-        factor: torch.Tensor | None,
-        group: torch.Tensor | None,
-        amax: torch.Tensor | None,
-        data: torch.Tensor | None,
-        scale: torch.Tensor | None,
+        matrix: Tensor,
+        factor: Tensor | None,
+        group: Tensor | None,
+        amax: Tensor | None,
+        data: Tensor | None,
+        scale: Tensor | None,
     ) -> None:
         """The kernel of rows; without ``data`` it fills ``amax``."""
         num_columns = matrix.shape[-1]
@@ -141,7 +137,7 @@ class TritonCasts(Casts):
                 num_warps=rows * block // 1024,
             )
 
-    def cast_blocks(self, matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         matrix = _row_major(matrix)
         if block[0] == 1:
             return self._blocks(matrix, matrix.shape[-1], -1, block[1], torch.float32)
@@ -154,13 +150,11 @@ class TritonCasts(Casts):
             )
         return data.view(torch.float8_e4m3fn), scale
 
-    def cast_blocks_turned(
-        self, matrix: torch.Tensor, block: tuple[int, int], multiple: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_blocks_turned(self, matrix: Tensor, block: tuple[int, int], multiple: int) -> tuple[Tensor, Tensor]:
         padded = triton.cdiv(matrix.shape[-2], multiple) * multiple
         return self._blocks(_row_major(matrix), padded, -2, block[1], torch.float32, is_turned=True)
 
-    def cast_mx(self, matrix: torch.Tensor, block: tuple[int, int], rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
         along = -1 if block[0] == 1 else -2
         return self._blocks(
             _row_major(matrix),
@@ -173,7 +167,7 @@ class TritonCasts(Casts):
 
     def _blocks(
         self,
-        matrix: torch.Tensor,
+        matrix: Tensor,
         padded: int,
         along: int,
         size: int,
@@ -181,7 +175,7 @@ class TritonCasts(Casts):
         *,
         is_turned: bool = False,
         is_ceil: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """The kernel of blocks along dim ``along`` of a row-major matrix.
 
         Args:
@@ -230,9 +224,7 @@ class TritonCasts(Casts):
             )
         return data.view(torch.float8_e4m3fn), scale.view(scale_dtype)
 
-    def cast_nvfp4(
-        self, matrix: torch.Tensor, block: tuple[int, int], amax: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
         matrix = _row_major(matrix)
         along = -1 if block[0] == 1 else -2
         across = -3 - along
@@ -266,34 +258,26 @@ class TritonCasts(Casts):
             )
         return packed, scale.view(torch.float8_e4m3fn)
 
-    def dequantize_matrix(self, data: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize_matrix(self, data: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
         return self._dequantize(data, None, amax, (1, 1), data.shape, dtype)
 
-    def dequantize_blocks(
-        self, data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def dequantize_blocks(self, data: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return self._dequantize(data, scale, None, block, data.shape, dtype)
 
     def dequantize_nvfp4(
-        self,
-        packed: torch.Tensor,
-        scale: torch.Tensor,
-        amax: torch.Tensor,
-        block: tuple[int, int],
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+        self, packed: Tensor, scale: Tensor, amax: Tensor, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
         return self._dequantize(packed, scale, amax, block, shape, dtype)
 
     def _dequantize(
         self,
-        data: torch.Tensor,
-        scale: torch.Tensor | None,
-        amax: torch.Tensor | None,
+        data: Tensor,
+        scale: Tensor | None,
+        amax: Tensor | None,
         block: tuple[int, int],
         shape: torch.Size,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         kind, packed = "float32", 0
         if amax is not None:
             kind = "amax" if scale is None else "nvfp4"
@@ -333,20 +317,18 @@ class TritonCasts(Casts):
             )
         return result
 
-    def turned(self, matrix: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    def turned(self, matrix: Tensor, multiple: int = 1) -> Tensor:
         matrix = _row_major(matrix)
         with _on(matrix):
             plain = matrix.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[matrix.itemsize])
             return self._turn(plain, multiple, None, None).view(matrix.dtype)
 
-    def row_major(self, matrix: torch.Tensor) -> torch.Tensor:
+    def row_major(self, matrix: Tensor) -> Tensor:
         if matrix.is_contiguous() or not matrix.mT.is_contiguous():
             return matrix.contiguous()
         return self.turned(matrix.mT)
 
-    def _turn(
-        self, matrix: torch.Tensor, multiple: int, known: torch.Tensor | None, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _turn(self, matrix: Tensor, multiple: int, known: Tensor | None, scale: Tensor | None) -> Tensor:
         """The kernel of transposes; with ``known`` magnitudes it casts to e4m3."""
         num_rows, num_columns = matrix.shape[-2:]
         padded = triton.cdiv(num_rows, multiple) * multiple
@@ -376,7 +358,7 @@ class TritonCasts(Casts):
         return data
 
     @staticmethod
-    def _parts(matrix: torch.Tensor) -> torch.Tensor:
+    def _parts(matrix: Tensor) -> Tensor:
         """Magnitudes of parts of each matrix, as integers; their number is a power of two."""
         num_matrices, numel = prod(matrix.shape[:-2]), matrix.shape[-2] * matrix.shape[-1]
         num_parts = 16 if numel <= 64 * _BLOCK else _PARTS
@@ -386,15 +368,15 @@ class TritonCasts(Casts):
         return parts
 
 
-def _row_major(matrix: torch.Tensor) -> torch.Tensor:
+def _row_major(matrix: Tensor) -> Tensor:
     return matrix.contiguous()
 
 
-def _as_bits(amax: torch.Tensor) -> torch.Tensor:
+def _as_bits(amax: Tensor) -> Tensor:
     return amax.contiguous().view(torch.int32)
 
 
-def _empty_like(matrix: torch.Tensor, shape: tuple[int, ...], along: int, dtype: torch.dtype) -> torch.Tensor:
+def _empty_like(matrix: Tensor, shape: tuple[int, ...], along: int, dtype: torch.dtype) -> Tensor:
     """An empty result whose last dim is ``along`` the blocks; the last two swapped if they lie along dim -2."""
     shape = shape if along == -1 else (*shape[:-2], shape[-1], shape[-2])
     return torch.empty(shape, dtype=dtype, device=matrix.device)
@@ -409,7 +391,7 @@ def _tile(stride: int, size: int) -> tuple[int, int]:
     return 64, blocks
 
 
-def _on(matrix: torch.Tensor) -> AbstractContextManager[Any]:
+def _on(matrix: Tensor) -> AbstractContextManager[Any]:
     """Where kernels of ``matrix`` run: on its device, and not seen by checkpoint policies, which may skip ops that make
     results but not the kernels that fill them."""
     unseen = compat.unseen_by_checkpoint_policies()

@@ -26,8 +26,6 @@ from .triton_arithmetic import (
     _to_float8,
 )
 
-# --- magnitudes and scales --------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def partial_amax(x_ptr, parts_ptr, numel, NUM: tl.constexpr, BLOCK: tl.constexpr):
@@ -56,9 +54,6 @@ def scales_of(amax_ptr, scale_ptr, num, E5M2: tl.constexpr, BLOCK: tl.constexpr)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.load(amax_ptr + index, mask=index < num, other=0) & 0x7FFFFFFF
     tl.store(scale_ptr + index, _scale_of(largest, E5M2), mask=index < num)
-
-
-# --- a scale for a matrix ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -128,9 +123,6 @@ def turn(
     tl.store(q_ptr + (column - column0) * padded_rows + row, x, mask=(row < padded_rows) & (column < num_columns))
 
 
-# --- a scale for a row ------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns, HAS_FACTOR: tl.constexpr):
     is_inside = is_row & (column < num_columns)
@@ -194,9 +186,6 @@ def cast_rows(
                 part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
                 code = _to_float8(_divided(part, scale, HARDWARE), False, HARDWARE)
                 tl.store(q_ptr + offset + start + column, code, mask=is_row & (start + column < num_columns))
-
-
-# --- a scale for a block ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -336,9 +325,6 @@ def cast_nvfp4(
     scale = _from_e4m3(code, HARDWARE) * tensor_scale
     packed = _to_e2m1(tl.div_rn(first, scale)) | (_to_e2m1(tl.div_rn(second, scale)) << 4)
     tl.store(packed_ptr + line * p_across + pair * p_along, packed.to(tl.uint8), mask=is_block & (pair >= 0))
-
-
-# --- back -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

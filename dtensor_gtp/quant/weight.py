@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .base import Recipe
@@ -23,9 +24,7 @@ class Float8Linear(torch.autograd.Function):
     """The three GEMMs in float8."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, weight: WeightWithRecipe, bias: torch.Tensor | None, gemms: Float8GEMMs
-    ) -> torch.Tensor:
+    def forward(ctx: Any, input: Tensor, weight: WeightWithRecipe, bias: Tensor | None, gemms: Float8GEMMs) -> Tensor:
         if input.dtype != weight.dtype:
             raise RuntimeError(
                 f"F.linear expects input and weight of one dtype, but got {input.dtype} and {weight.dtype} for a "
@@ -41,7 +40,7 @@ class Float8Linear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (input,) = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gemms: Float8GEMMs = ctx.gemms
@@ -60,10 +59,10 @@ class Float8Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_MN.sum(0) if needs_bias else None, None
 
 
-class WeightWithRecipe(torch.Tensor):
+class WeightWithRecipe(Tensor):
     """What ``F.linear`` and ``F.embedding`` compute with: it can be dequantized in either direction."""
 
-    def dequantize_for(self, direction: Direction) -> torch.Tensor:
+    def dequantize_for(self, direction: Direction) -> Tensor:
         """The quantized weight as an ordinary tensor of this one's dtype."""
         raise NotImplementedError
 
@@ -86,7 +85,7 @@ class WeightWithRecipe(torch.Tensor):
         return compat.without_torch_function(func, args, kwargs)
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, WeightWithRecipe):
         raise TypeError(f"F.linear expects a weight with a recipe as weight only, but got {type(input).__name__}.")
     gemms = gemms_of(weight)
@@ -95,7 +94,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 
 
-def _embedding(func: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _embedding(func: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(input, _StraightThrough.apply(weight), *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -103,17 +102,17 @@ class _StraightThrough(torch.autograd.Function):
     """The rowwise data; its gradient is that of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: WeightWithRecipe) -> torch.Tensor:
+    def forward(ctx: Any, weight: WeightWithRecipe) -> Tensor:
         return weight.dequantize_for(Direction.ROWWISE)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: WeightWithRecipe, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, input: Tensor, weight: WeightWithRecipe, bias: Tensor | None) -> Tensor:
         # fully_shard keeps the object and fills it again for backward.
         ctx.weight = weight
         ctx.save_for_backward(input)
@@ -121,7 +120,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (input,) = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_2d = grad.reshape(-1, grad.shape[-1])

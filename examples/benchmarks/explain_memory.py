@@ -152,12 +152,7 @@ def explain_uses(model: nn.Module, mode: str, workload: Workload, seq_len: int, 
 
 
 def explain_peak(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    mode: str,
-    workload: Workload,
-    seq_len: int,
-    world: World,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, mode: str, workload: Workload, seq_len: int, world: World
 ) -> Peak | None:
     """The predicted peak of the allocator on GPUs, without symmetric memory, of which it does not know; None for modes
     that are not of this package, whose plan is not known yet, or whose activations are not those of the plain model:

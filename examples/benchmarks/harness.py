@@ -356,14 +356,7 @@ def add_schedule_option(
     help: str = "fields of SchedulePolicy for the gtp modes, e.g. prefetch_nbytes=0 gather_backend=copy_engine",
 ) -> None:
     """Adds an option whose value is a list of (field, value)."""
-    parser.add_argument(
-        name,
-        nargs="+",
-        type=_schedule_field,
-        default=[],
-        metavar="FIELD=VALUE",
-        help=help,
-    )
+    parser.add_argument(name, nargs="+", type=_schedule_field, default=[], metavar="FIELD=VALUE", help=help)
 
 
 def _schedule_field(text: str) -> tuple[str, Any]:

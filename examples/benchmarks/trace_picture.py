@@ -32,7 +32,7 @@ _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _RANGE = re.compile(r"GTP::(?P<kind>\w+)(?: \((?P<names>.*)\))?|FSDP::(?P<other>\w+)(?: \((?P<other_names>.*)\))?")
 _COMMUNICATES = {
-    *("all_gather", "reduce_scatter", "all_reduce", "exchange", "all_gather_copy_out", "post_backward_reduce"),
+    *("all_gather", "reduce_scatter", "all_reduce", "exchange", "all_gather_copy_out", "post_backward_reduce")
 }
 
 

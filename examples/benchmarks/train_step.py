@@ -100,9 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefetch-depth", type=int, help="of the gtp modes; default: the library's")
     add_schedule_option(parser)
     add_schedule_option(
-        parser,
-        "--sweep",
-        "then the gtp modes with each of these in turn, e.g. prefetch_nbytes=0 wgrad_first=False",
+        parser, "--sweep", "then the gtp modes with each of these in turn, e.g. prefetch_nbytes=0 wgrad_first=False"
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)

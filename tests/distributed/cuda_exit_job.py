@@ -37,11 +37,7 @@ def main(path: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     take_gpu(rank)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=world_size,
-        timeout=TIME_LIMIT,
+        "cpu:gloo,cuda:nccl", init_method=f"file://{path}", rank=rank, world_size=world_size, timeout=TIME_LIMIT
     )
     mesh = init_device_mesh("cuda", (world_size,), mesh_dim_names=("gtp",))
     waiting = dist.FileStore(f"{path}.waiting", world_size)

@@ -30,11 +30,7 @@ class Result:
 
 
 def run_forked(
-    arguments: Sequence[str | Path],
-    num_processes: int | None,
-    *,
-    cwd: Path | None = None,
-    **variables: str,
+    arguments: Sequence[str | Path], num_processes: int | None, *, cwd: Path | None = None, **variables: str
 ) -> Result:
     """A script and its arguments in so many processes, or in one without a job; then its status and all it has printed.
 

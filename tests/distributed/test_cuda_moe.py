@@ -25,13 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, capture_step, gtp_shard, init_weight_mesh
-from dtensor_gtp.nn import (
-    GroupedExperts,
-    GroupedLinear,
-    GroupedMLP,
-    convert_grouped_state_dict,
-    parallelize_experts,
-)
+from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, convert_grouped_state_dict, parallelize_experts
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 from dtensor_gtp.quant import Direction, Float8Rowwise
 from dtensor_gtp.quant.float8_gemms import GroupedRowwiseGEMMs

@@ -22,10 +22,7 @@ from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads
 
 from dtensor_gtp.elastic import WeightSpec, nonuniform_mesh
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPUs alone"),
-]
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(torch.cuda.is_available(), reason="runs on CPUs alone")]
 
 # Of all patterns of one number of ranks, which share two cores.
 LIMIT_SECONDS = 1800

@@ -377,16 +377,8 @@ class TestChoice(unittest.TestCase):
             (Float8Rowwise(), (9, 0), "float8 GEMMs, wgrad not quantized"),
             (Float8Rowwise(high_precision_wgrad=False), (9, 0), "float8 GEMMs"),
             (Float8Blockwise(), (9, 0), "float8 GEMMs"),
-            (
-                Float8Blockwise(),
-                (10, 0),
-                f"{without} (no float8_blockwise GEMMs on compute capability 10.0)",
-            ),
-            (
-                Float8Tensorwise(),
-                (8, 0),
-                f"{without} (no float8_tensorwise GEMMs on compute capability 8.0)",
-            ),
+            (Float8Blockwise(), (10, 0), f"{without} (no float8_blockwise GEMMs on compute capability 10.0)"),
+            (Float8Tensorwise(), (8, 0), f"{without} (no float8_tensorwise GEMMs on compute capability 8.0)"),
             (Float8Tensorwise(), None, f"{without} (no float8 GEMMs on cpu)"),
             (Float8Tensorwise(compute="dequantize"), (9, 0), "dequantized for the GEMM (asked for)"),
             (MXFP8(), (9, 0), "dequantized for the GEMM (no GEMMs of mxfp8)"),

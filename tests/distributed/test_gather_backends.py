@@ -74,10 +74,7 @@ class Casts(ByBroadcast, CastingBackend):
         type(self).num_passes += 1
 
     def all_gather(
-        self,
-        outputs: list[torch.Tensor],
-        shards: list[torch.Tensor],
-        ready: torch.Event | None = None,
+        self, outputs: list[torch.Tensor], shards: list[torch.Tensor], ready: torch.Event | None = None
     ) -> None:
         group = dist.distributed_c10d._resolve_process_group(self.group_name)
         own = [output.chunk(group.size())[group.rank()] for output in outputs]
@@ -132,15 +129,10 @@ class OnFile(CopyEngine):
     """The copy engine with a late rank."""
 
     num_stages = 0
-    num_casts = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         with mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"):
             super().__init__(group, device)
-
-    def _cast(self, pairs: list[Any]) -> None:
-        type(self).num_casts += len(pairs)
-        super()._cast(pairs)
 
     def _allocate(self, nbytes: int) -> Any:
         type(self).num_stages += 1
@@ -307,14 +299,8 @@ class TestGatherBackends(GlooTest):
     def test_what_gloo_cannot_have_is_refused_by_name(self) -> None:
         mesh = self.gtp_mesh()
         for options, message in (
-            (
-                {"gather_backend": "copy_engine"},
-                r"\(gather_backend='copy_engine'\), but got one of 'cpu'",
-            ),
-            (
-                {"reduce_scatter": "copy_engine"},
-                r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'",
-            ),
+            ({"gather_backend": "copy_engine"}, r"\(gather_backend='copy_engine'\), but got one of 'cpu'"),
+            ({"reduce_scatter": "copy_engine"}, r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'"),
         ):
             with self.assertRaisesRegex(ValueError, message):
                 gtp_shard(small_model(), mesh, schedule=SchedulePolicy(**options))

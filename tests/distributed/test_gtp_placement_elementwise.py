@@ -57,10 +57,7 @@ def schema_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OpSchema:
 
 
 def spec_of(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> DTensorSpec:
     return compat.make_spec(mesh, placements, torch.Size(shape), dtype)
 

@@ -15,15 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import (
-    ALL,
-    GlooTest,
-    assert_same_params,
-    environment,
-    fake_world,
-    full,
-    rows_of_rank,
-)
+from common import ALL, GlooTest, assert_same_params, environment, fake_world, full, rows_of_rank
 from fsdp_common import (
     WIDTH,
     Block,

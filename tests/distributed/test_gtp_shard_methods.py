@@ -14,13 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import (
-    MixedPrecisionPolicy,
-    SchedulePolicy,
-    gtp_shard,
-    register_gtp_forward_method,
-    sharding_report,
-)
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, register_gtp_forward_method, sharding_report
 from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
 
 

@@ -140,10 +140,7 @@ class Pipeline:
         ]
         is_single = layout.schedule in (ScheduleGPipe, Schedule1F1B)
         self.schedule = layout.schedule(
-            self.stages[0] if is_single else self.stages,
-            n_microbatches=NUM_MICROBATCHES,
-            loss_fn=loss_fn,
-            **options,
+            self.stages[0] if is_single else self.stages, n_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn, **options
         )
 
     def parameters(self) -> list[nn.Parameter]:

@@ -15,17 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest
-from runtime_common import (
-    WIDTH,
-    Raw,
-    check_step,
-    counted,
-    make_rows,
-    num_gathers,
-    shard_copy,
-    square_loss,
-    square_step,
-)
+from runtime_common import WIDTH, Raw, check_step, counted, make_rows, num_gathers, shard_copy, square_loss, square_step
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,

@@ -181,9 +181,7 @@ class TestTraining(GlooTest):
             for place in placements:
 
                 def shard(
-                    model: nn.Module,
-                    mesh: DeviceMesh = mesh,
-                    place: Callable[[nn.Parameter], Placement | None] = place,
+                    model: nn.Module, mesh: DeviceMesh = mesh, place: Callable[[nn.Parameter], Placement | None] = place
                 ) -> nn.Module:
                     return gtp_shard(model, mesh, schedule=ALL, shard_placement_fn=place)
 
