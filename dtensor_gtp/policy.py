@@ -11,11 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
-
-
 ReduceScatterKind = Literal["ring", "all_to_all", "copy_engine"]
-
-
 GatherBackendName = Literal["process_group", "copy_engine", "auto"]
 
 
@@ -168,8 +164,6 @@ _LEAST = {
     "expert_blocks_ahead": 0,
     "keep_nbytes": 0,
 }
-
-
 __all__ = [
     "ExchangeKind",
     "GatherBackend",

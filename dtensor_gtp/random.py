@@ -29,17 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _torch_compat as compat
 
 DENSE_AXES = ("replicate", "dp", "cp", "gtp", "tp")
-
-
 EXPERT_AXES = ("replicate", "expert_dp", "ep", "expert_gtp", "expert_tp")
-
-
 DATA_AXES = ("replicate", "dp", "cp", "gtp")
-
-
 _REGIONS = {"params": (), "sequence_parallel": DENSE_AXES}
-
-
 # Of the common generator; any number that is not a seed a user would pick for something else.
 _COMMON = "common"
 

@@ -22,14 +22,14 @@ NUMBERS = [
     Bug(
         "columnwise data are those of forward",
         "_params/gather.py",
-        "    return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE",
+        "    return Direction.ROWWISE if target is target.weight else Direction.COLUMNWISE",
         "    return Direction.ROWWISE",
         ("tests/distributed/test_quantized_training.py::TestQuantizedTraining::test_gtp_on_dim_1",),
     ),
     Bug(
         "backward reads the rowwise data",
         "_params/sharded_weight.py",
-        "Columnwise(self) if wire is not None and wire.has_columnwise else self",
+        "Gatherable(self) if wire is not None and wire.has_columnwise else self",
         "self",
         ("tests/distributed/test_quantized_training.py::TestQuantizedTraining::test_gtp_on_dim_1",),
     ),

@@ -7,7 +7,7 @@ from planted_bugs_type import Bug
 RUNTIME = [
     Bug(
         "no wait for a gather",
-        "_comm/context.py",
+        "_params/pack_planes.py",
         "            done.work.wait()",
         "            pass",
         ("tests/distributed/test_gtp_shard_overlap.py::TestOverlap::test_prefetch_depth_changes_no_bit",),
@@ -30,7 +30,7 @@ RUNTIME = [
     ),
     Bug(
         "kept weight outlives its pass",
-        "_schedule/gathering.py",
+        "_schedule/keep_and_free.py",
         "if target.kept is not None and (weight.is_cut_again or not is_lasting):",
         "if target.kept is not None and weight.is_cut_again:",
         (
@@ -67,7 +67,7 @@ RUNTIME = [
     ),
     Bug(
         "freed buffer is not poisoned",
-        "_schedule/gathering.py",
+        "_schedule/keep_and_free.py",
         "                    poison(gathered.buffer)",
         "                    pass",
         (
@@ -137,7 +137,7 @@ RUNTIME = [
     Bug(
         "no all-reduce over replicas",
         "_schedule/reduce_gradients.py",
-        "            self._all_reduce(slot, job.scale, job.replicate)",
+        "            all_reduce_in_order(slot, scale, job.replicate, self._comm)",
         "            pass",
         (
             "tests/distributed/test_gtp_shard_gradients.py::TestGradients::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
@@ -145,9 +145,9 @@ RUNTIME = [
     ),
     Bug(
         "whole gradients skip the replicas",
-        "_schedule/reduce_gradients.py",
-        "            for group in active[1:]:",
-        "            for group in active[2:]:",
+        "_schedule/whole_gradients.py",
+        "        for group in active[1:]:",
+        "        for group in active[2:]:",
         (
             "tests/distributed/test_gtp_shard_gradients.py::TestGradients::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
         ),
@@ -243,8 +243,8 @@ RUNTIME = [
     Bug(
         "exchange sums where it should average",
         "_comm/reduce_scatter.py",
-        "        is_mean = scale.op == dist.ReduceOp.AVG",
-        "        is_mean = False",
+        "        is_mean, own, rank = scale.op == dist.ReduceOp.AVG, [], 0",
+        "        is_mean, own, rank = False, [], 0",
         ("tests/distributed/test_gtp_shard_reductions.py::TestReductions::test_bf16_parameters_accumulate_in_fp32",),
     ),
     Bug(
@@ -256,9 +256,9 @@ RUNTIME = [
     ),
     Bug(
         "more reductions in flight than allowed",
-        "_comm/context.py",
-        "len(self._reductions) >= self._schedule.max_inflight_reduce_scatters",
-        "len(self._reductions) > self._schedule.max_inflight_reduce_scatters",
+        "_comm/reductions_in_flight.py",
+        "len(self._reductions) >= self._most",
+        "len(self._reductions) > self._most",
         ("tests/distributed/test_gtp_shard_memory.py::TestMemory::test_reductions_in_flight_are_bounded",),
     ),
     Bug(
@@ -326,8 +326,8 @@ RUNTIME = [
     Bug(
         "gather backend that one rank lacks",
         "_comm/gather_backends.py",
-        "    if reasons:\n        told",
-        "    if reason is not None:\n        told",
+        "    if reasons:\n        listed",
+        "    if reason is not None:\n        listed",
         (
             "tests/distributed/test_gather_backends.py::TestGatherBackends"
             "::test_automatic_choice_is_the_same_on_all_ranks_and_told",

@@ -1,9 +1,9 @@
-"""The sum over ranks of what an exchange has received, see ``scattering``: which implementation runs.
+"""The sum over ranks of what an exchange has received, see ``reduce_scatter``: a kernel by Triton, or torch.
 
-On CUDA one kernel by Triton reads each addend once, this rank's own from where it was sent, and writes the sum. Where
-that cannot run, ``torch.sum`` or ``torch.mean`` do the same, which want all addends side by side: bit for bit the same,
-except for the mean over a number of ranks that is no power of two, whose factor torch rounds with the size of the
-gradient, and for gradients that torch adds in parts: of one element, or of more than 2 GiB in all.
+The kernel reads each addend once, this rank's own from where it was sent, and writes the sum. Where it cannot run,
+``torch.sum`` or ``torch.mean`` do the same with all addends side by side. The bits are the same, except for the mean
+over a number of ranks that is no power of two (torch rounds the factor with the size of the gradient) and for gradients
+that torch adds in parts: of one element, or of more than 2 GiB in all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from .symmetric_memory import waiting_allowed
 
 logger = logging.getLogger(__name__)
-
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-# More addends of one element torch shares out among threads.
+# torch shares out more addends of one element among threads.
 _MOST_RANKS = 63
 
 
@@ -38,15 +34,14 @@ class Sum(Protocol):
         """
         Args:
             out: The result, shape ``(numel,)``, float32.
-            rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or ``(num_ranks - 1, numel)``, without
-                that of this rank.
-            own: This rank's addend if it is not in ``rows``: contiguous parts, one behind the other in ``out``.
-            rank: This rank.
+            rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or ``(num_ranks - 1, numel)`` without
+                this rank's.
+            own: This rank's addend if ``rows`` lacks it: contiguous parts, one behind the other in ``out``.
         """
 
 
 class _Key(NamedTuple):
-    """All that the kernel is compiled for."""
+    """What a kernel is compiled for."""
 
     device: int
     dtype: torch.dtype
@@ -55,14 +50,14 @@ class _Key(NamedTuple):
 
 @cache
 def _verdicts() -> dict[_Key, tuple[Sum | None, str]]:
-    """The kernel for what has been asked, or why there is none."""
+    """The kernel for each key, or why there is none."""
     return {}
 
 
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
     """The kernel that adds what ``num_ranks`` ranks send, of the dtype and on the device of ``like``; None: torch."""
     if type(like) is not Tensor or not like.is_cuda:
-        return None  # also what only looks like a tensor on a GPU
+        return None
     if like.dtype not in _DTYPES or num_ranks > _MOST_RANKS:
         return None
     return _decided(_Key(like.device.index, like.dtype, num_ranks))[0]
@@ -70,8 +65,8 @@ def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
 
 def _decided(key: _Key) -> tuple[Sum | None, str]:
     def warn(reason: str) -> None:
-        told = f"{key.dtype} of {key.num_ranks} ranks on cuda:{key.device}"
-        logger.warning("Gradients that were exchanged are added by torch, not by one kernel (%s): %s", told, reason)
+        what = f"{key.dtype} of {key.num_ranks} ranks on cuda:{key.device}"
+        logger.warning("Gradients that were exchanged are added by torch, not by one kernel (%s): %s", what, reason)
 
     return decided(_verdicts(), key, None, lambda: _try(torch.device("cuda", key.device), key), warn)
 

@@ -33,19 +33,13 @@ def agree_on_all_ranks(
     """Run ``check`` on each rank of ``mesh``; raise on all of them if one raised or their results differ.
 
     Args:
-        mesh: Its ranks exchange three numbers, and messages if something is wrong.
-        check: Raises on bad input.
         describe: What must be equal on all ranks, of the result of ``check``.
-        caller: The public function, for messages.
-        expected: What it expects to be equal.
-        remedy: What to do if it is not.
-
-    Returns:
-        The result of ``check``.
+        caller, expected, remedy: For messages: the public function, what it expects to be equal, what to do if it is
+        not.
 
     Raises:
         Exception: Whatever ``check`` raised on this rank.
-        RuntimeError: It raised on another rank (whose message is passed on), or the results differ.
+        RuntimeError: ``check`` raised on another rank (the message says what), or the results differ.
     """
     result: T | None = None
     error: Exception | None = None
@@ -62,8 +56,8 @@ def agree_on_all_ranks(
         dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
     has_failed, highest, lowest = status.tolist()
     if has_failed:
-        told = None if error is None else "\n".join((f"{type(error).__name__}: {error}", *_notes(error)))
-        errors = _exchange(told, groups)
+        notes = getattr(error, "__notes__", [])
+        errors = _exchange(None if error is None else "\n".join((f"{type(error).__name__}: {error}", *notes)), groups)
         if error is not None:
             raise error
         messages = "; ".join(f"rank {rank}: {message}" for rank, message in errors.items())
@@ -77,12 +71,8 @@ def agree_on_all_ranks(
     return cast("T", result)
 
 
-def _notes(error: Exception) -> list[str]:
-    return getattr(error, "__notes__", [])
-
-
 def _exchange(mine: Any, groups: list[dist.ProcessGroup]) -> dict[int, Any]:
-    """What each rank of the mesh has, by rank, except None."""
+    """What each rank of the mesh has, except None, by rank."""
     known = {dist.get_rank(): mine} if mine is not None else {}
     for group in groups:
         gathered: list[Any] = [None] * group.size()

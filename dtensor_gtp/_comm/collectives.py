@@ -1,7 +1,7 @@
-"""Stateless collectives: tensors, group and reduction are arguments, the current stream is the caller's.
+"""Collectives without state: tensors, group and reduction are arguments, the current stream is the caller's.
 
-On devices with streams a collective is ordered on the current stream. Without streams (gloo) it runs in the background
-and the returned ``Work`` says when it is done.
+With ``stream`` the collective is ordered on the current stream. Without, as with gloo on a CPU, it runs in the
+background and the returned ``Work`` says when it is complete.
 """
 
 from __future__ import annotations
@@ -16,33 +16,28 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 
+# Not every backend knows every float.
+_WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same bits as integers, for which every backend has collectives."""
+    return tensor.view(_WIRE_DTYPES[tensor.dtype.itemsize])
+
 
 class ReduceScale(NamedTuple):
-    """How a sum over ranks becomes the gradient: the collective's own operation, and divisions around it."""
+    """How a sum over ranks becomes the gradient: the operation of the collective, and divisions around it."""
 
     op: dist.ReduceOp.RedOpType
     predivide: float | None
     postdivide: float | None
 
 
-class Works:
-    """Background works to be waited for together, by several who need not know of each other. The first one who waits
-    lets go of them, because a work holds its tensors also when it is complete."""
-
-    def __init__(self, works: Iterable[dist.Work | None]) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-
-
-@functools.lru_cache(maxsize=64)  # a factor may be another one in each step
+@functools.lru_cache(maxsize=64)  # the factor may change in each step
 def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
     """Average over ``num_ranks``, or divide the sum by ``factor`` if one is given.
 
-    float16 divides by about the root before and after the sum, because the sum of many ranks overflows it; the same
+    float16 divides by about the root before and after the sum, because the sum of many ranks overflows it: the same
     split as in torch's ``fully_shard`` (``_get_gradient_divide_factors``).
     """
     if dtype != torch.float16:
@@ -56,14 +51,22 @@ def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> Re
     return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
 
 
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
-    """Gather ``shard`` of each rank into ``output``; ``shard`` may be this rank's own slice of ``output``.
+class Works:
+    """Background works that several callers wait for together. The first one releases them, because a work keeps its
+    tensors alive also when it is complete."""
 
-    Args:
-        output: Shape ``(world * rows, ...)``, contiguous.
-        shard: Shape ``(rows, ...)``, contiguous, same dtype.
-        stream: The current stream orders the collective; else it runs in the background.
-    """
+    def __init__(self, works: Iterable[dist.Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
+    """Gather ``shard`` of each rank, shape ``(rows, ...)``, into ``output``, shape ``(world * rows, ...)``; both are
+    contiguous and of one dtype. ``shard`` may be this rank's slice of ``output``."""
     return compat.all_gather_base(output, shard, group, async_op=not stream)
 
 
@@ -72,7 +75,7 @@ def all_gather_many(
 ) -> dist.Work | Works | None:
     """Several :func:`all_gather` of one group, as one launch where streams order it; dtypes and shapes may differ."""
     if len(outputs) == 1:
-        return all_gather(outputs[0], shards[0], group, stream)
+        return compat.all_gather_base(outputs[0], shards[0], group, async_op=not stream)
     if stream:
         return compat.all_gather_coalesced(outputs, shards, group, async_op=False)
     if len({shard.dtype for shard in shards}) == 1:
@@ -84,12 +87,8 @@ def all_gather_many(
 def reduce_scatter(
     output: Tensor, full: Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool
 ) -> dist.Work | None:
-    """Reduce ``full`` over the ranks and leave this rank's rows in ``output``; ``full`` may be divided in place.
-
-    Args:
-        output: Shape ``(rows, ...)``, contiguous.
-        full: Shape ``(world * rows, ...)``, contiguous, same dtype.
-    """
+    """Reduce ``full``, shape ``(world * rows, ...)``, over the ranks and leave this rank's rows in ``output``, shape
+    ``(rows, ...)``; both are contiguous and of one dtype. ``full`` may be divided in place."""
     if scale.predivide is not None:
         full.div_(scale.predivide)
     return compat.reduce_scatter_base(output, full, scale.op, group, async_op=not stream)
@@ -108,23 +107,11 @@ def reduce_scatter_many(
 
 
 def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
-    """Send the i-th of equal slices of ``input`` to rank i, and receive rank i's as the i-th of ``output``.
-
-    Args:
-        output, input: Shape ``(world * rows, ...)``, contiguous, same dtype.
-    """
+    """Send the i-th of equal slices of ``input`` to rank i, and receive rank i's as the i-th of ``output``; both are
+    contiguous, of one shape ``(world * rows, ...)`` and dtype."""
     return compat.all_to_all_base(output, input, group, async_op=not stream)
 
 
 def all_reduce(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Reduce ``tensor`` over the ranks in place, without the divisions of ``scale``."""
     return compat.all_reduce(tensor, scale.op, group, async_op=not stream)
-
-
-# Planes travel as integers of their size: not every backend knows every float.
-_WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_integers(tensor: Tensor) -> Tensor:
-    """The same bits as integers, for which every backend has collectives."""
-    return tensor.view(_WIRE_DTYPES[tensor.dtype.itemsize])

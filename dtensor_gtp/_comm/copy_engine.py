@@ -1,45 +1,41 @@
-"""Gathers by the GPUs' copy engines, through symmetric memory: no SM of a GEMM is taken.
+"""Gathers by the GPUs' copy engines, through symmetric memory: they take no SM from a GEMM.
 
 [Note: rules of the copy engine]
 Each rank has one *stage*, memory that its peers on the same host can read, in two halves that gathers use in turn. A
-gather, in the order of the stream, is
+gather is, in the order of the stream:
 
 1. a barrier: all ranks have read what earlier gathers left in the stages;
 2. a cast of the rank's own rows into its half, one kernel for each dtype;
 3. a barrier: all stages are filled;
-4. a copy of every peer's half into the output; beside it, on another stream, that of its own.
+4. a copy of every peer's half into the output; on another stream beside it, a copy of this rank's own.
 
-The cast is a kernel, which waits behind a GEMM for SMs, and the wire with it. So it runs on a stream of its own, ahead:
-it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this half.
-That one must be known to precede it, so in the first gather of a pass, across the border of a CUDA graph, and in eager
-code once a graph has used the stage, whose replays are not seen here (nor that a recording has failed, unless it was
-that of ``capture_step``), the cast comes in its place between the barriers.
-Which half it is depends on the gathers of the pass alone, whatever a rank has run or replayed before.
+The cast is a kernel. Behind a GEMM it waits for SMs, and the wire waits with it. So it runs ahead, on a stream of
+casts: it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this
+half.
+In three cases it is not known that this barrier precedes the cast, which then runs in its place between the barriers:
+in the first gather of a pass, across the border of a CUDA graph, and in eager code once a graph has used the stage (the
+host does not see replays). Which half is used depends on the number of the gather in its pass alone.
 
-What is made of shards before (their magnitudes, over which ranks agree, and quantized data) is made on the same stream,
-beside what compute does then, be it only the embedding at the beginning of a step. So a cast that comes in its place
-between the barriers waits for that stream.
+Quantized data and their statistics are made on the stream of casts, too. A cast between the barriers waits for it.
 
-What follows from it:
+What follows:
 
 - *A slow peer* is waited for in both barriers, by the streams. Nobody reads a stage that is not filled, nor fills one
   that is still read.
-- *An optimizer that is stepping* writes to shards. Peers never read a shard, only its copy in the stage, which the
-  owner's gather stream made after all that its compute stream was given before, the step of the optimizer included.
+- *An optimizer* may write to shards while peers read. They read the stage, which the owner filled after all that its
+  compute stream was given before, the step of the optimizer included.
 - *A shard may be freed, replaced or loaded* while peers read, for the same reason. The memory of the shard itself obeys
-  [Note: streams and memory], as with any backend.
-- *Both barriers are within the gather*, and the first one of a pass relies on no other: so a pass can be recorded into
-  a CUDA graph, replayed any number of times and mixed with eager ones. All ranks must replay alike, because the stage
-  of a graph is not that of eager code if it has grown in between.
-- *The stage grows* when a larger gather comes, outside of CUDA graphs only: all ranks wait for their streams, then
-  meet, before the old stage is freed. One that a graph uses is kept for as long as the backend is.
-- *A process that ends or hangs in between* leaves its peers' streams waiting, and their hosts perhaps with them, as
-  long as these processes live. What ends them is the launcher; the watchdog of a later collective of NCCL was seen
-  not to, within a minute. What they have mapped of a process that is gone stays valid memory until they unmap it.
+  [Note: streams and memory].
+- *CUDA graphs*: both barriers are within the gather, and the first gather of a pass relies on no other. So a pass can
+  be recorded, replayed any number of times and mixed with eager ones. All ranks must replay alike.
+- *The stage grows* for a larger gather, outside of CUDA graphs only: all ranks wait for their streams, then meet,
+  before the old stage is freed. A stage that a graph uses is kept as long as the backend.
+- *A process that ends or hangs* leaves its peers' streams waiting. The launcher has to end them: the watchdog of a
+  later NCCL collective did not within a minute. Memory that a peer has mapped of an ended process stays valid.
 
-Barriers are memory operations of the streams: no kernel has to find a place beside the GEMMs (see
-``_torch_compat.driver``). A copy within one GPU, even one by the driver, takes time from the GEMMs: so a gather has as
-few as can be. NVLink multicast is not used. ``send_ring`` exchanges gradients.
+Barriers are memory operations of the streams, because a kernel would have to find a place beside the GEMMs (see
+``_torch_compat.driver``). A copy within one GPU takes time from the GEMMs, so a gather has as few as possible. NVLink
+multicast is not used. ``send_ring`` exchanges gradients.
 """
 
 from __future__ import annotations
@@ -58,14 +54,13 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class CastingBackend(ABC):
-    """A gather backend that derives from this casts what it sends, and copies it into this rank's part of the output:
-    the runtime gives it shards as they are."""
+    """A gather backend that takes shards as they are: it casts what it sends, and fills this rank's part of outputs."""
 
-    cast_stream: torch.Stream | None = None  # who owns streams sets it, to have casts ahead
+    cast_stream: torch.Stream | None = None  # set by ``CommContext``, to cast ahead
 
     @abstractmethod
     def begin_pass(self) -> None:
-        """On all ranks: what comes may be recorded into another graph than what came before, or into one on some."""
+        """On all ranks: the gathers that follow may be recorded into another graph than those before, or into none."""
 
     @abstractmethod
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
@@ -74,18 +69,13 @@ class CastingBackend(ABC):
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
             shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
-                the output. They may have been made on ``cast_stream``: whoever reads them waits for it, and all it was
-                given is done before the outputs may be read.
-            ready: When outputs, and what shards are made of, may be used; None: when the current stream comes to it.
+                the output. If they were made on ``cast_stream``, the backend waits for it.
+            ready: When the outputs, and what shards are made of, may be used; None: when the current stream is there.
         """
 
 
 class CopyEngine(PeerCopies, CastingBackend):
-    """Gathers of one communicator, see [Note: rules of the copy engine].
-
-    Args:
-        group, device: As for ``PeerCopies``.
-    """
+    """Gathers of one communicator, see [Note: rules of the copy engine]."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -135,7 +125,7 @@ class CopyEngine(PeerCopies, CastingBackend):
             stage.fetch([(self._rank, self._rank)], own)
 
     def _recording(self) -> int | None:
-        """A number of the graph that is recorded now, None if none is."""
+        """The number of the graph that is recorded now."""
         return compat.capture_id(torch.cuda.current_stream(self._device)) if self._is_capturing() else None
 
     def _grow(self, nbytes: int) -> None:
@@ -143,7 +133,7 @@ class CopyEngine(PeerCopies, CastingBackend):
         self._last_passed = None
 
     def _fill_ahead(self, ready: torch.Event | None, casts: list[_Pair]) -> torch.Event | None:
-        """Cast on a stream of its own, if it is known when nobody reads the places any more; when that is done."""
+        """Cast on the stream of casts if nobody reads the half any more when it gets there; when that is done."""
         if ready is None or self.cast_stream is None or self._last_passed is None:
             return None
         recording = self._recording()
@@ -156,7 +146,7 @@ class CopyEngine(PeerCopies, CastingBackend):
         return self.cast_stream.record_event()
 
     def _fill(self, casts: list[_Pair], filled: torch.Event | None, ready: torch.Event | None) -> None:
-        """Between the barriers: the places have their content, from now on or since ``filled``."""
+        """Between the barriers: fill the stage, or wait until it is filled."""
         if filled is None and casts:
             self._wait_for_packing(ready)
             self._cast(casts)
@@ -167,15 +157,13 @@ class CopyEngine(PeerCopies, CastingBackend):
             self._last_passed, self._last_recording = stream.record_event(), self._recording()
 
     def _wait_for_packing(self, ready: torch.Event | None) -> None:
-        """Let the current stream wait for what was made of shards on the stream of casts."""
         if ready is None or self.cast_stream is None:
             return
         self.cast_stream.wait_event(ready)  # a graph may not know that stream yet
         torch.accelerator.current_stream(self._device.index).wait_event(self.cast_stream.record_event())
 
     def _take_beside(self, stage: compat.SymmetricBuffer, own: list[compat.Fetch]) -> torch.Event | None:
-        """Copy what is this rank's own out of its stage beside what comes from peers, if there is a stream for it; when
-        that is done, and all that was made there."""
+        """Copy this rank's own part out of its stage on the stream of casts; when that stream is done."""
         if self.cast_stream is None or self._last_passed is None or not own:
             return None
         self.cast_stream.wait_event(self._last_passed)
@@ -184,7 +172,6 @@ class CopyEngine(PeerCopies, CastingBackend):
         return self.cast_stream.record_event()
 
     def _cast(self, pairs: list[_Pair]) -> None:
-        """Into the stage, from shards, which may be of another dtype."""
         plain = [pair for pair in pairs if _is_copied_as_bytes(*pair)]
         cast = [pair for pair in pairs if not _is_copied_as_bytes(*pair)] if len(plain) < len(pairs) else []
         for some, copy in ((plain, compat.copy_bytes), (cast, compat.copy_all)):

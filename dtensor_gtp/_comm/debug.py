@@ -1,12 +1,12 @@
-"""Debugging aids, switched on with the environment variable ``DTENSOR_GTP_DEBUG``.
+"""Debugging aids, switched on by the environment variable ``DTENSOR_GTP_DEBUG``, e.g. ``poison,delay=7``.
 
-``poison``: a gather buffer is filled with NaN when it is freed, so that a read after the release shows in the result.
+``poison``: fill a gather buffer with NaN when it is freed, so that a read after the release shows in the result.
 ``delay`` or ``delay=SEED``: every stream (on CPU: the host) sleeps a random time at each gather, use and
 reduce-scatter, so that a missing wait shows.
 ``order``: before each collective, the ranks of the mesh compare what they are about to launch, and raise if it differs.
-It waits for the device each time.
+The host waits for the device each time.
 ``splits``: layers that are built while it is set check the sizes of their groups on the device (``GroupedLinear``).
-Several can be given: ``poison,delay=7``. None changes a correct result.
+None of them changes a correct result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from torch import Tensor
 from .. import _torch_compat as compat
 
 _ENV = "DTENSOR_GTP_DEBUG"
-
-
 _MAX_DELAY_US = 300
 
 
@@ -46,26 +44,22 @@ class DebugFlags:
         """Raises:
         ValueError: The variable names an unknown aid.
         """
-        poison, seed, order, splits = False, None, False, False
+        flags: dict[str, Any] = {}
         for word in filter(None, (part.strip() for part in os.environ.get(_ENV, "").split(","))):
             name, _, value = word.partition("=")
-            if name == "poison" and not value:
-                poison = True
-            elif name == "order" and not value:
-                order = True
-            elif name == "splits" and not value:
-                splits = True
+            if name in ("poison", "order", "splits") and not value:
+                flags[name] = True
             elif name == "delay" and (not value or value.isdecimal()):
-                seed = int(value or 0)
+                flags["delay_seed"] = int(value or 0)
             else:
                 raise ValueError(
                     f"{_ENV} expects 'poison', 'delay', 'delay=SEED', 'order' or 'splits', but got {word!r}."
                 )
-        return cls(poison, seed, order, splits)
+        return cls(**flags)
 
 
 class Delays:
-    """Seeded random sleeps on the current stream, or on the host where there are no streams."""
+    """Seeded random sleeps of the current stream, or of the host where there are no streams."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._random = random.Random(seed)
@@ -74,30 +68,25 @@ class Delays:
     def sleep(self) -> None:
         micros = self._random.randrange(_MAX_DELAY_US)
         if self._device.type == "cuda":
-            # Cycles of the SM clock, about 1.7 of them in a nanosecond. It sleeps the stream, not the host.
+            # In cycles of the SM clock, about 1.7 per nanosecond. The stream sleeps, not the host.
             compat.sleep_stream(micros * 1700)
         else:
             time.sleep(micros * 1e-6)
 
 
 def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Compare what the ranks of one mesh are about to launch.
-
-    Args:
-        what: Name of the collective and of what it communicates.
-        groups: Communicators of the mesh's axes.
-        device: Where their backend expects tensors.
+    """Compare ``what`` the ranks of one mesh are about to launch, over the groups of its axes.
 
     Raises:
         RuntimeError: It differs. Raised on all ranks of the mesh.
     """
     code, differs = zlib.crc32(what.encode()), 0
     for group in groups:
-        # What one axis has found out, the next one hands on: in the end all ranks of the mesh know.
+        # Each axis passes on what the one before has found, so in the end all ranks of the mesh know.
         mine = torch.tensor([code, differs], device=device)
-        told = mine.new_empty(group.size(), 2)
-        dist.all_gather_into_tensor(told.view(-1), mine, group=group)
-        differs = int(any(other != [code, 0] for other in told.tolist()))
+        received = mine.new_empty(group.size(), 2)
+        dist.all_gather_into_tensor(received.view(-1), mine, group=group)
+        differs = int(any(other != [code, 0] for other in received.tolist()))
     if not differs:
         return
     launched = {dist.get_rank(): what}
@@ -105,9 +94,9 @@ def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.de
         parts: list[dict[int, str]] = [{}] * group.size()
         dist.all_gather_object(parts, launched, group=group)
         launched = {rank: other for part in parts for rank, other in part.items()}
-    told_by = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(launched.items()))
+    listed = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(launched.items()))
     raise RuntimeError(
-        f"The ranks of one mesh are about to launch different collectives ({told_by}). All ranks must use the same "
+        f"The ranks of one mesh are about to launch different collectives ({listed}). All ranks must use the same "
         "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "
         "Run the module on an empty input where a rank has no data for it."
     )

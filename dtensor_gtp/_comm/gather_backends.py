@@ -1,8 +1,6 @@
 """Who moves the bytes of one communicator: the process group itself, copy engines, or a class of the user's.
 
-A backend belongs to one communicator, gather or scatter, and is called in the same order on all of its ranks. Where
-there are streams, it orders its work on the current one. A backend that cannot be had raises on all ranks of the mesh
-and names the reason; the automatic choice goes on without it.
+All ranks of a communicator call its backend in the same order. Where there are streams, it works on the current one.
 """
 
 from __future__ import annotations
@@ -26,12 +24,7 @@ T = TypeVar("T")
 
 
 class ProcessGroupBackend:
-    """The collectives of the process group: NCCL's kernels, gloo's threads.
-
-    Args:
-        group: The communicator. Its name is kept, see ``Groups``.
-        device: Of the tensors.
-    """
+    """The collectives of the process group: NCCL's kernels, gloo's threads. Keeps its name only, see ``Groups``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_name = group.group_name
@@ -43,7 +36,7 @@ class ProcessGroupBackend:
 
 
 class Choice(NamedTuple):
-    """A backend, its name, and why it was taken."""
+    """A backend, its name, and the reason for the choice."""
 
     name: str
     backend: GatherBackend
@@ -51,10 +44,8 @@ class Choice(NamedTuple):
 
 
 def refuse_unavailable(schedule: SchedulePolicy, device_type: str) -> None:
-    """Refuse what the device cannot do, before anything is changed.
-
-    Raises:
-        ValueError: The policy asks by name for what there is not.
+    """Raises:
+    ValueError: The policy asks by name for something that the device does not have.
     """
     for name in ("gather_backend", "reduce_scatter"):
         asked = getattr(schedule, name)
@@ -74,7 +65,7 @@ def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGro
         groups: The gather communicator first, then those of the mesh's other axes, whose ranks are to agree.
 
     Raises:
-        RuntimeError: It cannot be had on some rank; raised on all ranks.
+        RuntimeError: Some rank cannot have it. Raised on all ranks.
     """
     asked = schedule.gather_backend
     if asked == "process_group":
@@ -93,7 +84,7 @@ def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough
     """A ring for the first of ``groups``. Collective over all of them.
 
     Raises:
-        RuntimeError: It cannot be had on some rank; raised on all ranks.
+        RuntimeError: Some rank cannot have one. Raised on all ranks.
     """
     factory = functools.partial(SendRing, enough_nbytes=enough_nbytes)
     return _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
@@ -105,10 +96,10 @@ def _make_on_all_ranks(
     device: torch.device,
     name: str,
 ) -> T:
-    """What ``factory`` makes of the first of ``groups``. Collective over all of them.
+    """The result of ``factory`` for the first of ``groups``. Collective over all of them.
 
     Raises:
-        RuntimeError: It raises on some rank of ``groups``. Raised on all of them, with the reasons.
+        RuntimeError: ``factory`` raises on some rank of ``groups``. Raised on all of them, with the reasons.
     """
     made: T | None = None
     reason = None
@@ -122,7 +113,7 @@ def _make_on_all_ranks(
         dist.all_gather_object(parts, reasons, group=group)
         reasons = {rank: other for part in parts for rank, other in part.items()}
     if reasons:
-        told = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(reasons.items()))
-        raise RuntimeError(f"{name} cannot be had for ranks {dist.get_process_group_ranks(groups[0])} ({told})")
+        listed = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(reasons.items()))
+        raise RuntimeError(f"{name} cannot be had for ranks {dist.get_process_group_ranks(groups[0])} ({listed})")
     assert made is not None
     return made

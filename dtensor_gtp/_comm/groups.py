@@ -11,16 +11,16 @@ from .. import _torch_compat as compat
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:
-    """Whether others hold the same shards: of a (replicate, gtp) mesh."""
+    """Whether other ranks hold the same shards, as in a (replicate, gtp) mesh."""
     return mesh.ndim == 2 and mesh.size(0) > 1
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Communicators of one weight mesh. Gather and scatter have one each, so that they overlap in backward.
+    """Communicators of one weight mesh. Gathers and reduce-scatters have one each, so that they overlap in backward.
 
-    Names, not objects: an object held here would outlive ``destroy_process_group`` and be torn down at interpreter
-    exit, while its threads still run.
+    It keeps names: a group object would outlive ``destroy_process_group`` and be torn down at interpreter exit, while
+    its threads still run.
     """
 
     gather_name: str
@@ -37,5 +37,5 @@ class Groups:
 
     @property
     def replicate(self) -> dist.ProcessGroup | None:
-        """The group of the replicate axis, None if there is none or nobody else is in it."""
+        """The group of the replicate axis, None if it has one rank or there is none."""
         return None if self.replicate_name is None else compat.resolve_group(self.replicate_name)

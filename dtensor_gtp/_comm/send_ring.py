@@ -1,29 +1,28 @@
 """Gradients that peers fetch by copy engines, from where the GEMM has written them.
 
 [Note: places in the ring]
-A gradient is sent from the *ring*, symmetric memory of this rank. Peers must know where it lies, without a word: a
-place follows from the sizes of what was submitted before in this backward, which is the same on all ranks, as the order
-of collectives is. Whether the gradient was written there to begin with is another matter, and each rank's own: a GEMM
-is *offered* the place that comes next if nobody uses it any more. Else, and for a gradient that was made elsewhere (a
-microbatch added to earlier ones, say), the scatter stream copies it there, by a kernel, after all before it was read.
+Gradients are sent from the *ring*, symmetric memory of this rank. Peers must know where a gradient lies without being
+told: its place follows from the sizes of what was submitted before in this backward, which is the same on all ranks. A
+GEMM is *offered* the next place, to write its gradient there, if nobody uses the place any more. Otherwise, and for a
+gradient that was made elsewhere (added to those of earlier microbatches, say), the scatter stream copies the gradient
+into its place. Each rank decides that for itself.
 
-A place is in use until compute has waited for the exchange that has read it (``CommContext`` retires it) or longer. An
-exchange ends with a barrier, so then all peers have read it. Which places are in use may differ between ranks; nothing
-but offers depends on it.
+A place is in use at least until compute has waited for the exchange that reads it (``CommContext`` retires it). An
+exchange ends with a barrier, so by then all peers have read it. Which places are in use may differ between ranks;
+nothing but offers depends on it.
 
-An exchange, in the order of the scatter stream, is
+An exchange is, in the order of the scatter stream:
 
 1. a barrier: all ranks have written what they send;
 2. a copy of every peer's addend for this rank;
 3. a barrier: all ranks have read.
 
-The rank's own addend stays where it is, until the kernel that adds reads it (see [Note: kernels after an exchange] in
-``comm_context``).
+The kernel that adds reads this rank's own addend in its place (see [Note: kernels after an exchange]).
 
-What cannot travel with a gradient is launched before that one is given a place. If a gradient has no room beside those
-that it travels with, they are all laid out anew when they are launched, in a ring that grows if it must. At the end of
-each backward the ring grows to what would have spared that, up to ``enough_nbytes``. So in the first backward gradients
-are copied, and the second one has room. Rules of growth, and for CUDA graphs, are those of [Note: rules of the copy
+What cannot travel with a gradient is launched before that one gets a place. If a gradient has no room beside those that
+it travels with, all of them are laid out anew when they are launched, in a ring that grows if it must. At the end of
+each backward the ring grows to the size that would have spared that, up to ``enough_nbytes``. So gradients of the first
+backward are copied, and the second one has room. The rules of growth and of CUDA graphs are in [Note: rules of the copy
 engine]. Places begin anew with each backward, so addresses repeat from step to step.
 """
 
@@ -56,12 +55,11 @@ class Place:
 
 
 class SendRing(PeerCopies):
-    """Exchanges of one communicator, see [Note: places in the ring]. Collective over ``group``.
+    """Exchanges of one communicator, see [Note: places in the ring]. Making one is collective over ``group``.
 
     Args:
-        group, device: As for ``PeerCopies``.
-        enough_nbytes: Up to where it grows for more to be in flight. A gradient that takes more than half of that (a
-            head) has room of its own besides, or those that follow it would find their places in use.
+        enough_nbytes: Up to where it grows so that more is in flight. A gradient that takes more than half of that (a
+            head) has room of its own besides: otherwise later gradients would find their places in use.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
@@ -71,20 +69,18 @@ class SendRing(PeerCopies):
         self._used: list[weakref.ref[Place]] = []
         self._waiting: list[Place] = []  # for their launch
         self._offered: Tensor | None = None
-        # What a backward has submitted, in all and at most, and what would have been room for all that had to be laid
-        # out anew.
+        # Bytes of this backward: submitted in all, the largest gradient, and what would have avoided laying out anew.
         self._submitted_nbytes = self._largest_nbytes = 0
         self._wanted_nbytes = 0
 
     def _next(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Where the next gradient begins and ends; beyond the end of the ring if it has no room there."""
+        """Where the next gradient begins and ends, perhaps beyond the end of the ring."""
         size = offsets([numel * dtype.itemsize], _ALIGNMENT)[-1]
         begin = self._head if self._head + size <= self._nbytes else 0
         return begin, begin + size
 
     @property
     def rank(self) -> int:
-        """This rank, in the group."""
         return self._rank
 
     @property
@@ -92,7 +88,7 @@ class SendRing(PeerCopies):
         return 0 if self._stage is None else self._stage.nbytes
 
     def offer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Memory for a gradient that is the next one to be submitted; None if it is still in use."""
+        """Memory for the next gradient to be submitted; None if it is still in use."""
         shape = torch.Size(shape)
         begin, end = self._next(shape.numel(), dtype)
         self._used = [ref for ref in self._used if ref() is not None]
@@ -101,15 +97,15 @@ class SendRing(PeerCopies):
         return self._offered
 
     def has_offered(self, buffer: Tensor) -> bool:
-        """Whether it is the memory that was offered last, and nothing has been submitted since."""
+        """Whether ``buffer`` was offered last, and nothing has been submitted since."""
         return buffer is self._offered
 
     def take(self, buffer: Tensor, dtype: torch.dtype) -> Place | None:
         """The place of a gradient that is submitted now, to be sent in ``dtype``; None if it has no room beside those
-        that wait.
+        that wait for their launch.
 
         Raises:
-            RuntimeError: It is not the one that the last place was offered to.
+            RuntimeError: The last place was offered to another gradient.
         """
         offered, self._offered = self._offered, None
         if offered is not None and offered is not buffer:
@@ -129,10 +125,10 @@ class SendRing(PeerCopies):
         return place
 
     def lay_out(self, fulls: list[Tensor], dtype: torch.dtype) -> list[Place]:
-        """New places for gradients that are launched together and that have not all got one, on the scatter stream.
+        """New places for gradients that are launched together, not all of which have one. On the scatter stream.
 
-        Those of ``fulls`` that lie in the ring are replaced by copies. The places that they had must be held until the
-        launch is retired.
+        Replaces those of ``fulls`` that lie in the ring by copies. Their old places must live until the launch is
+        retired.
         """
         fulls[:] = [full.clone() if self._is_inside(full) else full for full in fulls]
         ends = offsets([full.numel() * dtype.itemsize for full in fulls], _ALIGNMENT)
@@ -148,17 +144,17 @@ class SendRing(PeerCopies):
         return begin <= tensor.data_ptr() < begin + self._nbytes
 
     def is_in(self, place: Place, full: Tensor) -> bool:
-        """Whether a gradient was written to its place to begin with: it was offered."""
+        """Whether ``full`` was written to its place, which was offered."""
         assert self._stage is not None
         return full.data_ptr() == self._stage.address(self._rank) + place.begin
 
     def room(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The memory of a place, on this rank: a tensor object of its own each time."""
+        """The memory of a place on this rank, as a new tensor object."""
         assert self._stage is not None
         return self._stage.view(self._rank, place.begin, shape, dtype).view(shape)
 
     def rewind(self) -> None:
-        """Nothing waits or is in flight: begin anew."""
+        """Begin anew, when nothing waits or is in flight."""
         self._head = self._submitted_nbytes = self._largest_nbytes = self._wanted_nbytes = 0
         self._offered = None
         self._waiting.clear()
@@ -166,7 +162,7 @@ class SendRing(PeerCopies):
 
     @property
     def missing_nbytes(self) -> int:
-        """What it should have had in this backward; 0 if that is what it has."""
+        """The size that it should have had in this backward; 0 if it has that."""
         is_large = self._largest_nbytes > self._enough_nbytes // 2
         enough = self._enough_nbytes + self._largest_nbytes * is_large
         wanted = max(min(enough, self._submitted_nbytes), self._wanted_nbytes)
@@ -180,11 +176,10 @@ class SendRing(PeerCopies):
         """Copy the row for this rank out of every peer's gradients, on the current stream.
 
         Args:
-            received: Shape ``(world, numel)``, contiguous; row i comes from rank i, and that of this rank is left out.
-                Or shape ``(world - 1, numel)``, which has no such row. What comes of each gradient lies in a row one
-                behind the other.
+            received: Shape ``(world, numel)``, contiguous: row i comes from rank i, this rank's is not written. Or
+                shape ``(world - 1, numel)``, without this rank's row. A row holds its part of each gradient in turn.
             sizes: Elements of a row of each gradient; their sum is ``numel``.
-            places: Where gradients of shape ``(world, size)`` lie; row i is for rank i. All that wait.
+            places: Of all gradients that wait, each of shape ``(world, size)``; row i is for rank i.
         """
         assert places == self._waiting, "gradients are launched in the order in which they were submitted"
         self._waiting = []

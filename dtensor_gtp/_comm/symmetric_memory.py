@@ -16,14 +16,14 @@ ALIGNMENT = 16
 
 
 class PeerCopies:
-    """A stage that peers copy from, and that grows: see [Note: rules of the copy engine]. Collective over ``group``.
+    """A stage that peers copy from, see [Note: rules of the copy engine]. Making one is collective over ``group``.
 
     Args:
-        group: Ranks of one host, one GPU each. Its name is kept, see ``Groups``.
+        group: Ranks of one host, one GPU each. Only its name is kept, see ``Groups``.
         device: This rank's GPU.
 
     Raises:
-        RuntimeError: There is no symmetric memory for these ranks. Raised on each rank that has a reason.
+        RuntimeError: These ranks cannot have symmetric memory. Raised on all of them.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class PeerCopies:
         self._num_captured_before = len(self._captured)
 
     def forget_recording(self) -> None:
-        """The last one has failed: no graph uses what it alone has used."""
+        """The recording has failed: no graph uses the stages that it alone has used."""
         del self._captured[self._num_captured_before :]
 
     def _is_capturing(self) -> bool:
@@ -51,13 +51,12 @@ class PeerCopies:
         torch.cuda.current_stream(self._device).synchronize()
 
     def _reserve(self, nbytes: int) -> compat.SymmetricBuffer:
-        """The stage, which has at least so many bytes on all ranks."""
+        """The stage, with at least so many bytes on all ranks."""
         if self._stage is None or self._stage.nbytes < nbytes:
             self._grow(nbytes)
         return self._used_stage()
 
     def _used_stage(self) -> compat.SymmetricBuffer:
-        """The stage as it is, to be used on the current stream."""
         assert self._stage is not None
         if self._is_capturing() and self._stage not in self._captured:
             self._captured.append(self._stage)
@@ -80,18 +79,18 @@ class PeerCopies:
 
     @property
     def held_nbytes(self) -> int:
-        """Symmetric memory of this rank: the stage, and those that graphs have used before it grew."""
+        """Symmetric memory of this rank: the stage, and earlier ones that graphs use."""
         stages = {id(stage): stage.nbytes for stage in (self._stage, *self._captured) if stage is not None}
         return sum(stages.values())
 
     def _peers(self) -> list[int]:
-        """The others, each rank beginning with its neighbour, so that no link is asked by all at once."""
+        """The other ranks, beginning with the neighbour, so that not all ranks read from one at once."""
         return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
 
 @contextmanager
 def waiting_allowed(device: torch.device) -> Iterator[None]:
-    """What has to wait for the GPU once does so, also in a step that is watched for waiting."""
+    """Wait for the GPU in this context, also if the user has torch warn of synchronizations."""
     if device.type != "cuda":
         yield
         return

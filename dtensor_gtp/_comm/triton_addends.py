@@ -21,12 +21,8 @@ from torch import Tensor
 from .._torch_compat.kernel_trial import on_device_of
 
 _BLOCK = 1024
-
-
 # Gradients of one launch.
 _PARCELS = 4
-
-
 # In elements: what vectors of loads and stores need.
 _ALIGNMENT = 16
 

@@ -16,16 +16,12 @@ from .._comm.streams import Done
 from ..quant.planes import Direction
 from .gathered import Gathered
 from .layout import WeightLayout
-from .sharded_weight import Columnwise, Gatherable, ShardedWeight
+from .sharded_weight import Gatherable, ShardedWeight
 from .wire import Packed
 
 
 def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
-    """Launch the gathers of present shards, as one operation.
-
-    Args:
-        targets: Of weights of one mesh.
-    """
+    """Launch the gathers of present shards of one mesh, as one operation."""
     for target in targets:
         target.num_gathers += 1
     weight = targets[0].weight
@@ -37,8 +33,41 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
     return _launch_together([_prepare(target, packed.get(target), buffers.get(target)) for target in targets], comm)
 
 
+def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
+    """As ``_launch_together``, for the most frequent case with the least work of the host."""
+    layout, shard, groups = weight.layout, weight.shard, weight.groups
+    buffer = weight.gather_buffer()
+    with profiler_range("GTP::all_gather", weight.fqn), comm.gathering(groups):
+        comm.before_collective("all_gather", weight.fqn, groups)
+        rows = layout.rows_of(shard)
+        if not (comm.casts_shards(groups) or _is_sendable(rows, layout, buffer.dtype)):
+            slot = layout.slot(buffer)
+            layout.filled(slot).copy_(rows)
+            rows = slot
+        done = comm.all_gather(groups, [buffer], [rows])
+    return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
+
+
+def _is_sendable(rows: Tensor, layout: WeightLayout, dtype: torch.dtype) -> bool:
+    """Whether the rows of a shard are sent as they are. Else they are cast and padded in their slot of the buffer."""
+    return rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
+
+
+def _alone(target: Gatherable, comm: CommContext) -> Gathered:
+    """On an axis of one rank: nothing is communicated."""
+    weight, done = target.weight, comm.at_once()
+    layout, shard, version = weight.layout, weight.shard, weight.version
+    if weight.wire is not None:
+        packed = weight.wire.pack(_direction(target), comm)
+        own = [plane for _, plane in packed.planes]
+        return _packed(packed, lambda: own, Gathered(as_integers(own[0]), shard, done, shard, version, True))
+    rows = layout.rows_of(shard)
+    buffer = rows.to(weight.compute_dtype)
+    return Gathered(buffer, layout.full_view(buffer), done, shard, version, buffer is rows)
+
+
 def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
-    """What is sent of those weights that are not sent as they are."""
+    """What is sent of the weights that are not sent as they are."""
     wires = [(target, wire) for target in targets if (wire := target.weight.wire) is not None]
     if not wires:
         return {}
@@ -46,9 +75,13 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
         return {target: wire.pack(_direction(target), comm) for target, wire in wires}
 
 
+def _direction(target: Gatherable) -> Direction:
+    return Direction.ROWWISE if target is target.weight else Direction.COLUMNWISE
+
+
 def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
-    """Buffers of weights that always travel together, where all of them do: slices of one tensor, in order, so that
-    who computes with all of them at once has their stack as a view."""
+    """Buffers of weights that always travel together: slices of one tensor, so that an op that computes with all of
+    them has their stack as a view."""
     buffers: dict[Gatherable, Tensor] = {}
     for companions in dict.fromkeys(target.companions for target in targets if target.companions):
         weights = [target.weight for target in companions]
@@ -61,37 +94,6 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
     return buffers
 
 
-def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
-    """What ``_launch_together`` does, for the most frequent case with the least work of the host."""
-    layout, shard, dtype = weight.layout, weight.shard, weight.compute_dtype
-    rows = layout.rows_of(shard)
-    buffer = weight.gather_buffer()
-    is_sendable = rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
-    groups = weight.groups
-    with profiler_range("GTP::all_gather", weight.fqn), comm.gathering(groups):
-        comm.before_collective("all_gather", weight.fqn, groups)
-        # The shard goes out as it is if it can; else it is cast and padded into its own slot of the buffer.
-        slot = rows
-        if not is_sendable and not comm.casts_shards(groups):
-            slot = layout.slot(buffer)
-            layout.filled(slot).copy_(rows)
-        done = comm.all_gather(groups, [buffer], [slot])
-    return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
-
-
-def _alone(target: Gatherable, comm: CommContext) -> Gathered:
-    """On an axis of one rank: nothing is communicated."""
-    weight = target.weight
-    layout, shard, dtype, version = weight.layout, weight.shard, weight.compute_dtype, weight.version
-    if weight.wire is not None:
-        packed = weight.wire.pack(_direction(target), comm)
-        own = [plane for _, plane in packed.planes]
-        return _packed(packed, lambda: own, Gathered(as_integers(own[0]), shard, comm.at_once(), shard, version, True))
-    rows = layout.rows_of(shard)
-    buffer = rows if rows.dtype == dtype else rows.to(dtype)
-    return Gathered(buffer, layout.full_view(buffer), comm.at_once(), shard, version, buffer is rows)
-
-
 class _Plane(NamedTuple):
     """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer."""
 
@@ -101,36 +103,22 @@ class _Plane(NamedTuple):
 
 
 class _Sending(NamedTuple):
-    """What is gathered of one weight: the weight itself, in one plane, or what it is packed in."""
+    """What is gathered of one weight: the weight itself, in one plane, or the planes that it is packed in."""
 
     weight: ShardedWeight
     planes: list[_Plane]
     packed: Packed | None
 
 
-def _packed(packed: Packed, parts: Callable[[], list[Tensor]], gathered: Gathered) -> Gathered:
-    gathered.unpack = lambda: packed.unpack(parts())
-    if (assemble := packed.quantized) is not None:
-        gathered.quantized = lambda: assemble(parts())
-    return gathered
-
-
-def _direction(target: Gatherable) -> Direction:
-    return Direction.COLUMNWISE if isinstance(target, Columnwise) else Direction.ROWWISE
-
-
 def _prepare(target: Gatherable, packed: Packed | None, buffer: Tensor | None) -> _Sending:
     weight = target.weight
     if packed is None:
-        layout, shard = weight.layout, weight.shard
-        if buffer is None:
-            buffer = weight.gather_buffer()
-        return _Sending(weight, [_Plane(layout, shard, buffer)], None)
+        buffer = weight.gather_buffer() if buffer is None else buffer
+        return _Sending(weight, [_Plane(weight.layout, weight.shard, buffer)], None)
     planes = []
     for layout, plane in packed.planes:
-        part = as_integers(plane)  # not every backend knows every float
-        buffer = torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)
-        planes.append(_Plane(layout, part, buffer))
+        part = as_integers(plane)
+        planes.append(_Plane(layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
     return _Sending(weight, planes, packed)
 
 
@@ -144,6 +132,21 @@ def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gather
         slots = [plane.layout.rows_of(plane.part) for plane in planes] if comm.casts_shards(groups) else _slots(planes)
         done = comm.all_gather(groups, [plane.buffer for plane in planes], slots)
     return [_gathered(sending, done, comm) for sending in sendings]
+
+
+def _slots(planes: list[_Plane]) -> list[Tensor]:
+    slots, sources, copies = [], [], []
+    for layout, part, buffer in planes:
+        rows = layout.rows_of(part)
+        if _is_sendable(rows, layout, buffer.dtype):
+            slots.append(rows)
+            continue
+        slots.append(layout.slot(buffer))
+        sources.append(rows)
+        copies.append(layout.filled(slots[-1]))
+    if copies:
+        compat.copy_all(copies, sources)
+    return slots
 
 
 def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
@@ -163,17 +166,8 @@ def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
     return _packed(packed, parts, gathered)
 
 
-def _slots(planes: list[_Plane]) -> list[Tensor]:
-    """What this rank sends: each part as it is if it can, else cast and padded into its own slot of the buffer."""
-    slots, sources, copies = [], [], []
-    for layout, part, buffer in planes:
-        rows = layout.rows_of(part)
-        if rows.dtype == buffer.dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous():
-            slots.append(rows)
-            continue
-        slots.append(layout.slot(buffer))
-        sources.append(rows)
-        copies.append(layout.filled(slots[-1]))
-    if copies:
-        compat.copy_all(copies, sources)
-    return slots
+def _packed(packed: Packed, parts: Callable[[], list[Tensor]], gathered: Gathered) -> Gathered:
+    gathered.unpack = lambda: packed.unpack(parts())
+    if (assemble := packed.quantized) is not None:
+        gathered.quantized = lambda: assemble(parts())
+    return gathered

@@ -1,9 +1,8 @@
-"""A gathered weight, and what is in memory of one that can be gathered."""
+"""A gathered weight: its buffer, when it may be read, and what it was made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,10 +14,10 @@ from .layout import WeightLayout
 
 
 class Version(NamedTuple):
-    """What tells that a shard has been written to.
+    """Differs once a shard has been written to.
 
-    In-place ops on a DTensor count in the DTensor, those on its local tensor in that; fused and foreach optimizers
-    count in neither, so their steps are counted.
+    In-place ops on a DTensor count in the DTensor, those on its local tensor in that. Fused and foreach optimizers
+    count in neither, so the runtime counts their steps.
     """
 
     param: int
@@ -27,43 +26,70 @@ class Version(NamedTuple):
 
 
 class ShardState(NamedTuple):
-    """What tells that something made of a shard is stale, see [Note: what is made of a shard]."""
+    """Differs once what was made of a shard is stale, see [Note: what is made of a shard]."""
 
     version: Version
     edition: int
 
 
-@dataclass(eq=False)
 class Gathered:
-    """A full weight in a buffer, and what it was made of.
+    """A full weight in a buffer.
 
-    ``holds`` counts who uses it right now: a running op, a module's forward, saved tensors in backward. ``unpack``
-    makes the full weight of what came over the wire where that is not the weight itself; ``quantized`` gives what came
-    over the wire to GEMMs that multiply with just that.
+    Args:
+        buffer: The memory.
+        value: The full weight, a view of ``buffer``; what came over the wire as long as ``unpack`` is set.
+        done: When the gather is complete.
+        source: The shard that was gathered, and its version then.
+        is_alias: The buffer is the shard itself, or a fixed buffer: it is not freed with this object.
+
+    Attributes:
+        holds: Who uses it now: a running op, the forward of a module, saved tensors in backward.
+        unpack: Makes the full weight of what came over the wire, if that is not the weight itself.
+        quantized: Gives what came over the wire to GEMMs that multiply with just that.
     """
 
-    buffer: Tensor
-    value: Tensor
-    done: Done
-    source: Tensor
-    version: Version
-    is_alias: bool
-    holds: int = 0
-    _contiguous: Tensor | None = None
-    unpack: Callable[[], Tensor] | None = None
-    quantized: Callable[[], Quantized] | None = None
+    __slots__ = (
+        "_contiguous",
+        "buffer",
+        "done",
+        "holds",
+        "is_alias",
+        "quantized",
+        "source",
+        "unpack",
+        "value",
+        "version",
+    )
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        value: Tensor,
+        done: Done,
+        source: Tensor,
+        version: Version,
+        is_alias: bool,
+        holds: int = 0,
+    ) -> None:
+        self.buffer, self.value, self.done = buffer, value, done
+        self.source, self.version, self.is_alias = source, version, is_alias
+        self.holds = holds
+        self._contiguous: Tensor | None = None
+        self.unpack: Callable[[], Tensor] | None = None
+        self.quantized: Callable[[], Quantized] | None = None
 
     @property
     def full(self) -> Tensor:
         """The full weight, after the wait for ``done``."""
-        self.complete()
+        if self.unpack is not None:
+            self.complete()
         return self.value
 
     def complete(self) -> None:
-        """Make the full weight of what came over the wire, after the wait. Done once, however often it is asked for."""
+        """Make the full weight of what came over the wire, after the wait. Only the first call does."""
         if self.unpack is None:
             return
-        # With it goes what came over the wire, unless the weight is made of it or GEMMs may ask for it.
+        # This drops what came over the wire, unless the weight is a view of it or GEMMs may ask for it.
         unpack, self.unpack = self.unpack, None
         with compat.unseen_by_checkpoint_policies():
             self.value = unpack()
@@ -72,7 +98,7 @@ class Gathered:
 
     def forget(self) -> None:
         """Drop all references but that of the buffer."""
-        self.done = Done()  # a background work holds its tensors also when it is complete
+        self.done = Done()  # a background work keeps its tensors also when it is complete
         self.value, self._contiguous, self.unpack, self.quantized = self.buffer, None, None, None
 
     def is_in(self, buffer: Tensor) -> bool:
@@ -84,7 +110,7 @@ class Gathered:
         self.buffer, self.value, self._contiguous = buffer, layout.full_view(buffer), None
 
     def contiguous(self) -> Tensor:
-        """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all who ask."""
+        """The full weight contiguous: the buffer itself if dim 0 is sharded, else one copy for all callers."""
         if self._contiguous is None:
             is_plain = type(self.full) is Tensor
             with compat.unseen_by_checkpoint_policies():

@@ -25,11 +25,8 @@ from .wire import Wire
 
 
 class StandIn:
-    """A leaf of one number on the host: ``ops/compiled.py`` says why it is a number, and why there.
-
-    Args:
-        requires_grad: Whether the weight needs a gradient, now; a weight that is frozen later gets another one.
-    """
+    """Stands for a weight in the autograd graph of compiled code: a leaf of one number on the host (see
+    ``ops/compiled_weight.py``)."""
 
     def __init__(self, requires_grad: bool) -> None:
         with torch.inference_mode(False):
@@ -38,64 +35,45 @@ class StandIn:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the backward that runs now wants the weight's gradient."""
+        """Whether the running backward computes the gradient of the weight."""
         return self._node is not None and compat.is_node_awaited(self._node)
 
 
 class Gatherable:
-    """What is gathered of a weight, and what of it is in memory.
+    """Something that is gathered of ``weight``, and what of it is in memory: the weight itself, or the columnwise data
+    that the backward of some low-precision formats needs beside it (``ShardedWeight.for_backward``)."""
 
-    That is the weight itself; and for low-precision formats whose backward needs other data, a second one beside it
-    (``ShardedWeight.for_backward``).
-    """
-
-    def __init__(self) -> None:
-        self.index = -1
+    def __init__(self, weight: ShardedWeight) -> None:
+        self.weight = weight
+        self.index = -1  # in plans
         self.call = -1  # number of the gtp_shard call
-        self.lane = 0  # number of the mesh, see ``schedule``
+        self.lane = 0  # number of the mesh, see [Note: what is gathered when]
         # What is always gathered together, itself included, in order of use; empty if it is alone.
         self.companions: tuple[Gatherable, ...] = ()
         self.num_gathers = 0
-        self.live: Gathered | None = None
-        self.kept: Gathered | None = None
-        self.pending: deque[Gathered] = deque()
-
-    @property
-    def weight(self) -> ShardedWeight:
-        """The weight that it belongs to."""
-        raise NotImplementedError
+        self.live: Gathered | None = None  # in use
+        self.kept: Gathered | None = None  # not in use
+        self.pending: deque[Gathered] = deque()  # gathers for uses to come
 
     @property
     def nbytes(self) -> int:
-        """What is gathered, in bytes."""
-        weight = self.weight
-        return (None if weight.wire is None else weight.wire.num_bytes()) or self.kept_nbytes
+        """Bytes that are gathered."""
+        wire = self.weight.wire
+        return (None if wire is None else wire.num_bytes()) or self.kept_nbytes
 
     @property
     def kept_nbytes(self) -> int:
-        """The full weight in memory, in bytes."""
+        """Bytes of the full weight in memory."""
         return self.weight.layout.shape.numel() * self.weight.compute_dtype.itemsize
 
     @property
     def is_absent(self) -> bool:
-        """Whether there is nothing of it in memory or on its way."""
+        """Whether nothing of it is in memory or in flight."""
         return self.live is None and self.kept is None and not self.pending
 
 
-class Columnwise(Gatherable):
-    """What the gradient of the input needs of a weight that forward gathers in other data."""
-
-    def __init__(self, weight: ShardedWeight) -> None:
-        super().__init__()
-        self._weight = weight
-
-    @property
-    def weight(self) -> ShardedWeight:
-        return self._weight
-
-
 def gather_together(weights: Sequence[ShardedWeight]) -> None:
-    """When one of these weights of one ``gtp_shard`` call is gathered, so are the others, in the same launch."""
+    """Gather these weights of one ``gtp_shard`` call in one launch from now on, whichever is asked for."""
     if len(weights) < 2:
         return
     for number in range(min(len(weight.gatherables) for weight in weights)):
@@ -112,13 +90,19 @@ class WeightState(enum.Enum):
     GATHERED = enum.auto()  # the full weight is in use or kept
 
 
+class FixedBuffers(NamedTuple):
+    """Where a recorded block reads a full weight and leaves its gradient, see [Note: fixed buffers]."""
+
+    gathered: Tensor
+    grad: Tensor
+
+
 class ShardedWeight(ManagedParam, Gatherable):
     """A weight that is cut over the gtp axis.
 
     Args:
-        layout: Rows in shard and buffers.
-        tp_spec: For a weight that tensor parallelism has cut before: the DTensor spec of the slice that modules see.
-        make_wire: Gives what crosses the wire in the place of the weight itself, None for the weight.
+        tp_spec: If tensor parallelism has cut the weight before: the DTensor spec of the slice that modules see.
+        make_wire: Says what is gathered instead of the weight itself; None for the weight.
     """
 
     def __init__(
@@ -133,53 +117,51 @@ class ShardedWeight(ManagedParam, Gatherable):
         make_wire: Callable[[ShardedWeight], Wire | None] = lambda weight: None,
     ) -> None:
         ManagedParam.__init__(self, fqn, sites, param, mesh, mp_policy)
-        Gatherable.__init__(self)
+        Gatherable.__init__(self, self)
         self.layout = layout
         self.tp_spec = tp_spec
         self.wire = wire = make_wire(self)
-        # What the gradient of the input is computed with.
-        self.for_backward: Gatherable = Columnwise(self) if wire is not None and wire.has_columnwise else self
-        # A full gradient (buffer layout) of microbatches without gradient sync.
+        # To compute the gradient of the input with.
+        self.for_backward: Gatherable = Gatherable(self) if wire is not None and wire.has_columnwise else self
+        # Full gradient (buffer layout) of microbatches without gradient sync.
         self.unsharded_grad: Tensor | None = None
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
         self.unreplicated_grad: Tensor | None = None
-        # How linear layers multiply with it; None for ordinary GEMMs of the full weight.
+        # GEMMs of linear layers with the quantized weight; None for ordinary GEMMs of the full weight.
         self.gemms: Float8GEMMs | None = None
         self.fixed: FixedBuffers | None = None  # of a weight of a recorded block
-        # Of a table that is looked up by exchange of activations, and of a head with a vocabulary-parallel loss.
+        # Exchanges of activations, for an embedding and for a head with a vocabulary-parallel loss.
         self.lookups: TokenExchange | None = None
         self.losses: TokenExchange | None = None
         # Optimizer steps that may have written to the shard.
         self.num_updates = 0
         # See [Note: what is made of a shard].
         self.edition = 0
-        # What the last use by compiled code has read, which has no place to keep it for its backward.
+        # Read by the last use in compiled code, which cannot keep it for its backward.
         self.compiled_version: Version
         self._rebound()
 
     def _rebound(self) -> None:
         self.edition += 1
-        # What stands for the parameter in autograd's graph, empty. The gradient does not go through autograd. If the
-        # parameter itself were in the graph, autograd would call its post-accumulate-grad hooks all the same, long
-        # before there is a gradient.
+        # The gradient does not go through autograd. An empty leaf stands for the parameter in the graph, because
+        # autograd would call post-accumulate-grad hooks of the parameter itself long before there is a gradient.
         self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.shard.device)
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
         self.gemms = None if self.wire is None else self.wire.gemms()
         if self.tp_spec is not None:
-            # It is gathered in the compute dtype.
-            spec = self.tp_spec
+            spec = self.tp_spec  # of the full weight, which is gathered in the compute dtype
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
         # [Note: what is made of a shard]
-        # What is made of it for a gather serves the backward that follows, as long as the shard's version stays. A
-        # version does not tell everything, though: ``.data`` can be written without a trace. So each forward makes it
-        # anew; but quantized data, which take longer to make, are made once for each optimizer step: they serve as long
-        # as gradients of earlier microbatches wait for one, unless a CUDA graph records the forward, on whose replay
-        # the shard is another. ``edition`` goes up when it is to be made anew whatever the version says.
+        # Data made of a shard for a gather also serve the backward, as long as the version of the shard stays. Writes
+        # to ``.data`` do not change the version, so each forward makes the data anew. Quantized data take longer to
+        # make, so they are made once for each optimizer step: they serve while gradients of earlier microbatches wait
+        # for a step. A CUDA graph that records the forward always makes them, because its replays see other shards.
+        # A new ``edition`` says that data are to be made anew, whatever the version says.
         is_made_once = self.wire is not None and self.wire.is_made_once
         if not is_made_once or is_captured or self.is_cut_again or not self.has_waiting_grad:
             self.edition += 1
@@ -198,19 +180,14 @@ class ShardedWeight(ManagedParam, Gatherable):
         return Version(self.param._version, self.shard._version, self.num_updates)
 
     def is_fresh(self, gathered: Gathered) -> bool:
-        """False if the shard has been replaced or written since the gather read it, or if autograd would refuse it."""
+        """Whether ``gathered`` has the values of the shard, and autograd would take it."""
         if gathered.buffer.is_inference() and not torch.is_inference_mode_enabled():
             return False
         return gathered.source is self.shard and gathered.version == self.version
 
     @property
     def state_of_shard(self) -> ShardState:
-        """Equal to an earlier one if what was made of the shard then may still be used."""
         return ShardState(self.version, self.edition)
-
-    @property
-    def weight(self) -> ShardedWeight:
-        return self
 
     @property
     def gatherables(self) -> list[Gatherable]:
@@ -229,14 +206,14 @@ class ShardedWeight(ManagedParam, Gatherable):
         return WeightState.GATHERING if self.pending else WeightState.SHARDED
 
     def for_modules(self, gathered: Gathered) -> Tensor:
-        """The full weight as module code expects it: contiguous, and a DTensor where the module is tensor-parallel."""
+        """The full weight for module code: contiguous, and a DTensor where the module is tensor-parallel."""
         if self.wire is not None:
             self.wire.note_read()
         full = gathered.contiguous().detach()
         return full if self.tp_spec is None else compat.wrap_local(full, self.tp_spec)
 
     def exchange(self, purpose: str, declared: int | None, is_worth: Callable[[int], bool]) -> TokenExchange:
-        """An exchange of activations for uses of this weight, see ``TokenExchange``."""
+        """A new exchange of activations for uses of this weight, see ``TokenExchange``."""
         return TokenExchange(self.fqn, self.layout.shape, self.mesh, purpose, declared, is_worth)
 
     def new_buffer(self) -> Tensor:
@@ -244,16 +221,16 @@ class ShardedWeight(ManagedParam, Gatherable):
         return torch.empty(self.layout.buffer_shape, dtype=self.compute_dtype, device=self.shard.device)
 
     def gather_buffer(self) -> Tensor:
-        """A buffer to gather into: the fixed one, if there is one that fits and that nobody holds."""
+        """A buffer to gather into: the fixed one, if the weight has one that nobody holds."""
         if self.fixed is not None and self.fixed.gathered.dtype == self.compute_dtype:
             buffer = self.fixed.gathered
-            # Two owners: this tensor, and the Python object of its storage that is asked with.
+            # Two owners are ours: this tensor, and the Python object of its storage.
             if compat.storage_use_count(buffer.untyped_storage()) <= 2:
                 return buffer.view(buffer.shape)
         return self.new_buffer()
 
     def send_buffer(self) -> Tensor:
-        """An uninitialized gradient buffer; rows beyond the logical end are never read by any rank."""
+        """An uninitialized buffer for the full gradient. No rank reads rows beyond the logical end."""
         return torch.empty(self.layout.buffer_shape, dtype=self.reduce_dtype, device=self.shard.device)
 
     @property
@@ -265,10 +242,3 @@ class ShardedWeight(ManagedParam, Gatherable):
         super().reset_grads()
         self.unsharded_grad = None
         self.unreplicated_grad = None
-
-
-class FixedBuffers(NamedTuple):
-    """Where a recorded block reads a full weight and leaves its gradient, see [Note: fixed buffers]."""
-
-    gathered: Tensor
-    grad: Tensor

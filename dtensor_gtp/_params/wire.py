@@ -1,8 +1,4 @@
-"""What of a weight crosses the wire, where that is not the weight itself: quantized data, or what hooks make of it.
-
-``pack`` turns this rank's shard into planes, tensors whose rows are gathered as those of a weight are; ``unpack`` makes
-the full weight of the gathered planes.
-"""
+"""What is gathered of a weight instead of the weight itself: quantized data, or what hooks make of it."""
 
 from __future__ import annotations
 
@@ -22,9 +18,9 @@ class Packed(NamedTuple):
     """What a rank sends of its shard.
 
     Args:
-        planes: Tensors to gather, each with its layout.
-        unpack: From the gathered planes to the full weight.
-        quantized: From the gathered planes to the quantized weight, if GEMMs multiply with that.
+        planes: Tensors whose rows are gathered as those of a weight are, each with its layout.
+        unpack: Makes the full weight of the gathered planes.
+        quantized: Makes the quantized weight of them, if GEMMs multiply with that.
     """
 
     planes: list[tuple[WeightLayout, Tensor]]
@@ -45,27 +41,7 @@ class Wire(ABC):
 
     @abstractmethod
     def num_bytes(self) -> int | None:
-        """Bytes of the whole weight on the wire in forward; None if it is not known before it is packed."""
-
-    def gemms(self) -> Float8GEMMs | None:
-        """How linear layers multiply with what was gathered; None if they need the full weight."""
-        return None
-
-    def note_read(self) -> None:
-        """The full weight is handed out to other code than fused layers."""
-        return
-
-    def begin_forward(self) -> bool:
-        """Drop what is stale.
-
-        Returns:
-            Whether the ranks have to agree on a statistic before the next gather.
-        """
-        return False
-
-    def forget(self) -> None:
-        """Drop what was made of the shard."""
-        return
+        """Bytes of the whole weight on the wire in forward; None if only ``pack`` knows."""
 
     @abstractmethod
     def describe(self, not_fused: str) -> str:
@@ -74,3 +50,19 @@ class Wire(ABC):
         Args:
             not_fused: Why no fused linear layer uses the weight; empty if one does.
         """
+
+    def gemms(self) -> Float8GEMMs | None:
+        """How linear layers multiply with what was gathered; None if they need the full weight."""
+        return None
+
+    def note_read(self) -> None:
+        """Other code than fused layers gets the full weight."""
+        return
+
+    def begin_forward(self) -> bool:
+        """Drop what is stale. Returns whether the ranks have to agree on a statistic before the next gather."""
+        return False
+
+    def forget(self) -> None:
+        """Drop what was made of the shard."""
+        return

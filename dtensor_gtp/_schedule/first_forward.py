@@ -17,8 +17,6 @@ from .._params.managed_param import ManagedParam
 from .._params.whole_param import WholeParam
 
 _WORD = torch.int64
-
-
 _Digests = dict[DeviceMesh, list[Tensor | int]]
 
 

@@ -16,7 +16,6 @@ from .. import _torch_compat as compat
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags
 from .._params.managed_param import ManagedParam
-from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
@@ -147,7 +146,7 @@ class Runtime(Gathering):
         is_captured = self.comm.is_capturing
         for param in self.params:
             param.begin_forward(is_captured)
-        self._begin_quantized()
+        self._begin_quantized(self.weights)
         self._forward_entry = entry
         self._forward_chain = self._chain(ChainKey(entry, torch.is_grad_enabled()))
         self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
@@ -164,22 +163,6 @@ class Runtime(Gathering):
             param.groups = self.comm.groups(param.mesh)
         self._number_lanes()
         self._is_initialized = True
-
-    def _begin_quantized(self) -> None:
-        """Weights whose shards have changed agree on their statistics: with the first gathers of their mesh, if that is
-        all on streams beside compute. Else at once: compute, or the host, would wait for ranks whose plans gather other
-        weights by then, those of other meshes (of tensor parallelism) among them."""
-        self._disagreeing.clear()
-        self._agreeing.clear()
-        now = []
-        for weight in self.weights:
-            wire = weight.wire
-            if isinstance(wire, QuantizedWire) and wire.begin_forward():
-                if wire.is_within_mesh and self.comm.casts_shards(weight.groups):
-                    self._disagreeing.setdefault(weight.groups, []).append(weight)
-                else:
-                    now.append(weight)
-        agree_on_amax(now, self.comm)
 
     def note_backward(self, entry: Entry | None = None) -> None:
         """Called by whatever happens first in a backward, as the gradient of what an ``entry`` returned: its chain

@@ -31,7 +31,7 @@ def all_to_all(addends: torch.Tensor) -> torch.Tensor:
     """The average of ``addends`` as the ``all_to_all`` kind computes it on the rank that receives them."""
     num_ranks = len(addends)
     scattering = make_scattering("all_to_all", [addends.reshape(-1)], num_ranks, addends.dtype)
-    full, received, slot = scattering.keep
+    full, slot, received = scattering.keep()
     received.copy_(full.view_as(received))
     scattering.finish(_AVERAGE)
     return slot

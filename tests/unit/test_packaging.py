@@ -276,7 +276,7 @@ def test_only_the_compat_package_uses_private_torch_symbols() -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 # The runtime's streams and events, and the stream on which a graph is recorded.
-OWN_STREAMS = {"dtensor_gtp/_comm/context.py", "dtensor_gtp/graphs/recorder.py"}
+OWN_STREAMS = {"dtensor_gtp/_comm/streams.py", "dtensor_gtp/graphs/recorder.py"}
 
 
 def stream_makers(tree: ast.Module) -> set[str]:
@@ -304,7 +304,7 @@ def test_streams_and_events_are_made_in_one_place_which_alone_records_streams() 
     found = {path.relative_to(ROOT).as_posix(): stream_makers(parsed(path)) for path in SOURCES}
     assert {name for name, makers in found.items() if makers} == OWN_STREAMS
     recorders = {name for name, makers in found.items() if "record_stream" in makers}
-    assert recorders == {"dtensor_gtp/_comm/context.py"}  # see [Note: several compute streams]
+    assert recorders == {"dtensor_gtp/_comm/streams.py"}  # see [Note: several compute streams]
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,143 @@
+"""Which gathered weights stay in memory after a use, and when their buffers are freed."""
+
+from __future__ import annotations
+
+from .. import _torch_compat as compat
+from .._comm.context import CommContext
+from .._comm.debug import DebugFlags, poison
+from .._params.gathered import Gathered
+from .._params.sharded_weight import Gatherable, ShardedWeight
+from ..policy import SchedulePolicy
+from .order_of_gathers import choose_kept
+from .order_of_uses import Entry
+from .passes import Passes
+
+
+class KeepAndFree(Passes):
+    """Keeps gathered weights as the policy and the user say, and frees all others after their last use."""
+
+    def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
+        super().__init__(comm, schedule, debug)
+        self._kept_until_backward: frozenset[int] = frozenset()
+
+    def kept_until_backward(self, entry: Entry | None) -> tuple[int, ...]:
+        """What ``keep_nbytes`` keeps from a forward of ``entry`` to its backward."""
+        if not self.schedule.keep_nbytes:
+            return ()
+        forward, backward, turning = self._turning_point(entry)
+        sizes = [0] * len(self.gatherables)
+        for target in self.gatherables:
+            weight = target.weight
+            if weight.flags.reshard_after_forward and weight.fixed is None and target.index not in turning:
+                sizes[target.index] = target.kept_nbytes
+        lanes = [target.lane for target in self.gatherables]
+        return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
+
+    def kept_from_forward(self, entry: Entry | None) -> frozenset[int]:
+        """All that is kept from a forward of ``entry`` to its backward, for reports."""
+        _, _, turning = self._turning_point(entry)
+        asked = (
+            target.index
+            for target in self.gatherables
+            if target.weight.is_pinned
+            or (not target.weight.flags.reshard_after_forward and target.weight.for_backward is target)
+        )
+        last = turning if self.schedule.keep_last else ()
+        return frozenset((*self.kept_until_backward(entry), *last, *asked))
+
+    def _stays(self, target: Gatherable) -> bool:
+        """Whether the weight stays gathered after each of its uses in this pass."""
+        weight = target.weight
+        if weight.is_pinned:
+            return True
+        if weight.fixed is not None:
+            return False  # see [Note: fixed buffers]
+        flags = weight.flags
+        if self._is_in_backward:
+            return not flags.reshard_after_backward
+        if target.index in self._kept_until_backward:
+            return True
+        return not flags.reshard_after_forward and weight.for_backward is target
+
+    def _is_kept_after_use(self, target: Gatherable) -> bool:
+        if self._stays(target):
+            return True
+        chain = self._forward_chain
+        if self._is_in_backward or chain is None or chain is not self._differentiable_chain:
+            return False
+        if target.weight.fixed is not None or not self.schedule.keep_last or not chain.is_at_end(target.lane):
+            return False
+        # The last weight of the forward is the first of backward: nothing would hide a gather between the two.
+        first = self._backward_plan().first(target.lane)
+        return first == target.index or any(first == other.index for other in target.companions)
+
+    def _take_kept(self, target: Gatherable) -> Gathered | None:
+        kept = target.kept
+        if kept is None:
+            return None
+        target.kept = None
+        if target.weight.is_fresh(kept):
+            return kept
+        self._discard(kept)
+        return None
+
+    def _end_keeps(self) -> None:
+        """Keep a weight from a forward to its backward at most, unless the user asks for more: between passes shards
+        may be written to without a trace (``.data``, foreach functions, ``dcp.load``)."""
+        for target in self.gatherables:
+            weight = target.weight
+            is_lasting = weight.is_pinned or not weight.flags.reshard_after_backward
+            if target.kept is not None and (weight.is_cut_again or not is_lasting):
+                self._drop_kept(target)
+
+    def wait_kept(self, weight: ShardedWeight) -> None:
+        if weight.kept is not None:
+            self.comm.wait(weight.kept.done)
+
+    def drop_kept(self, weight: ShardedWeight) -> None:
+        """Keep nothing that was made of a shard."""
+        for target in weight.gatherables:
+            self._drop_kept(target)
+        weight.edition += 1
+        if weight.wire is not None:
+            weight.wire.forget()
+
+    def _drop_kept(self, target: Gatherable) -> None:
+        kept, target.kept = target.kept, None
+        if kept is not None:
+            self._discard(kept)
+
+    def _discard(self, gathered: Gathered) -> None:
+        """Free the buffer of a gather that nobody uses, which may still run."""
+        # Its memory must not be reused, nor the shard be written, while the gather runs.
+        self.comm.wait_to_drop(gathered.done, gathered.buffer)
+        self._free(gathered)
+
+    def _free(self, gathered: Gathered) -> None:
+        """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
+        if self.debug.poison and not gathered.is_alias:
+            gathered.forget()
+            # Two owners are ours: the buffer, and the Python object of its storage.
+            if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2:
+                with compat.unseen_by_checkpoint_policies():
+                    poison(gathered.buffer)
+
+    def place(self, weight: ShardedWeight, gathered: Gathered) -> None:
+        """Bring the weight of a recorded block, which is in use, to where the graph of the block reads it."""
+        assert weight.fixed is not None
+        fixed = weight.fixed.gathered
+        if not gathered.is_in(fixed):
+            # The fixed buffer was taken when the weight was gathered. Now a gather for later may have it, or a gather
+            # for eager code that has passed nothing on (see ``leave_fixed``): move those.
+            for target in self.gatherables:
+                for other in (*target.pending, *filter(None, (target.kept, target.live))):
+                    if other is not gathered and other.is_in(fixed):
+                        self.comm.wait(other.done)
+                        other.move(target.weight.new_buffer(), target.weight.layout)
+            fixed.copy_(gathered.buffer)
+
+    def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
+        """Copy the weight out of the fixed buffer before eager code keeps it: the next replay overwrites that
+        buffer."""
+        if weight.fixed is not None and self.recording is None and gathered.is_in(weight.fixed.gathered):
+            gathered.move(weight.new_buffer(), weight.layout)

@@ -1,0 +1,74 @@
+"""Reduces the gradients of parameters that stay whole: at the end of backward, coalesced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._comm import collectives
+from .._comm.collectives import ReduceScale
+from .._comm.context import CommContext
+from .._comm.debug import profiler_range
+from .._comm.groups import Groups
+from .._comm.reduce_scatter import sum_dtype
+from .._params.whole_param import WholeParam
+from ..policy import ReduceScatterKind
+from .gradient_protocols import UnequalReplicas, WholeBucket
+
+
+def reduce_whole(
+    params: Iterable[WholeParam], kind: ReduceScatterKind, comm: CommContext, replicas: UnequalReplicas | None
+) -> None:
+    """All-reduce the local gradients of whole parameters, in one call for each mesh, dtype and divide factor."""
+    buckets: dict[tuple[Any, ...], WholeBucket] = {}
+    for param in params:
+        grad = param.take_local_grad()
+        if grad is None:
+            continue
+        if not (param.flags.requires_gradient_sync and param.flags.requires_all_reduce):
+            param.unsynced_grad = grad
+            continue
+        buckets.setdefault((param.groups, grad.dtype, param.flags.gradient_divide_factor), []).append((param, grad))
+    for (groups, dtype, factor), bucket in buckets.items():
+        if replicas is not None:
+            replicas.reduce_whole(dtype, factor, bucket)
+        else:
+            _reduce_bucket(groups, sum_dtype(kind, dtype), factor, bucket, comm)
+
+
+def _reduce_bucket(
+    groups: Groups, dtype: torch.dtype, factor: float | None, bucket: WholeBucket, comm: CommContext
+) -> None:
+    flat = torch.cat([grad.reshape(-1) for _, grad in bucket]).to(dtype)
+    wire = torch.view_as_real(flat) if flat.is_complex() else flat
+    scale = collectives.reduce_scale(dtype, bucket[0][0].num_ranks, factor)
+    active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
+
+    def complete() -> None:
+        for group in active[1:]:
+            all_reduce_in_order(wire, scale, group, comm)
+        if scale.postdivide is not None:
+            wire.div_(scale.postdivide)
+        parts = flat.split([grad.numel() for _, grad in bucket])
+        for (param, grad), part in zip(bucket, parts, strict=True):
+            param.accumulate(part.view(grad.shape))
+
+    work = None
+    with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
+        comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
+        if scale.predivide is not None:
+            wire.div_(scale.predivide)
+        if active:
+            work = collectives.all_reduce(wire, scale, active[0], comm.has_streams)
+        comm.reduction_launched(work, complete, (flat,))
+
+
+def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
+    """All-reduce on the current stream; without streams, wait for it."""
+    work = collectives.all_reduce(tensor, scale, group, comm.has_streams)
+    if work is not None and not comm.has_streams:
+        work.wait()
