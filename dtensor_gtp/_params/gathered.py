@@ -49,6 +49,7 @@ class Gathered:
     """
 
     __slots__ = (
+        "__weakref__",
         "_contiguous",
         "buffer",
         "done",
