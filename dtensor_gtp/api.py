@@ -12,19 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement
 
-from ._comm.agreement import agree_on_all_ranks
+from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.debug import DebugFlags
 from ._comm.gather_backends import refuse_unavailable
 from ._modules.bad_arguments import in_rank_order, validate_call, validate_mesh, validate_module
 from ._modules.binding import binding_of
-from ._modules.decide import Decision, check_compute, decide
+from ._modules.decide import Decisions, decide
 from ._modules.frames import as_forward
 from ._modules.shard_module import shard_module
 from ._params.managed_param import ManagedParam
 from ._params.sharded_weight import ShardedWeight
 from ._schedule.runtime import Runtime
 from .policy import SchedulePolicy
-from .report import sharding_report
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +84,26 @@ def gtp_shard(
     validate_mesh(mesh)
     mesh = in_rank_order(mesh)
 
-    def check() -> tuple[list[Decision], DebugFlags]:
+    def check() -> tuple[Decisions, DebugFlags]:
         validate_call(module, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored_params)
         ignored = ignored_params or set()
         validate_module(module, mesh, ignored)
         refuse_unavailable(schedule, mesh.device_type)
-        decisions = decide(module, mesh, shard_placement_fn, schedule, ignored)
-        check_compute(decisions, mesh, mp_policy)
-        return decisions, DebugFlags.from_env()
+        return decide(module, mesh, shard_placement_fn, schedule, mp_policy, ignored), DebugFlags.from_env()
 
-    def describe(checked: tuple[list[Decision], DebugFlags]) -> list[str]:
+    def describe(checked: tuple[Decisions, DebugFlags]) -> list[str]:
         policies = [f"{mp_policy}", f"{schedule}", f"reshard_after_forward={reshard_after_forward}"]
         # A rank that compares the order of collectives alone would wait for the others.
         policies.append(f"DTENSOR_GTP_DEBUG with order={checked[1].order}")
-        return policies + [decision.describe() for decision in checked[0]]
+        return policies + [decision.describe() for decision in checked[0].params]
 
     decisions, debug = agree_on_all_ranks(mesh, check, describe)
     with torch.inference_mode(False):  # else the shards could never be trained
-        shard_module(module, mesh, decisions, mp_policy, schedule, reshard_after_forward, debug, GTPModule)
-    logger.info("gtp_shard: %s\n%s", type(module).__name__, sharding_report(module))
+        runtime = Runtime(device_of(mesh), schedule, debug)
+        shard_module(module, mesh, decisions, mp_policy, runtime, reshard_after_forward, GTPModule)
+    num_sharded, num_whole = len(runtime.weights), len(runtime.whole)
+    text = "gtp_shard: %s over mesh axes %s: %d parameters sharded, %d whole; sharding_report lists them"
+    logger.info(text, type(module).__name__, mesh.mesh_dim_names, num_sharded, num_whole)
     return module
 
 

@@ -119,8 +119,8 @@ LAYOUT = [
     Bug(
         "block size of a placement is lost",
         "_modules/decide.py",
-        '    return GTPShard(dim % param.ndim, block_size=getattr(asked, "block_size", 1))',
-        "    return GTPShard(dim % param.ndim)",
+        '    return GTPShard(placement.dim % param.ndim, block_size=getattr(placement, "block_size", 1))',
+        "    return GTPShard(placement.dim % param.ndim)",
         ("tests/distributed/test_gtp_shard_init.py::TestPlacements::test_shard_placement_fn",),
     ),
     Bug(

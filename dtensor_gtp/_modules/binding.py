@@ -60,13 +60,13 @@ class Binding:
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
         self.group = group
         self.params = params
-        # The same weights as compiled code names them.
+        self.reads = Reads()
+        # The sharded weights as compiled code names them.
         self.compiled = {
             name: CompiledWeight(lambda: group.runtime, param, Site(module, name))
             for name, param in params.items()
             if isinstance(param, ShardedWeight)
         }
-        self.reads = Reads()
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -91,14 +91,21 @@ class ShardGroup:
         mesh: Its mesh, 1-D (gtp) or 2-D (replicate, gtp).
         mp_policy: Mixed precision; also casts the module's inputs and outputs, as in ``fully_shard``.
         runtime: Its runtime; that of the outermost ``gtp_shard`` call around it once there is one.
+        unmanaged: Where ignored parameters below the module are registered.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        runtime: Runtime,
+        unmanaged: set[Site],
+    ) -> None:
         self.module = module
         self.mesh = mesh
         self.mp_policy = mp_policy
         self.runtime = runtime
         self.params: list[ManagedParam] = []
-        # Parameters below the module that nobody manages, as gtp_shard found them: the ignored ones.
-        self.unmanaged: set[Site] = set()
+        self.unmanaged = unmanaged
         self.num_registrations = -1  # when it was last looked for others; see ``registrations``

@@ -1,12 +1,10 @@
-"""From a module to its managed parameters: which are sharded, how, and why; then the DTensors themselves.
-
-``decide`` only looks; ``make_param`` only builds. Between the two all ranks agree.
-"""
+"""Which parameter of a module is sharded how, and why. It only looks; ``make_param`` builds once all ranks agree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +18,7 @@ from .._params.managed_param import ManagedParam, Site
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
 from ..policy import SchedulePolicy
-from ..quant.compute import check_forced
-from ..quant.master import recipe_of
+from ..quant.base import Recipe
 from ..quant.placement import place_quantized
 from .binding import binding_of
 
@@ -36,6 +33,7 @@ class Decision:
         param: The parameter before sharding.
         placement: Placement on the gtp axis.
         reason: Why a parameter stays whole; empty for a shard.
+        recipe: The recipe that ``quantize_`` gave it.
         existing: Set if an earlier call on a submodule manages the parameter already (tied across calls).
     """
 
@@ -44,6 +42,7 @@ class Decision:
     param: nn.Parameter
     placement: Placement
     reason: str = ""
+    recipe: Recipe | None = None
     existing: ManagedParam | None = None
 
     def describe(self) -> str:
@@ -51,9 +50,29 @@ class Decision:
         placements = (*(self.param.placements if isinstance(self.param, DTensor) else ()), self.placement)
         return (
             f"parameter '{self.fqn}' of shape {tuple(self.param.shape)} and {self.param.dtype} with placements "
-            f"{placements}, requires_grad={self.param.requires_grad}, at {len(self.sites)} sites, "
-            f"recipe={recipe_of(self.param)}"
+            f"{placements}, requires_grad={self.param.requires_grad}, at {len(self.sites)} sites, recipe={self.recipe}"
         )
+
+
+class Decisions(NamedTuple):
+    """About all parameters below a module.
+
+    Args:
+        params: One for each parameter that no earlier call manages, or that is tied to one.
+        unmanaged: Where ignored parameters are registered.
+    """
+
+    params: list[Decision]
+    unmanaged: set[Site]
+
+
+class _Asked(NamedTuple):
+    """The arguments of ``gtp_shard`` that say how parameters are sharded."""
+
+    mesh: DeviceMesh
+    placement_fn: Callable[[nn.Parameter], Placement | None] | None
+    schedule: SchedulePolicy
+    mp_policy: MixedPrecisionPolicy
 
 
 def decide(
@@ -61,80 +80,90 @@ def decide(
     mesh: DeviceMesh,
     placement_fn: Callable[[nn.Parameter], Placement | None] | None,
     schedule: SchedulePolicy,
+    mp_policy: MixedPrecisionPolicy,
     ignored: set[nn.Parameter],
-) -> list[Decision]:
+) -> Decisions:
     """Decide about each parameter of ``module`` that no earlier call manages.
 
     Raises:
         TypeError, ValueError, NotImplementedError: A parameter or what ``placement_fn`` says of it is not supported.
     """
+    asked = _Asked(mesh, placement_fn, schedule, mp_policy)
     decisions: dict[int, Decision] = {}
+    unmanaged: set[Site] = set()
     managed = {id(p.param): p for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
     for module_name, submodule in module.named_modules():
-        if binding_of(submodule) is not None:
+        binding = binding_of(submodule)
+        if binding is not None:
+            unmanaged |= {site for site in binding.group.unmanaged if site.module is submodule}
             continue
         for name, param in submodule._parameters.items():
-            if param is None or param in ignored:
-                continue
             site = Site(submodule, name)
-            if id(param) in decisions:
+            if param is None or param in ignored:
+                unmanaged |= set() if param is None else {site}
+            elif id(param) in decisions:
                 decisions[id(param)].sites.append(site)
-                continue
-            fqn = f"{module_name}.{name}" if module_name else name
-            existing = managed.get(id(param)) or manager_of_replaced(param)
-            if existing is not None:
-                check_tie(fqn, existing, mesh)
-                decisions[id(param)] = Decision(fqn, [site], param, Replicate(), existing=existing)
-                continue
-            check_param(fqn, param, mesh)
-            placement, reason = _place(fqn, site, param, mesh, placement_fn, schedule)
-            decisions[id(param)] = Decision(fqn, [site], param, placement, reason)
+            else:
+                fqn = f"{module_name}.{name}" if module_name else name
+                existing = managed.get(id(param)) or manager_of_replaced(param)
+                decisions[id(param)] = _decide(fqn, site, param, existing, asked)
     for decision in decisions.values():
         _check_sites(decision)
-    return list(decisions.values())
+    return Decisions(list(decisions.values()), unmanaged)
 
 
-def check_compute(decisions: list[Decision], mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:
-    """Raises:
-    ValueError: A recipe asks for GEMMs that the devices of the mesh do not have.
-    """
-    for decision in decisions:
-        param, recipe = decision.param, recipe_of(decision.param)
-        if recipe is not None and decision.existing is None:
-            shape = compat.local_part(param).shape
-            dtype = mp_policy.param_dtype or param.dtype
-            check_forced(recipe, torch.device(mesh.device_type), shape, dtype, decision.fqn)
+def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | None, asked: _Asked) -> Decision:
+    if existing is not None:
+        check_tie(fqn, existing, asked.mesh)
+        return Decision(fqn, [site], param, Replicate(), existing=existing)
+    check_param(fqn, param, asked.mesh)
+    placement = _asked_placement(fqn, param, asked)
+    recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
+    if recipe is None:
+        placement, reason = _place(site, param, placement, asked.schedule)
+        return Decision(fqn, [site], param, placement, reason)
+    device, dtype = torch.device(asked.mesh.device_type), asked.mp_policy.param_dtype or param.dtype
+    asked_or_own = placement or _placement_of_module(site)
+    placement = place_quantized(fqn, param, recipe, asked_or_own, device, dtype)
+    return Decision(fqn, [site], param, placement, recipe=recipe)
 
 
-def _place(
-    fqn: str,
-    site: Site,
-    param: nn.Parameter,
-    mesh: DeviceMesh,
-    placement_fn: Callable[[nn.Parameter], Placement | None] | None,
-    schedule: SchedulePolicy,
-) -> tuple[Placement, str]:
+def _asked_placement(fqn: str, param: nn.Parameter, asked: _Asked) -> Placement | None:
+    """What ``shard_placement_fn`` says of a parameter; a shard as a ``GTPShard``."""
     try:
-        asked = placement_fn(param) if placement_fn is not None else None
+        placement = asked.placement_fn(param) if asked.placement_fn is not None else None
     except Exception as error:
-        error.add_note(f"shard_placement_fn raised this when it was asked about {_described(fqn, param, mesh)}.")
+        error.add_note(f"shard_placement_fn raised this when it was asked about {_described(fqn, param, asked.mesh)}.")
         raise
-    if not (asked is None or isinstance(asked, Shard | GTPShard | Replicate)):
+    if placement is None or isinstance(placement, Replicate):
+        return placement
+    if not isinstance(placement, Shard | GTPShard):
         raise TypeError(
             f"gtp_shard expects shard_placement_fn to return a GTPShard, a Shard, a Replicate or None, but got "
-            f"{asked!r} for {_described(fqn, param, mesh)}. Return None where the default is right."
+            f"{placement!r} for {_described(fqn, param, asked.mesh)}. Return None where the default is right."
         )
-    recipe = recipe_of(param)
-    if recipe is not None:
-        asked = _placement_of_module(site) if asked is None else asked
-        shard = _check_shard(fqn, param, mesh, asked) if isinstance(asked, Shard | GTPShard) else asked
-        return place_quantized(fqn, param, recipe, shard), ""
+    if not -param.ndim <= placement.dim < param.ndim:
+        raise ValueError(
+            f"gtp_shard expects a dim in [{-param.ndim}, {param.ndim}) for {_described(fqn, param, asked.mesh)}, but "
+            f"shard_placement_fn returned {placement!r}. Name a dim that it has, or return None for the default."
+        )
+    if getattr(placement, "split_factor", 1) != 1:
+        raise ValueError(
+            f"gtp_shard derives the split factor from the tensor-parallel placements of "
+            f"{_described(fqn, param, asked.mesh)}, but shard_placement_fn returned {placement!r}. Leave split_factor "
+            "out."
+        )
+    return GTPShard(placement.dim % param.ndim, block_size=getattr(placement, "block_size", 1))
+
+
+def _place(site: Site, param: nn.Parameter, asked: Placement | None, schedule: SchedulePolicy) -> tuple[Placement, str]:
+    """The placement of a parameter, and why it stays whole if it does."""
     if isinstance(asked, Replicate):
         return asked, "asked for"
     if not param.is_floating_point():
         return Replicate(), "not floating point"
     if asked is not None:
-        return _check_shard(fqn, param, mesh, asked), ""
+        return asked, ""
     if param.ndim < 2:
         return Replicate(), f"{param.ndim}-D"
     if param.numel() == 0:
@@ -156,31 +185,11 @@ def _default_dim(param: nn.Parameter) -> int:
 
 
 def _placement_of_module(site: Site) -> Placement | None:
-    """What the module itself says of its parameter, as ``GroupedLinear`` does."""
+    """What a module says of its own parameter, as ``GroupedLinear`` does."""
     if not hasattr(type(site.module), "default_gtp_placement"):
         return None
     own: Placement = site.module.default_gtp_placement(site.name)  # type: ignore[operator]
     return own
-
-
-def _check_shard(fqn: str, param: nn.Parameter, mesh: DeviceMesh, asked: Placement) -> GTPShard:
-    dim: int = asked.dim  # type: ignore[attr-defined]
-    if not -param.ndim <= dim < param.ndim:
-        raise ValueError(
-            f"gtp_shard expects a dim in [{-param.ndim}, {param.ndim}) for {_described(fqn, param, mesh)}, but "
-            f"shard_placement_fn returned {asked!r}. Name a dim that it has, or return None for the default."
-        )
-    if getattr(asked, "split_factor", 1) != 1:
-        raise ValueError(
-            f"gtp_shard derives the split factor from the tensor-parallel placements of "
-            f"{_described(fqn, param, mesh)}, but shard_placement_fn returned {asked!r}. Leave split_factor out."
-        )
-    return GTPShard(dim % param.ndim, block_size=getattr(asked, "block_size", 1))
-
-
-def _described(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> str:
-    """What a refusal names."""
-    return f"parameter '{fqn}' of shape {tuple(param.shape)} on mesh axis '{axis_name(mesh)}' (rank {dist.get_rank()})"
 
 
 def check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -213,7 +222,7 @@ def _check_meshes(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
             f"gtp_shard expects meshes with named axes, but {what} and its own mesh has axes {gtp_axes} (rank "
             f"{dist.get_rank()}). Pass mesh_dim_names to init_device_mesh."
         )
-    # Equal ranks in an equal order make the same root; that the objects differ says nothing, as DTensor may have
+    # Roots with equal ranks in an equal order are the same, even if they are different objects: DTensor may have
     # replaced the parameter's mesh by an equal one of an earlier root.
     if not torch.equal(*(compat.root_mesh(m).mesh.flatten() for m in (param.device_mesh, mesh))):
         raise ValueError(
@@ -234,8 +243,8 @@ def _check_meshes(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
 
 
 def _check_sites(decision: Decision) -> None:
-    """Refuse embeddings whose forward writes the weight or whose gradient is not dense or not local, and what a module
-    itself refuses of its parameters."""
+    """Refuse embeddings whose forward writes the weight, or whose gradient is not dense or depends on the tokens of all
+    ranks; and what a module itself refuses of its parameters."""
     for module, _ in decision.sites:
         if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
             module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]
@@ -249,6 +258,10 @@ def _check_sites(decision: Decision) -> None:
                     "so their copies of the weight or its gradient would differ. Build the module without it or pass "
                     "the parameter in ignored_params."
                 )
+
+
+def _described(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> str:
+    return f"parameter '{fqn}' of shape {tuple(param.shape)} on mesh axis '{axis_name(mesh)}' (rank {dist.get_rank()})"
 
 
 def axis_name(mesh: DeviceMesh) -> str:

@@ -16,10 +16,10 @@ from .._params.layout import WeightLayout
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import make_wire
 from .._params.sharded_weight import ShardedWeight
-from .._params.ties import note_replaced
+from .._params.ties import ReplacedParam
 from .._params.whole_param import WholeParam
 from ..placement import GTPShard
-from ..quant.master import master_of, recipe_of
+from ..quant.master import master_of
 from ..quant.native import NativeWeight
 from ..quant.native_parts import recipe_groups
 from .decide import Decision
@@ -36,7 +36,7 @@ def make_param(
             module._parameters[name] = decision.existing.param
         return decision.existing
     local, tp_spec, spec_mesh, placements = _local_part(old, mesh)
-    recipe, local = recipe_of(local), master_of(local)
+    recipe, local = decision.recipe, master_of(local)
     is_shard = isinstance(decision.placement, GTPShard)
     if is_shard:
         layout = WeightLayout(
@@ -68,7 +68,8 @@ def make_param(
         managed = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec, wire)
     else:
         managed = WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
-    note_replaced(old, managed)
+    managed.replaced = replaced = ReplacedParam(old)
+    replaced.manager = managed
     return managed
 
 

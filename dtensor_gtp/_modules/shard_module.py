@@ -9,15 +9,12 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._comm.agreement import device_of
-from .._comm.debug import DebugFlags
 from .._dtensor import norms, optimizers, random_init
-from .._params.managed_param import ManagedParam, Site
+from .._params.managed_param import ManagedParam
 from .._schedule.runtime import Runtime
-from ..policy import SchedulePolicy
 from . import graphed_callables, other_wrappers, outer_fully_shard
-from .binding import Binding, ShardGroup, binding_of, unmanaged_params
-from .decide import Decision
+from .binding import Binding, ShardGroup, binding_of
+from .decide import Decision, Decisions
 from .make_param import make_param
 from .managed_module import bind
 
@@ -25,45 +22,42 @@ from .managed_module import bind
 def shard_module(
     module: nn.Module,
     mesh: DeviceMesh,
-    decisions: list[Decision],
+    decisions: Decisions,
     mp_policy: MixedPrecisionPolicy,
-    schedule: SchedulePolicy,
+    runtime: Runtime,
     reshard_after_forward: bool,
-    debug: DebugFlags,
     mixin: type,
 ) -> None:
     """Replace the parameters and swap the classes. Nothing in here may fail on bad input.
 
     Args:
-        mixin: What the class of ``module`` gets, beside what all managed modules get.
+        runtime: Serves this call from now on, and earlier ones on submodules.
+        mixin: Base of the class that ``module`` gets, beside the bases that all managed modules get.
     """
-    device = device_of(mesh)
-    runtime = Runtime(device, schedule, debug)
-    group = ShardGroup(module, mesh, mp_policy, runtime)
+    _move_buffers(module, runtime.device)
+    nested = _adopt_earlier(module, decisions.params, runtime)
+    new: list[ManagedParam] = []
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
-    nested = _adopt_earlier(module, decisions, runtime)
-    for decision in decisions:
-        param = make_param(decision, mesh, device, mp_policy)
+    for decision in decisions.params:
+        param = make_param(decision, mesh, runtime.device, mp_policy)
         if decision.existing is None:
             param.flags.reshard_after_forward = reshard_after_forward
-            group.params.append(param)
+            new.append(param)
         for site in decision.sites:
             owned.setdefault(site.module, {})[site.name] = param
-    runtime.add(group.params)
-    runtime.calls.append(group)
+    group = ShardGroup(module, mesh, mp_policy, runtime, decisions.unmanaged)
+    group.params = new
     classes: dict[tuple[Any, ...], type] = {}
     for submodule in list(module.modules()):
-        if submodule in nested or not (submodule is module or _contains_managed(submodule, owned, nested)):
-            continue
-        mixins = (mixin,) if submodule is module else ()
-        bind(submodule, Binding(submodule, group, owned.get(submodule, {})), mixins, classes)
-    known = {site for m in nested if (b := binding_of(m)) is not None for site in b.group.unmanaged}
-    sites = {Site(owner, name) for _, owner, name in unmanaged_params(module)}
-    group.unmanaged = {site for site in sites if site.module not in nested or site in known}
-    _move_buffers(module, device)
+        is_ours = any(m in owned or m in nested for m in submodule.modules())
+        if submodule not in nested and (is_ours or submodule is module):
+            mixins = (mixin,) if submodule is module else ()
+            bind(submodule, Binding(submodule, group, owned.get(submodule, {})), mixins, classes)
+    runtime.add(new)
+    runtime.calls.append(group)
     for room in (optimizers, norms, outer_fully_shard, other_wrappers, graphed_callables):
         room.install()
-    for mesh_of_param in {param.param.device_mesh for param in group.params}:  # type: ignore[attr-defined]
+    for mesh_of_param in {param.spec.mesh for param in new}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
 
@@ -91,10 +85,6 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     for param, name in names.items():
         param.fqn = name
     return set(nested)
-
-
-def _contains_managed(module: nn.Module, owned: dict[nn.Module, Any], nested: set[nn.Module]) -> bool:
-    return any(m in owned or m in nested for m in module.modules())
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that several modules share: which manager they get, also from an earlier call."""
+"""Tied weights: several sites of one parameter share its manager, and so its gradient, also across calls."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ from .managed_param import ManagedParam
 
 
 class ReplacedParam(weakref.ref[nn.Parameter]):
-    """From a parameter that ``gtp_shard`` has replaced to what manages the one in its place.
+    """From a parameter that ``gtp_shard`` has replaced to the manager of its replacement.
 
-    A module that was tied to it, outside of the module that was passed, still holds it: this is how a later call on
-    that module finds the tie. Nothing else keeps it alive.
+    A module outside of the one that was sharded may still hold the old parameter (a tied weight). A later call on that
+    module finds the tie by this reference, which does not keep the parameter alive.
     """
 
     manager: ManagedParam
 
 
-def note_replaced(old: nn.Parameter, manager: ManagedParam) -> None:
-    """``manager`` manages the parameter that has taken the place of ``old``."""
-    manager.replaced = replaced = ReplacedParam(old)
-    replaced.manager = manager
-
-
 def manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
-    """What manages the parameter that an earlier call has put in the place of ``param``, which it has replaced."""
+    """The manager of the parameter that an earlier call has put in the place of ``param``."""
     refs = (ref for ref in weakref.getweakrefs(param) if isinstance(ref, ReplacedParam))
     return next((ref.manager for ref in refs), None)
 
 
 def check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
-    """The gradient of a parameter is averaged over one mesh, that of the first call."""
+    """The gradient of a parameter is averaged over the mesh of the first call alone.
+
+    Raises:
+        ValueError: ``mesh``, that of a later call, has other ranks.
+    """
     before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))
     if before != now:
         raise ValueError(

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from .. import _torch_compat as compat
 from ..placement import GTPShard
 from .base import Recipe
+from .compute import check_forced
 from .native import native_of
 from .native_parts import native_block_of
 
 
-def place_quantized(fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None) -> GTPShard:
+def place_quantized(
+    fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None, device: torch.device, dtype: torch.dtype
+) -> GTPShard:
     """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the recipe.
 
     A weight with a recipe is sharded however small it is: what stays whole is not gathered, so nothing would be
     quantized.
 
+    Args:
+        device, dtype: Where and in which dtype a layer computes with the weight.
+
     Raises:
-        ValueError: The weight is to stay whole, or tensor parallelism cuts its blocks.
+        ValueError: The weight is to stay whole, tensor parallelism cuts its blocks, or the recipe asks for GEMMs that
+            the device does not have.
     """
+    check_forced(recipe, device, compat.local_part(param).shape, dtype, fqn)
     if isinstance(asked, Replicate):
         raise ValueError(
             f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because quantize_ gave it "
