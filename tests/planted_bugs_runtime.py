@@ -7,9 +7,9 @@ from planted_bugs_type import Bug
 RUNTIME = [
     Bug(
         "no wait for a gather",
-        "_params/pack_planes.py",
-        "            done.work.wait()",
-        "            pass",
+        "_comm/streams.py",
+        "        elif work is not None:\n            work.wait()",
+        "        elif work is not None:\n            pass",
         ("tests/distributed/test_gtp_shard_overlap.py::TestOverlap::test_prefetch_depth_changes_no_bit",),
     ),
     Bug(
