@@ -15,8 +15,8 @@ RUNTIME = [
     Bug(
         "stale gather is used",
         "_params/sharded_weight.py",
-        "return gathered.source is self.shard and gathered.version == self.version",
-        "return gathered.source is self.shard",
+        "if gathered.source is not shard or gathered.version != (self.param._version, shard._version, self.num_updates):",
+        "if gathered.source is not shard:",
         ("tests/distributed/test_gtp_shard_reads.py::TestReads::test_step_in_the_middle_of_a_forward",),
     ),
     Bug(

@@ -79,7 +79,8 @@ class CommContext(ReductionsInFlight):
         stream = self._new_stream()
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
-        return Groups(gather.group_name, scatter.group_name, names[0] if replicate else None)
+        casts_shards = gather.group_name in self._casting_backends
+        return Groups(gather.group_name, scatter.group_name, names[0] if replicate else None, casts_shards)
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """A forward or a backward begins on all ranks; or, on those of ``groups`` alone, a gather outside of them."""
@@ -97,29 +98,49 @@ class CommContext(ReductionsInFlight):
             check_order(f"{name} of {detail}", active, self.device)
 
     def gathering(self, groups: Groups) -> AbstractContextManager[Any]:
-        """Context in which a gather is launched, on the gather stream of the mesh."""
+        """Context on the gather stream of the mesh."""
         return self._fork(self._gather_streams.get(groups.gather_name))
 
-    def all_gather(self, groups: Groups, outputs: list[Tensor], shards: list[Tensor]) -> Done:
-        """Within ``gathering``: gather each shard of all ranks into the output at the same index, in one launch.
+    def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
+        """When the collective that was just launched in ``gathering`` is complete."""
+        stream = self._gather_streams.get(groups.gather_name)
+        return Done(work=work) if stream is None else Done(stream.record_event(), None, self._computing[-1])
+
+    def all_gather(
+        self,
+        groups: Groups,
+        detail: str,
+        outputs: list[Tensor],
+        shards: list[Tensor],
+        copies: tuple[list[Tensor], list[Tensor]] | None = None,
+    ) -> Done:
+        """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream.
+
+        Args:
+            detail: What is gathered, for debugging aids.
+            copies: Targets and sources of copies ahead of the gather.
 
         Returns:
             When the outputs may be read.
         """
         name = groups.gather_name
-        if (casting := self._casting_backends.get(name)) is None:
-            return self.gather_done(self._gather_backends[name].all_gather(outputs, shards), groups)
-        casting.all_gather(outputs, shards, self._fork_event)
-        return self.gather_done(None, groups)
-
-    def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
-        """When the gather that was just launched may be read."""
-        stream = self._gather_streams.get(groups.gather_name)
-        return Done(work=work) if stream is None else Done(stream.record_event(), None, self._computing[-1])
-
-    def casts_shards(self, groups: Groups) -> bool:
-        """Whether the gather of the mesh casts what it sends, and copies it into this rank's part of the output."""
-        return groups.gather_name in self._casting_backends
+        stream = self._gather_streams.get(name)
+        if stream is None:
+            if self.is_debugged:
+                self.before_collective("all_gather", detail, groups)
+            if copies is not None:
+                compat.copy_all(*copies)
+            return Done(None, self._gather_backends[name].all_gather(outputs, shards))
+        with self._fork(stream):
+            if self.is_debugged:
+                self.before_collective("all_gather", detail, groups)
+            if copies is not None:
+                compat.copy_all(*copies)
+            if groups.casts_shards:
+                self._casting_backends[name].all_gather(outputs, shards, self._fork_event)
+            else:
+                self._gather_backends[name].all_gather(outputs, shards)
+            return Done(stream.record_event(), None, self._computing[-1])
 
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:

@@ -32,6 +32,8 @@ class ProcessGroupBackend:
 
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | Works | None:
         group = compat.resolve_group(self._group_name)
+        if len(outputs) == 1:
+            return compat.all_gather_base(outputs[0], shards[0], group, async_op=not self._has_streams)
         return collectives.all_gather_many(outputs, shards, group, self._has_streams)
 
 

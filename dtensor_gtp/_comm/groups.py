@@ -26,6 +26,8 @@ class Groups:
     gather_name: str
     scatter_name: str
     replicate_name: str | None
+    # Whether the gather casts what it sends, and copies it into this rank's part of the output.
+    casts_shards: bool = False
 
     @property
     def gather(self) -> dist.ProcessGroup:

@@ -52,6 +52,7 @@ class ReductionsInFlight(Streams):
     def __init__(self, device: torch.device, debug: DebugFlags, most: int, has_finish_stream: bool) -> None:
         super().__init__(device)
         self.debug = debug
+        self.is_debugged = debug.order or debug.delay_seed is not None
         self._most = most
         self._is_bounded = True
         self._reductions: deque[Reduction] = deque()

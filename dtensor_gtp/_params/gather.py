@@ -27,8 +27,19 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
     weight = targets[0].weight
     if weight.layout.world == 1:
         return [_alone(target, comm) for target in targets]
-    if len(targets) == 1 and weight.wire is None:
-        return [_launch_plain(weight, comm)]
+    if compat.is_profiling():
+        with profiler_range("GTP::all_gather", _names(targets)):
+            return _launch(targets, comm)
+    return _launch(targets, comm)
+
+
+def _names(targets: Sequence[Gatherable]) -> str:
+    return ", ".join(target.weight.fqn for target in targets)
+
+
+def _launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
+    if len(targets) == 1 and targets[0].weight.wire is None:
+        return [_launch_plain(targets[0].weight, comm)]
     packed, buffers = _pack(targets, comm), _side_by_side(targets)
     return _launch_together([_prepare(target, packed.get(target), buffers.get(target)) for target in targets], comm)
 
@@ -36,21 +47,12 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
 def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
     """As ``_launch_together``, for the most frequent case with the least work of the host."""
     layout, shard, groups = weight.layout, weight.shard, weight.groups
-    buffer = weight.gather_buffer()
-    with profiler_range("GTP::all_gather", weight.fqn), comm.gathering(groups):
-        comm.before_collective("all_gather", weight.fqn, groups)
-        rows = layout.rows_of(shard)
-        if not (comm.casts_shards(groups) or _is_sendable(rows, layout, buffer.dtype)):
-            slot = layout.slot(buffer)
-            layout.filled(slot).copy_(rows)
-            rows = slot
-        done = comm.all_gather(groups, [buffer], [rows])
+    buffer, rows, copies = weight.gather_buffer(), weight.rows, None
+    if not (weight.is_sendable or groups.casts_shards):
+        slot = layout.slot(buffer)
+        rows, copies = slot, ([layout.filled(slot)], [rows])
+    done = comm.all_gather(groups, weight.fqn, [buffer], [rows], copies)
     return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
-
-
-def _is_sendable(rows: Tensor, layout: WeightLayout, dtype: torch.dtype) -> bool:
-    """Whether the rows of a shard are sent as they are. Else they are cast and padded in their slot of the buffer."""
-    return rows.dtype == dtype and rows.shape[0] == layout.chunk_rows and rows.is_contiguous()
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
@@ -126,27 +128,18 @@ def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gather
     """Each tensor into a buffer of its own, so that each weight is freed by itself."""
     names = ", ".join(sending.weight.fqn for sending in sendings)
     groups = sendings[0].weight.groups
+    slots, targets, sources = [], [], []
     planes = [plane for sending in sendings for plane in sending.planes]
-    with profiler_range("GTP::all_gather", names), comm.gathering(groups):
-        comm.before_collective("all_gather", names, groups)
-        slots = [plane.layout.rows_of(plane.part) for plane in planes] if comm.casts_shards(groups) else _slots(planes)
-        done = comm.all_gather(groups, [plane.buffer for plane in planes], slots)
-    return [_gathered(sending, done, comm) for sending in sendings]
-
-
-def _slots(planes: list[_Plane]) -> list[Tensor]:
-    slots, sources, copies = [], [], []
     for layout, part, buffer in planes:
         rows = layout.rows_of(part)
-        if _is_sendable(rows, layout, buffer.dtype):
-            slots.append(rows)
-            continue
-        slots.append(layout.slot(buffer))
-        sources.append(rows)
-        copies.append(layout.filled(slots[-1]))
-    if copies:
-        compat.copy_all(copies, sources)
-    return slots
+        if not (groups.casts_shards or layout.is_sendable(rows, buffer.dtype)):
+            sources.append(rows)
+            rows = layout.slot(buffer)
+            targets.append(layout.filled(rows))
+        slots.append(rows)
+    copies = (targets, sources) if targets else None
+    done = comm.all_gather(groups, names, [plane.buffer for plane in planes], slots, copies)
+    return [_gathered(sending, done, comm) for sending in sendings]
 
 
 def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:

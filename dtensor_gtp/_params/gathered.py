@@ -12,17 +12,9 @@ from .._comm.streams import Done
 from ..quant.planes import Quantized
 from .layout import WeightLayout
 
-
-class Version(NamedTuple):
-    """Differs once a shard has been written to.
-
-    In-place ops on a DTensor count in the DTensor, those on its local tensor in that. Fused and foreach optimizers
-    count in neither, so the runtime counts their steps.
-    """
-
-    param: int
-    shard: int
-    num_updates: int
+# Differs once a shard has been written to: counts of in-place ops on the DTensor and on its local tensor, and of
+# optimizer steps, because fused and foreach optimizers count in neither.
+Version = tuple[int, int, int]
 
 
 class ShardState(NamedTuple):

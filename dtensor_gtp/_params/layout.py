@@ -82,6 +82,11 @@ class WeightLayout:
         """``shard`` (shape ``local_shape``) as rows: the sharded dim in front."""
         return shard.movedim(self.dim, 0) if self.dim else shard
 
+    def is_sendable(self, rows: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the rows of a shard are sent as they are. Else they are cast and padded in their slot of the
+        buffer."""
+        return rows.dtype == dtype and rows.shape[0] == self.chunk_rows and rows.is_contiguous()
+
     def shard_of_rows(self, slot: Tensor) -> Tensor:
         """The inverse: a slot of a buffer as this rank's shard, contiguous; the slot's tail is dropped."""
         rows = self.filled(slot)

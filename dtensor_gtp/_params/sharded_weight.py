@@ -149,6 +149,8 @@ class ShardedWeight(ManagedParam, Gatherable):
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
+        self.rows = self.layout.rows_of(self.shard)
+        self.is_sendable = self.layout.is_sendable(self.rows, self.compute_dtype)
         self.gemms = None if self.wire is None else self.wire.gemms()
         if self.tp_spec is not None:
             spec = self.tp_spec  # of the full weight, which is gathered in the compute dtype
@@ -177,13 +179,14 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     @property
     def version(self) -> Version:
-        return Version(self.param._version, self.shard._version, self.num_updates)
+        return self.param._version, self.shard._version, self.num_updates
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the values of the shard, and autograd would take it."""
-        if gathered.buffer.is_inference() and not torch.is_inference_mode_enabled():
+        shard = self.shard
+        if gathered.source is not shard or gathered.version != (self.param._version, shard._version, self.num_updates):
             return False
-        return gathered.source is self.shard and gathered.version == self.version
+        return not gathered.buffer.is_inference() or torch.is_inference_mode_enabled()
 
     @property
     def state_of_shard(self) -> ShardState:

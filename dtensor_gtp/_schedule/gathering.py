@@ -43,6 +43,8 @@ class Use:
 class Gathering(Prefetch):
     """The gathers of one runtime."""
 
+    is_initialized = False
+
     def ensure_initialized(self) -> None:
         """In the first forward: check that there is something to run on, and make the communicators."""
         raise NotImplementedError
@@ -51,17 +53,23 @@ class Gathering(Prefetch):
         """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
         if self.recording is not None:
             return self.recording.acquire(target)
-        gathered, comm = target.live, self.comm
-        if gathered is None or not target.weight.is_fresh(gathered):
-            self.ensure_initialized()
-            target.weight.check_readable()
-            gathered = self._take_kept(target) or self._take_prefetched(target) or self._gather_now(target)
+        gathered, weight, comm = target.live, target.weight, self.comm
+        if gathered is None or not weight.is_fresh(gathered):
+            if not self.is_initialized:
+                self.ensure_initialized()
+            if weight.is_cut_again:
+                weight.check_readable()
+            gathered = self._take_kept(target) if target.kept is not None else None
+            gathered = gathered or self._take_prefetched(target) or self._gather_now(target)
             target.live = gathered
             self._advance(target)
         gathered.holds += 1
-        comm.delay()
-        comm.wait(gathered.done)
-        comm.note_reading(gathered.done, (gathered.buffer,))
+        if comm.is_debugged:
+            comm.delay()
+        done = gathered.done
+        comm.wait(done)
+        if done.origin is not None:
+            comm.note_reading(done, (gathered.buffer,))
         return gathered
 
     def using(self, target: Gatherable) -> Use:
@@ -79,7 +87,7 @@ class Gathering(Prefetch):
             target.live = None
         if self._is_kept_after_use(target) and target.weight.is_fresh(gathered):
             target.kept = gathered
-        else:
+        elif self.debug.poison:
             self._free(gathered)
 
     def gather_kept(self, weight: ShardedWeight) -> None:

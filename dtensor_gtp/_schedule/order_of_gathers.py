@@ -118,7 +118,7 @@ class Plan:
             own = self.lanes.setdefault(traits[use].lane, [])
             self._places.append((traits[use].lane, len(own)))
             own.append(position)
-        self._uses_of = {lane: tuple(self.uses[p] for p in positions) for lane, positions in self.lanes.items()}
+        self.uses_of = {lane: tuple(self.uses[p] for p in positions) for lane, positions in self.lanes.items()}
         # By step; one more than there are uses.
         self.launches: list[tuple[Launch, ...]] = [()] * (len(self.uses) + 1)
         self._launch_of: dict[int, Launch] = {}
@@ -126,10 +126,6 @@ class Plan:
         for launch in launches:
             self.launches[launch.step] += (launch,)
             self._launch_of.update(dict.fromkeys(launch.positions, launch))
-
-    def uses_of(self, lane: int) -> tuple[int, ...]:
-        """The uses of a lane in order."""
-        return self._uses_of.get(lane, ())
 
     def place(self, position: int) -> tuple[int, int]:
         """The lane of a position, and how many of the lane are before it."""

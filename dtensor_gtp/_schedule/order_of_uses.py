@@ -57,10 +57,11 @@ class Chain:
     def advance(self, use: int, lane: int = 0) -> bool:
         """Record a use; returns whether the plan expected it now, in its lane."""
         self._observed.append(use)
-        uses, cursor = self.plan.uses_of(lane), self._cursors.get(lane, 0)
+        plan, cursor = self.plan, self._cursors.get(lane, 0)
+        uses = plan.uses_of.get(lane, ())
         if cursor < len(uses) and uses[cursor] == use:
             self._cursors[lane] = cursor + 1
-            self._step = self.plan.lanes[lane][cursor] + 1
+            self._step = plan.lanes[lane][cursor] + 1
             return True
         self.num_deviations += 1
         self._step = None
@@ -81,13 +82,14 @@ class Chain:
     def num_expected(self, use: int, position: int) -> int:
         """How many of the uses to come, up to ``position``, are ``use``."""
         lane, number = self.plan.place(position)
-        return self.plan.uses_of(lane)[self.plan.num_past(lane, self._cursors) : number + 1].count(use)
+        return self.plan.uses_of[lane][self.plan.num_past(lane, self._cursors) : number + 1].count(use)
 
     def is_at_end(self, lane: int = 0) -> bool:
         """Whether the plan has uses of a lane, and expects none of it or of the outermost one any more in this pass."""
-        return lane in self.plan.lanes and all(
-            self._cursors.get(one, 0) == len(self.plan.uses_of(one)) for one in (0, lane)
-        )
+        lanes, cursors = self.plan.lanes, self._cursors
+        if lane not in lanes or cursors.get(lane, 0) != len(lanes[lane]):
+            return False
+        return lane == 0 or cursors.get(0, 0) == len(lanes.get(0, ()))
 
     def end(self) -> None:
         """The pass is complete: what was seen is the plan of the next one."""

@@ -87,10 +87,15 @@ class Prefetch(KeepAndFree):
 
     def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
         """Launch one gather of present shards. A recomputation may launch other gathers than the forward did."""
+        if not compat.num_dispatch_modes():
+            return self._agree_and_gather(targets)
         with compat.unseen_by_checkpoint_policies():
-            if self._disagreeing:
-                self._agree(targets)
-            return gather.launch(targets, self.comm)
+            return self._agree_and_gather(targets)
+
+    def _agree_and_gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
+        if self._disagreeing:
+            self._agree(targets)
+        return gather.launch(targets, self.comm)
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """For a use that nothing was launched for; with its companions."""
@@ -148,7 +153,7 @@ class Prefetch(KeepAndFree):
         for weight in weights:
             wire = weight.wire
             if isinstance(wire, QuantizedWire) and wire.begin_forward():
-                if wire.is_within_mesh and self.comm.casts_shards(weight.groups):
+                if wire.is_within_mesh and weight.groups.casts_shards:
                     self._disagreeing.setdefault(weight.groups, []).append(weight)
                 else:
                     now.append(weight)

@@ -67,7 +67,6 @@ class Runtime(Gathering):
         self.num_steps = 0  # optimizer steps on parameters of this runtime
         self.reads = AttributeReads(self)
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
-        self._is_initialized = False
         # For optimizer steps: parameters by the ids of their objects; empty: to be made.
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
@@ -155,14 +154,14 @@ class Runtime(Gathering):
 
     def ensure_initialized(self) -> None:
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
-        if self._is_initialized:
+        if self.is_initialized:
             return
         with compat.unseen_by_checkpoint_policies():
             first_forward.agree_to_begin(self.params, self.device)
         for param in self.params:
             param.groups = self.comm.groups(param.mesh)
         self._number_lanes()
-        self._is_initialized = True
+        self.is_initialized = True
 
     def note_backward(self, entry: Entry | None = None) -> None:
         """Called by whatever happens first in a backward, as the gradient of what an ``entry`` returned: its chain

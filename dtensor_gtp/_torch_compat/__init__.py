@@ -86,6 +86,7 @@ from .modes import (
     POLICY_MODES,
     asks_checkpoint_policy,
     is_tracing,
+    num_dispatch_modes,
     set_eval_frame,
     skip_code,
     unseen_by_checkpoint_policies,

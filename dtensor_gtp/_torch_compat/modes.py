@@ -20,6 +20,9 @@ POLICY_MODES: tuple[type[Any], ...] = (
 
 _NOTHING = nullcontext()
 
+# Of this thread; 0 almost always, and quick to ask.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
 
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
