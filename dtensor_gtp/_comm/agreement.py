@@ -1,11 +1,11 @@
-"""One exchange before anything is changed: all ranks succeed, or all raise."""
+"""Ranks exchange what each of them has found, before anything is changed: all succeed, or all raise."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,21 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def by_rank(own: T, groups: Sequence[dist.ProcessGroup]) -> dict[int, T]:
+    """The value of each rank of a mesh, by global rank in order. Collective.
+
+    Args:
+        own: This rank's value, any object that can be pickled.
+        groups: One group for each axis of the mesh.
+    """
+    known = {dist.get_rank(): own}
+    for group in groups:
+        parts: list[dict[int, T]] = [{}] * group.size()
+        dist.all_gather_object(parts, known, group=group)
+        known = {rank: value for part in parts for rank, value in part.items()}
+    return dict(sorted(known.items()))
 
 
 def agree_on_all_ranks(
@@ -49,36 +64,28 @@ def agree_on_all_ranks(
         described = describe(result)
     except Exception as caught:
         error = caught
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     digest = int.from_bytes(hashlib.sha256("\n".join(described).encode()).digest()[:7], "big")
     status = torch.tensor([error is not None, digest, -digest], dtype=torch.int64, device=device_of(mesh))
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     for group in groups:
         dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
     has_failed, highest, lowest = status.tolist()
     if has_failed:
-        notes = getattr(error, "__notes__", [])
-        errors = _exchange(None if error is None else "\n".join((f"{type(error).__name__}: {error}", *notes)), groups)
+        errors = by_rank("" if error is None else _text_of(error), groups)
         if error is not None:
             raise error
-        messages = "; ".join(f"rank {rank}: {message}" for rank, message in errors.items())
+        messages = "; ".join(f"rank {rank}: {message}" for rank, message in errors.items() if message)
         raise RuntimeError(f"{caller} failed on another rank of the mesh, so it fails on all: {messages}")
     if highest != -lowest:
+        difference = _first_difference(by_rank(described, groups))
         raise RuntimeError(
-            f"{caller} expects {expected} on all ranks of mesh axes {mesh.mesh_dim_names}, but "
-            f"{_first_difference(_exchange(described, groups))}. {remedy}"
+            f"{caller} expects {expected} on all ranks of mesh axes {mesh.mesh_dim_names}, but {difference}. {remedy}"
         )
-    assert error is None
     return cast("T", result)
 
 
-def _exchange(mine: Any, groups: list[dist.ProcessGroup]) -> dict[int, Any]:
-    """What each rank of the mesh has, except None, by rank."""
-    known = {dist.get_rank(): mine} if mine is not None else {}
-    for group in groups:
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, known, group=group)
-        known = {rank: value for part in gathered for rank, value in part.items()}
-    return dict(sorted(known.items()))
+def _text_of(error: Exception) -> str:
+    return "\n".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
 
 
 def _first_difference(described: dict[int, Sequence[str]]) -> str:

@@ -67,21 +67,7 @@ class Works:
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Gather ``shard`` of each rank, shape ``(rows, ...)``, into ``output``, shape ``(world * rows, ...)``; both are
     contiguous and of one dtype. ``shard`` may be this rank's slice of ``output``."""
-    return compat.all_gather_base(output, shard, group, async_op=not stream)
-
-
-def all_gather_many(
-    outputs: list[Tensor], shards: list[Tensor], group: dist.ProcessGroup, stream: bool
-) -> dist.Work | Works | None:
-    """Several :func:`all_gather` of one group, as one launch where streams order it; dtypes and shapes may differ."""
-    if len(outputs) == 1:
-        return compat.all_gather_base(outputs[0], shards[0], group, async_op=not stream)
-    if stream:
-        return compat.all_gather_coalesced(outputs, shards, group, async_op=False)
-    if len({shard.dtype for shard in shards}) == 1:
-        return Works([compat.all_gather_coalesced(outputs, shards, group, async_op=True)])
-    # gloo would make one tensor of all of them, as if they had one dtype.
-    return Works(all_gather(*pair, group, stream) for pair in zip(outputs, shards, strict=True))
+    return compat.all_gather_base(output, shard, group, not stream)
 
 
 def reduce_scatter(
@@ -91,7 +77,7 @@ def reduce_scatter(
     ``(rows, ...)``; both are contiguous and of one dtype. ``full`` may be divided in place."""
     if scale.predivide is not None:
         full.div_(scale.predivide)
-    return compat.reduce_scatter_base(output, full, scale.op, group, async_op=not stream)
+    return compat.reduce_scatter_base(output, full, scale.op, group, not stream)
 
 
 def reduce_scatter_many(
@@ -103,15 +89,15 @@ def reduce_scatter_many(
     if scale.predivide is not None:
         for full in fulls:
             full.div_(scale.predivide)
-    return compat.reduce_scatter_coalesced(outputs, fulls, scale.op, group, async_op=not stream)
+    return compat.reduce_scatter_coalesced(outputs, fulls, scale.op, group, not stream)
 
 
 def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Send the i-th of equal slices of ``input`` to rank i, and receive rank i's as the i-th of ``output``; both are
     contiguous, of one shape ``(world * rows, ...)`` and dtype."""
-    return compat.all_to_all_base(output, input, group, async_op=not stream)
+    return compat.all_to_all_base(output, input, group, not stream)
 
 
 def all_reduce(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
     """Reduce ``tensor`` over the ranks in place, without the divisions of ``scale``."""
-    return compat.all_reduce(tensor, scale.op, group, async_op=not stream)
+    return compat.all_reduce(tensor, scale.op, group, not stream)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .agreement import by_rank
 
 _ENV = "DTENSOR_GTP_DEBUG"
 _MAX_DELAY_US = 300
@@ -89,12 +90,7 @@ def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.de
         differs = int(any(other != [code, 0] for other in received.tolist()))
     if not differs:
         return
-    launched = {dist.get_rank(): what}
-    for group in groups:
-        parts: list[dict[int, str]] = [{}] * group.size()
-        dist.all_gather_object(parts, launched, group=group)
-        launched = {rank: other for part in parts for rank, other in part.items()}
-    listed = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(launched.items()))
+    listed = "; ".join(f"rank {rank}: {other}" for rank, other in by_rank(what, groups).items())
     raise RuntimeError(
         f"The ranks of one mesh are about to launch different collectives ({listed}). All ranks must use the same "
         "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "

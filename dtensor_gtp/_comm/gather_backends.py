@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy
-from . import collectives
+from .agreement import by_rank
 from .collectives import Works
 from .copy_engine import CopyEngine
 from .send_ring import SendRing
@@ -31,10 +31,15 @@ class ProcessGroupBackend:
         self._has_streams = device.type != "cpu"
 
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | Works | None:
-        group = compat.resolve_group(self._group_name)
+        group, async_op = compat.resolve_group(self._group_name), not self._has_streams
         if len(outputs) == 1:
-            return compat.all_gather_base(outputs[0], shards[0], group, async_op=not self._has_streams)
-        return collectives.all_gather_many(outputs, shards, group, self._has_streams)
+            return compat.all_gather_base(outputs[0], shards[0], group, async_op)
+        if not async_op:
+            return compat.all_gather_coalesced(outputs, shards, group, async_op)
+        if len({shard.dtype for shard in shards}) == 1:
+            return Works([compat.all_gather_coalesced(outputs, shards, group, async_op)])
+        # gloo would make one tensor of all of them, as if they had one dtype.
+        return Works(compat.all_gather_base(*pair, group, async_op) for pair in zip(outputs, shards, strict=True))
 
 
 class Choice(NamedTuple):
@@ -104,18 +109,14 @@ def _make_on_all_ranks(
         RuntimeError: ``factory`` raises on some rank of ``groups``. Raised on all of them, with the reasons.
     """
     made: T | None = None
-    reason = None
+    reason = ""
     try:
         made = factory(groups[0], device)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         reason = f"{type(error).__name__}: {error}"
-    reasons = {dist.get_rank(): reason} if reason is not None else {}
-    for group in groups:
-        parts: list[dict[int, str]] = [{}] * group.size()
-        dist.all_gather_object(parts, reasons, group=group)
-        reasons = {rank: other for part in parts for rank, other in part.items()}
+    reasons = [f"rank {rank}: {other}" for rank, other in by_rank(reason, groups).items() if other]
     if reasons:
-        listed = "; ".join(f"rank {rank}: {other}" for rank, other in sorted(reasons.items()))
-        raise RuntimeError(f"{name} cannot be had for ranks {dist.get_process_group_ranks(groups[0])} ({listed})")
+        ranks = dist.get_process_group_ranks(groups[0])
+        raise RuntimeError(f"{name} cannot be had for ranks {ranks} ({'; '.join(reasons)})")
     assert made is not None
     return made

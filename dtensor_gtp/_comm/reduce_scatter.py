@@ -14,6 +14,7 @@ gradient.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ def make_scattering(
     if num_ranks == 1:
         return _Alone(fulls[0], dtype)
     if kind == "ring":
-        return _Ring(fulls, [None] * len(fulls), num_ranks, wire_dtype)
+        return _Ring(fulls, num_ranks, wire_dtype)
     rooms: Sequence[Tensor | None] = [None] * len(fulls)
     if sending is not None:
         ring, pairs = sending.ring, zip(sending.places, fulls, strict=True)
@@ -121,16 +122,15 @@ class _Sent(Scattering):
         self._num_ranks = num_ranks
         self._sent: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # target and source
+        self._slot_shapes: list[tuple[int, ...]] = []
         for full, room in zip(fulls, rooms, strict=True):
+            self._slot_shapes.append((full.shape[0] // num_ranks, *full.shape[1:]))
             if room is None and full.dtype == dtype and full.is_contiguous():
                 self._sent.append(full)
                 continue
             target = torch.empty(full.shape, dtype=dtype, device=full.device) if room is None else room
             self._sent.append(target)
             self._copies.append((target, full))
-
-    def _slot_shapes(self) -> list[torch.Size]:
-        return [torch.Size((sent.shape[0] // self._num_ranks, *sent.shape[1:])) for sent in self._sent]
 
     def _pack(self) -> list[Tensor]:
         """What to send, on the current stream."""
@@ -147,11 +147,11 @@ class _Sent(Scattering):
 class _Ring(_Sent):
     """The backend's own reduce-scatter, in the dtype of the gradients."""
 
-    def __init__(
-        self, fulls: Sequence[Tensor], rooms: Sequence[Tensor | None], num_ranks: int, dtype: torch.dtype
-    ) -> None:
-        super().__init__(fulls, rooms, num_ranks, dtype)
-        self.slots = [sent.new_empty(shape) for sent, shape in zip(self._sent, self._slot_shapes(), strict=True)]
+    def __init__(self, fulls: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) -> None:
+        super().__init__(fulls, [None] * len(fulls), num_ranks, dtype)
+        self.slots = []
+        for sent, shape in zip(self._sent, self._slot_shapes, strict=True):
+            self.slots.append(sent.new_empty(shape))
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         return collectives.reduce_scatter_many(self.slots, self._pack(), scale, groups.scatter, comm.has_streams)
@@ -176,14 +176,14 @@ class _Exchange(_Sent):
     ) -> None:
         super().__init__(fulls, rooms, num_ranks, wire_dtype)
         self._sending = sending
-        shapes = self._slot_shapes()
-        self._sizes = [shape.numel() for shape in shapes]
+        self._sizes = [math.prod(shape) for shape in self._slot_shapes]
         like, numel = self._sent[0], sum(self._sizes)
         self._add = fused_sum(like, num_ranks)
         self._sum = like.new_empty(numel, dtype=dtype)
         num_rows = num_ranks if sending is None or self._add is None else num_ranks - 1
         self._received = like.new_empty(num_rows, numel)
-        self.slots = [part.view(shape) for part, shape in zip(self._sum.split(self._sizes), shapes, strict=True)]
+        parts = zip(self._sum.split(self._sizes), self._slot_shapes, strict=True)
+        self.slots = [part.view(shape) for part, shape in parts]
 
     def keep(self) -> tuple[Tensor, ...]:
         return (*super().keep(), self._received)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
+from .agreement import by_rank
 
 ALIGNMENT = 16
 
@@ -115,23 +116,22 @@ def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.devi
     RuntimeError: The ranks of ``group`` cannot have memory that all of them map, as far as can be told beforehand:
         some rank has no copy engines, or they are on several hosts. Raised on all ranks of the group.
     """
-    told: list[tuple[str | None, str]] = [(None, "")] * group.size()
-    dist.all_gather_object(told, (_missing(device), host_name()), group=group)
-    reasons = sorted({other for other, _ in told if other is not None})
+    found = by_rank((_missing(device), host_name()), [group]).values()
+    reasons = sorted({missing for missing, _ in found if missing})
     if reasons:
         raise RuntimeError("; ".join(reasons))
-    hosts = sorted({host for _, host in told})
+    hosts = sorted({host for _, host in found})
     if len(hosts) > 1:
         raise RuntimeError(f"the ranks span hosts {hosts}, and copy engines reach GPUs of one host only")
 
 
-def _missing(device: torch.device) -> str | None:
+def _missing(device: torch.device) -> str:
     if device.type != "cuda":
         return f"a {device.type} device has no copy engines"
     backend = compat.symmetric_memory_backend(device)
     if backend != "CUDA":
         return f"symmetric memory is of the kind {backend!r} here, but copies need 'CUDA'"
-    return None
+    return ""
 
 
 def host_name() -> str:

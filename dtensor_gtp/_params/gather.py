@@ -27,32 +27,23 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
     weight = targets[0].weight
     if weight.layout.world == 1:
         return [_alone(target, comm) for target in targets]
-    if compat.is_profiling():
-        with profiler_range("GTP::all_gather", _names(targets)):
-            return _launch(targets, comm)
-    return _launch(targets, comm)
-
-
-def _names(targets: Sequence[Gatherable]) -> str:
-    return ", ".join(target.weight.fqn for target in targets)
-
-
-def _launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
-    if len(targets) == 1 and targets[0].weight.wire is None:
-        return [_launch_plain(targets[0].weight, comm)]
-    packed, buffers = _pack(targets, comm), _side_by_side(targets)
-    return _launch_together([_prepare(target, packed.get(target), buffers.get(target)) for target in targets], comm)
+    if len(targets) == 1 and weight.wire is None and not compat.is_profiling():
+        return [_launch_plain(weight, comm)]
+    with profiler_range("GTP::all_gather", ", ".join(target.weight.fqn for target in targets)):
+        packed, buffers = _pack(targets, comm), _side_by_side(targets)
+        return _launch_together([_prepare(target, packed.get(target), buffers.get(target)) for target in targets], comm)
 
 
 def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
     """As ``_launch_together``, for the most frequent case with the least work of the host."""
-    layout, shard, groups = weight.layout, weight.shard, weight.groups
+    layout, groups, shard = weight.layout, weight.groups, weight.shard
     buffer, rows, copies = weight.gather_buffer(), weight.rows, None
     if not (weight.is_sendable or groups.casts_shards):
         slot = layout.slot(buffer)
         rows, copies = slot, ([layout.filled(slot)], [rows])
     done = comm.all_gather(groups, weight.fqn, [buffer], [rows], copies)
-    return Gathered(buffer, layout.full_view(buffer), done, shard, weight.version, False)
+    version = weight.param._version, shard._version, weight.num_updates
+    return Gathered(buffer, layout.full_view(buffer), done, shard, version)
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
@@ -146,7 +137,7 @@ def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
     weight, planes, packed = sending
     buffers = [plane.buffer for plane in planes]
     full = buffers[0] if packed is not None else weight.layout.full_view(buffers[0])
-    gathered = Gathered(buffers[0], full, done, weight.shard, weight.version, False)
+    gathered = Gathered(buffers[0], full, done, weight.shard, weight.version)
     if packed is None:
         return gathered
     layouts = [(layout, plane.dtype) for layout, plane in packed.planes]

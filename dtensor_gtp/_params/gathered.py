@@ -40,19 +40,9 @@ class Gathered:
         quantized: Gives what came over the wire to GEMMs that multiply with just that.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_contiguous",
-        "buffer",
-        "done",
-        "holds",
-        "is_alias",
-        "quantized",
-        "source",
-        "unpack",
-        "value",
-        "version",
-    )
+    unpack: Callable[[], Tensor] | None = None
+    quantized: Callable[[], Quantized] | None = None
+    _contiguous: Tensor | None = None
 
     def __init__(
         self,
@@ -61,15 +51,12 @@ class Gathered:
         done: Done,
         source: Tensor,
         version: Version,
-        is_alias: bool,
+        is_alias: bool = False,
         holds: int = 0,
     ) -> None:
         self.buffer, self.value, self.done = buffer, value, done
         self.source, self.version, self.is_alias = source, version, is_alias
         self.holds = holds
-        self._contiguous: Tensor | None = None
-        self.unpack: Callable[[], Tensor] | None = None
-        self.quantized: Callable[[], Quantized] | None = None
 
     @property
     def full(self) -> Tensor:

@@ -73,6 +73,11 @@ class WeightLayout:
     def local_shape(self) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.local_rows, *self.shape[self.dim + 1 :])
 
+    @cached_property
+    def is_as_buffer(self) -> bool:
+        """Whether the weight lies in memory as its buffer does, without padding and with its dims in order."""
+        return self.dim == 0 and self.world * self.chunk_rows == self.num_rows
+
     def shard_of(self, full: Tensor) -> Tensor:
         """This rank's part of ``full`` (shape ``shape``), contiguous, in memory of its own."""
         part = full.narrow(self.dim, min(self.local_offset, self.num_rows), self.local_rows)
@@ -94,7 +99,9 @@ class WeightLayout:
 
     def full_view(self, buffer: Tensor) -> Tensor:
         """The logical weight (shape ``shape``) as a view of a buffer of ``buffer_shape``."""
-        rows = buffer if buffer.shape[0] == self.num_rows else buffer.narrow(0, 0, self.num_rows)
+        if self.is_as_buffer:
+            return buffer
+        rows = buffer.narrow(0, 0, self.num_rows)
         return rows.movedim(0, self.dim) if self.dim else rows
 
     def filled(self, slot: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ class ManagedParam:
         self.fqn = fqn
         self.sites = sites
         self.mesh = mesh
+        self.num_ranks = mesh.size()  # over which the gradient is averaged
         self.flags = SyncFlags()
         self.groups: Groups  # set before the first forward, when the communicators exist
         self.param = param
@@ -94,11 +95,6 @@ class ManagedParam:
         """Placements of the parameter. Torch may report an equal one of its own (2.15: ``Shard``) for ours."""
         return self.spec.placements
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks over which the gradient is averaged."""
-        return self.mesh.size()
-
     def follow(self, site: Site) -> None:
         """Take over the parameter object that is registered at ``site``, if it is still the same kind of shard.
 
@@ -109,7 +105,8 @@ class ManagedParam:
         """
         current = site.module._parameters.get(site.name)
         if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
-            self._follow_frozen()
+            if self.leaf.requires_grad is not self.param.requires_grad:
+                self._follow_frozen()
             return
         if isinstance(current, DTensor) and self._is_cut_by_fully_shard(current):
             if not self.is_cut_again:
@@ -213,13 +210,16 @@ class ManagedParam:
     def publish_grad(self) -> None:
         """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks."""
         reduced, self.reduced = self.reduced, None
-        if reduced is None or not self.param.requires_grad:  # frozen since its forward, as autograd looks at leaves
+        param = self.param
+        if reduced is None or not param.requires_grad:  # frozen since its forward, as autograd looks at leaves
             return
-        reduced = run_tensor_hooks(self.param, reduced, self.spec)
-        grad, dtype = self.param.grad, compat.grad_dtype(self.param)
+        spec = compat.dtensor_spec(_as_dtensor(param))
+        if hooks := compat.tensor_hooks(param):
+            reduced = _run_tensor_hooks(hooks, param, reduced, spec)
+        grad, dtype = param.grad, compat.grad_dtype(param)
         earlier, self._wide_grad = self._wide_grad, None
         if grad is None:
-            self.param.grad = compat.wrap_local(reduced.to(dtype), self.spec)
+            param.grad = compat.wrap_local(reduced if reduced.dtype == dtype else reduced.to(dtype), spec)
         else:
             local = compat.local_tensor(_as_dtensor(grad))
             total = local.to(reduced.dtype)  # .grad itself if it is as wide
@@ -233,7 +233,8 @@ class ManagedParam:
             reduced = total
         if reduced.dtype != dtype:
             self._wide_grad = reduced
-        run_post_accumulate_hooks(self.param)
+        for post_hook in compat.post_accumulate_grad_hooks(param):
+            post_hook(param)
 
     def begin_forward(self, is_captured: bool) -> None:
         """What may have changed since the last pass: a sum over microbatches that the user has dropped with ``.grad``,
@@ -242,12 +243,14 @@ class ManagedParam:
         Args:
             is_captured: A CUDA graph records this forward.
         """
-        if any(name not in module._parameters for module, name in self.sites):
-            raise refusals.removed(self._expected)
+        for module, name in self.sites:
+            if name not in module._parameters:
+                raise refusals.removed(self._expected)
         self.check_memory()
         if self._wide_grad is not None and self.param.grad is None:
             self._wide_grad = None
-        self._follow_frozen()
+        if self.leaf.requires_grad is not self.param.requires_grad:
+            self._follow_frozen()
 
     def check_memory(self) -> None:
         """Raises:
@@ -259,8 +262,8 @@ class ManagedParam:
             raise refusals.resized(self._expected, self.param, self.shard, self._extent)
 
     def _follow_frozen(self) -> None:
-        if self.leaf.requires_grad != self.param.requires_grad:
-            self.leaf.requires_grad_(self.param.requires_grad)
+        """The user has frozen the parameter, or the opposite."""
+        self.leaf.requires_grad_(self.param.requires_grad)
 
     def reset_grads(self) -> None:
         """Forget gradients of a backward that broke off."""
@@ -272,23 +275,17 @@ def _as_dtensor(tensor: Tensor) -> DTensor:
     return tensor
 
 
-def run_tensor_hooks(param: Tensor, reduced: Tensor, spec: compat.DTensorSpec) -> Tensor:
+def _run_tensor_hooks(
+    hooks: list[Callable[[Tensor], Tensor | None]], param: Tensor, reduced: Tensor, spec: compat.DTensorSpec
+) -> Tensor:
     """``Tensor.register_hook``: each gets the gradient of this backward and may return another one.
 
     Args:
-        param: The parameter.
-        reduced: This rank's part of its gradient, perhaps in a wider dtype.
-        spec: Of the parameter, and of the gradient that the hooks see.
+        reduced: This rank's part of the gradient, perhaps in a wider dtype than the hooks see.
     """
-    for hook in compat.tensor_hooks(param):
+    for hook in hooks:
         replaced = hook(compat.wrap_local(reduced.to(param.dtype), spec))
         if replaced is not None:
             assert isinstance(replaced, DTensor)
             reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)
     return reduced
-
-
-def run_post_accumulate_hooks(param: Tensor) -> None:
-    """``Tensor.register_post_accumulate_grad_hook``: each gets the parameter, with its gradient in ``.grad``."""
-    for hook in compat.post_accumulate_grad_hooks(param):
-        hook(param)

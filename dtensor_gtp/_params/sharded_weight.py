@@ -170,8 +170,7 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     def _follow_frozen(self) -> None:
         super()._follow_frozen()
-        if self.stand_in.leaf.requires_grad != self.leaf.requires_grad:
-            self.stand_in = StandIn(self.leaf.requires_grad)
+        self.stand_in = StandIn(self.leaf.requires_grad)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -199,8 +198,8 @@ class ShardedWeight(ManagedParam, Gatherable):
     @property
     def has_waiting_grad(self) -> bool:
         """Whether gradients of earlier microbatches wait for an optimizer step."""
-        sums = (self.param.grad, self.reduced, self.unsharded_grad, self.unreplicated_grad)
-        return any(grad is not None for grad in sums)
+        has_sum = self.reduced is not None or self.unsharded_grad is not None or self.unreplicated_grad is not None
+        return has_sum or self.param.grad is not None
 
     @property
     def state(self) -> WeightState:

@@ -53,15 +53,14 @@ class Gathering(Prefetch):
         """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
         if self.recording is not None:
             return self.recording.acquire(target)
-        gathered, weight, comm = target.live, target.weight, self.comm
-        if gathered is None or not weight.is_fresh(gathered):
+        gathered, comm = target.live, self.comm
+        if gathered is None or not target.weight.is_fresh(gathered):
             if not self.is_initialized:
                 self.ensure_initialized()
-            if weight.is_cut_again:
-                weight.check_readable()
+            if target.weight.is_cut_again:
+                target.weight.check_readable()
             gathered = self._take_kept(target) if target.kept is not None else None
-            gathered = gathered or self._take_prefetched(target) or self._gather_now(target)
-            target.live = gathered
+            gathered = target.live = gathered or self._take_prefetched(target) or self._gather_now(target)
             self._advance(target)
         gathered.holds += 1
         if comm.is_debugged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags, poison
@@ -18,7 +20,9 @@ class KeepAndFree(Passes):
 
     def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(comm, schedule, debug)
+        # Of the running forward: what ``keep_nbytes`` keeps, and what ``keep_last`` keeps if it is the last use.
         self._kept_until_backward: frozenset[int] = frozenset()
+        self._kept_if_last: frozenset[int] = frozenset()
 
     def kept_until_backward(self, entry: Entry | None) -> tuple[int, ...]:
         """What ``keep_nbytes`` keeps from a forward of ``entry`` to its backward."""
@@ -59,24 +63,30 @@ class KeepAndFree(Passes):
             return True
         return not flags.reshard_after_forward and weight.for_backward is target
 
+    def _choose_kept(self, entry: Entry) -> None:
+        """At the begin of a forward: what stays for its backward, if one follows."""
+        self._kept_until_backward = self._kept_if_last = frozenset()
+        if not torch.is_grad_enabled():
+            return
+        self._kept_until_backward = frozenset(self.kept_until_backward(entry))
+        if self.schedule.keep_last:
+            backward = self._chain(entry, is_backward=True).plan
+            first = [use for lane in backward.lanes if (use := backward.first(lane)) is not None]
+            companions = [other.index for use in first for other in self.gatherables[use].companions]
+            self._kept_if_last = frozenset((*first, *companions))
+
     def _is_kept_after_use(self, target: Gatherable) -> bool:
         if self._stays(target):
             return True
-        chain = self._forward_chain
-        if self._is_in_backward or chain is None or chain is not self._differentiable_chain:
-            return False
-        if target.weight.fixed is not None or not self.schedule.keep_last or not chain.is_at_end(target.lane):
-            return False
         # The last weight of the forward is the first of backward: nothing would hide a gather between the two.
-        first = self._backward_plan().first(target.lane)
-        return first == target.index or any(first == other.index for other in target.companions)
+        if target.index not in self._kept_if_last or self._is_in_backward or target.weight.fixed is not None:
+            return False
+        chain = self._forward_chain
+        return chain is not None and chain.is_at_end(target.lane)
 
     def _take_kept(self, target: Gatherable) -> Gathered | None:
-        kept = target.kept
-        if kept is None:
-            return None
-        target.kept = None
-        if target.weight.is_fresh(kept):
+        kept, target.kept = target.kept, None
+        if kept is None or target.weight.is_fresh(kept):
             return kept
         self._discard(kept)
         return None
@@ -85,9 +95,10 @@ class KeepAndFree(Passes):
         """Keep a weight from a forward to its backward at most, unless the user asks for more: between passes shards
         may be written to without a trace (``.data``, foreach functions, ``dcp.load``)."""
         for target in self.gatherables:
+            if target.kept is None:
+                continue
             weight = target.weight
-            is_lasting = weight.is_pinned or not weight.flags.reshard_after_backward
-            if target.kept is not None and (weight.is_cut_again or not is_lasting):
+            if weight.is_cut_again or not (weight.is_pinned or not weight.flags.reshard_after_backward):
                 self._drop_kept(target)
 
     def wait_kept(self, weight: ShardedWeight) -> None:

@@ -44,35 +44,49 @@ class Chain:
         self.plan = Plan()
         self.num_deviations = 0
         self._traits = traits
-        self._observed: list[int] = []
-        self._cursors: dict[int, int] = {}  # by lane
-        self._step: int | None = 0  # of the plan, at the last use that it expected
+        self.begin()
 
     def begin(self) -> None:
         """Start a pass."""
-        self._observed = []
-        self._cursors = {}
-        self._step = 0
+        # Uses so far, as long as all came as planned. From the first deviation on: which uses there were, and how many
+        # of each lane.
+        self._num_as_planned = 0
+        self._observed: list[int] | None = None
+        self._cursors_after_deviation: dict[int, int] = {}
 
-    def advance(self, use: int, lane: int = 0) -> bool:
-        """Record a use; returns whether the plan expected it now, in its lane."""
-        self._observed.append(use)
-        plan, cursor = self.plan, self._cursors.get(lane, 0)
-        uses = plan.uses_of.get(lane, ())
+    def advance(self, use: int, lane: int = 0) -> Sequence[Launch] | None:
+        """Record a use.
+
+        Returns:
+            What is to be launched now that the plan begins with this use; None if the plan did not expect it.
+        """
+        number, plan = self._num_as_planned, self.plan
+        if self._observed is None:
+            if number < len(plan.uses) and plan.uses[number] == use:
+                self._num_as_planned = number + 1
+                return plan.launches[number + 1]
+            self._observed = list(plan.uses[:number])
+            self._cursors_after_deviation = plan.cursors(number)
+        return self._advance_in_lane(self._observed, use, lane)
+
+    def _advance_in_lane(self, observed: list[int], use: int, lane: int) -> Sequence[Launch] | None:
+        """After a deviation, or in another order of lanes: the plan counts in the lane of the use alone."""
+        observed.append(use)
+        cursors = self._cursors_after_deviation
+        uses, cursor = self.plan.uses_of.get(lane, ()), cursors.get(lane, 0)
         if cursor < len(uses) and uses[cursor] == use:
-            self._cursors[lane] = cursor + 1
-            self._step = plan.lanes[lane][cursor] + 1
-            return True
+            cursors[lane] = cursor + 1
+            return self.plan.launches[self.plan.lanes[lane][cursor] + 1]
         self.num_deviations += 1
-        self._step = None
         # Uses of the plan in between, if it is found, did not happen this time.
         if use in uses[cursor:]:
-            self._cursors[lane] = uses.index(use, cursor) + 1
-        return False
+            cursors[lane] = uses.index(use, cursor) + 1
+        return None
 
-    def due(self) -> tuple[Launch, ...]:
-        """What is to be launched after the last use, if the plan expected it and all that was due before has been."""
-        return () if self._step is None else self.plan.launches[self._step]
+    @property
+    def _cursors(self) -> dict[int, int]:
+        """How many uses there were of each lane, or were left out."""
+        return self.plan.cursors(self._num_as_planned) if self._observed is None else self._cursors_after_deviation
 
     def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
         """All that should be in memory or in flight for uses to come, as positions, as launched together; of some
@@ -87,14 +101,14 @@ class Chain:
     def is_at_end(self, lane: int = 0) -> bool:
         """Whether the plan has uses of a lane, and expects none of it or of the outermost one any more in this pass."""
         lanes, cursors = self.plan.lanes, self._cursors
-        if lane not in lanes or cursors.get(lane, 0) != len(lanes[lane]):
-            return False
-        return lane == 0 or cursors.get(0, 0) == len(lanes.get(0, ()))
+        return lane in lanes and all(cursors.get(one, 0) == len(lanes.get(one, ())) for one in {0, lane})
 
     def end(self) -> None:
         """The pass is complete: what was seen is the plan of the next one."""
-        if tuple(self._observed) != self.plan.uses:
-            self.plan = Plan(self._observed, self._traits(), self.window)
+        number, uses = self._num_as_planned, self.plan.uses
+        observed = uses[:number] if self._observed is None else tuple(self._observed)
+        if observed != uses:
+            self.plan = Plan(observed, self._traits(), self.window)
         self.begin()
 
     def cancel(self) -> None:

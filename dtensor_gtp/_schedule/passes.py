@@ -34,10 +34,8 @@ class Passes:
             schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
         )
         self._num_calls = 0
-        self._forward_chain: Chain | None = None
-        self._forward_entry: Entry | None = None
-        self._differentiable_chain: Chain | None = None
         self._is_in_backward = False
+        self._forward_chain: Chain | None = None
         self._backward_chain = Chain(self._window, self._traits)  # until the first backward
 
     def _add_gatherables(self, weights: Sequence[ShardedWeight]) -> None:
@@ -45,8 +43,7 @@ class Passes:
         self._num_calls += 1
         for weight in weights:
             for target in weight.gatherables:
-                target.index = len(self.gatherables)
-                target.call = self._num_calls
+                target.index, target.call = len(self.gatherables), self._num_calls
                 self.gatherables.append(target)
 
     def _number_lanes(self) -> None:
@@ -61,19 +58,16 @@ class Passes:
             Traits(t.nbytes, t.lane, t.call, t.companions[0].index if t.companions else -1) for t in self.gatherables
         ]
 
-    def _chain(self, key: ChainKey) -> Chain:
+    def _chain(self, entry: Entry | None, *, is_backward: bool, is_grad_enabled: bool = True) -> Chain:
+        key = ChainKey(entry, is_grad_enabled, is_backward)
         if key not in self.chains:
             self.chains[key] = Chain(self._window, self._traits)
         return self.chains[key]
 
-    def _backward_plan(self) -> Plan:
-        """The plan of the backward that follows the present forward."""
-        return self._chain(ChainKey(self._forward_entry, True, True)).plan
-
     def _turning_point(self, entry: Entry | None) -> tuple[Plan, Plan, tuple[int, ...]]:
         """The plans of a forward of ``entry`` and of its backward; and the weights that are last in the former and
         first in the latter, on all ranks of their mesh. ``keep_last`` alone decides whether those are kept."""
-        forward, backward = (self._chain(ChainKey(entry, True, is_backward)).plan for is_backward in (False, True))
+        forward, backward = (self._chain(entry, is_backward=is_backward).plan for is_backward in (False, True))
         first = ((lane, backward.first(lane)) for lane in backward.lanes)
         turning = tuple(use for lane, use in first if use is not None and use == forward.last(lane))
         return forward, backward, turning

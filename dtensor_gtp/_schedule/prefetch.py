@@ -43,7 +43,8 @@ class Prefetch(KeepAndFree):
         if chain is None:
             return
         lane = target.lane
-        if not chain.advance(target.index, lane):
+        launches = chain.advance(target.index, lane)
+        if launches is None:
             fqn = target.weight.fqn
             logger.debug("use of %s was not expected next; %d deviations so far", fqn, chain.num_deviations)
             self._drop_prefetched(chain, target)
@@ -51,7 +52,7 @@ class Prefetch(KeepAndFree):
             return
         if self._gaps:
             self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
-        for launch in chain.due():
+        for launch in launches:
             self._prefetch(chain, launch.positions)
 
     def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:
@@ -68,34 +69,28 @@ class Prefetch(KeepAndFree):
         missing, uses = [], chain.plan.uses
         for position in positions:
             target = self.gatherables[uses[position]]
-            weight = target.weight
-            if weight.is_cut_again and not weight.is_readable:
+            if target.weight.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
-            elif target.is_absent or self._is_missing(chain, target, position):
+            elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
                 missing.append(target)
         if missing:
             for target, gathered in zip(missing, self._gather(missing), strict=True):
                 target.pending.append(gathered)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
-        if target.kept is None and not target.pending:
-            return target.live is None or not self._stays(target)
         if self._stays(target):
-            return False
+            return target.is_absent
         available = len(target.pending) + (target.kept is not None)
-        return available < chain.num_expected(target.index, position)
+        return available == 0 or available < chain.num_expected(target.index, position)
 
     def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
-        """Launch one gather of present shards. A recomputation may launch other gathers than the forward did."""
-        if not compat.num_dispatch_modes():
-            return self._agree_and_gather(targets)
+        """Launch one gather of present shards."""
+        if not (compat.num_dispatch_modes() or self._disagreeing):
+            return gather.launch(targets, self.comm)
+        # Checkpoint policies ask about ops; but a recomputation may launch other gathers than the forward did.
         with compat.unseen_by_checkpoint_policies():
-            return self._agree_and_gather(targets)
-
-    def _agree_and_gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
-        if self._disagreeing:
             self._agree(targets)
-        return gather.launch(targets, self.comm)
+            return gather.launch(targets, self.comm)
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """For a use that nothing was launched for; with its companions."""
@@ -126,19 +121,19 @@ class Prefetch(KeepAndFree):
         if used is not None:
             expected.update(other.index for other in used.companions)
         for target in self.gatherables:
-            if used is not None and used.lane not in (0, target.lane):
-                continue
-            while len(target.pending) > expected[target.index]:
-                self._gaps.add(target.lane)  # for the pass, if any, that this one interrupts
-                self._discard(target.pending.pop())
+            if target.pending and (used is None or used.lane in (0, target.lane)):
+                self._drop_pending(target, expected[target.index])
 
     def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
         """Drop gathers in flight of shards that are about to be freed."""
         for param in params:
             for target in param.gatherables if isinstance(param, ShardedWeight) else ():
-                while target.pending:
-                    self._gaps.add(target.lane)
-                    self._discard(target.pending.pop())
+                self._drop_pending(target, 0)
+
+    def _drop_pending(self, target: Gatherable, num_left: int) -> None:
+        while len(target.pending) > num_left:
+            self._gaps.add(target.lane)  # for the pass, if any, that this one interrupts
+            self._discard(target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
         """A forward begins: the ranks agree on the statistics of quantized shards that have changed.

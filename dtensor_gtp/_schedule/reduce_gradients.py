@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _torch_compat as compat
 from .._comm import collectives
 from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
@@ -29,28 +29,33 @@ from .gradient_protocols import BlockRecording, UnequalReplicas, Written
 from .whole_gradients import all_reduce_in_order, reduce_whole
 
 
-class _Job(NamedTuple):
-    """What follows the reduce-scatter of one weight, fixed at its launch."""
+class _Gradient:
+    """A gradient on its way: the full one of this rank until its launch, then this rank's rows of the sum.
 
-    weight: ShardedWeight
-    scale: ReduceScale
-    replicate: dist.ProcessGroup | None
-    requires_all_reduce: bool
-    share: float
+    Args:
+        weight: Whose.
+        buffer: The full gradient; None if an op has summed it over the gtp axis.
+        scale: What the reduction multiplies with. Fixed here, as the rest is: the user may change it for the next one.
+        requires_all_reduce: Whether replicas are summed now.
+        share: What the gradient of this replica counts in the sum over unequal ones.
+        place: From where copy engines fetch it, if it has room there.
+        bundle: Gradients of one bundle travel together.
+    """
 
+    __slots__ = ("buffer", "bundle", "place", "requires_all_reduce", "scale", "share", "weight")
 
-class _Submitted(NamedTuple):
-    """A gradient that waits for its launch."""
-
-    job: _Job
-    buffer: Tensor
-    place: Place | None  # from where copy engines fetch it, if it has room there
-    bundle: object | None  # gradients of one bundle travel together
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for gradients that may travel together."""
-        return self.job.weight.groups, self.job.weight.reduce_dtype, self.job.scale, self.bundle
+    def __init__(
+        self,
+        weight: ShardedWeight,
+        buffer: Tensor | None,
+        scale: ReduceScale,
+        requires_all_reduce: bool,
+        share: float = 1.0,
+        place: Place | None = None,
+        bundle: object | None = None,
+    ) -> None:
+        self.weight, self.buffer, self.scale = weight, buffer, scale
+        self.requires_all_reduce, self.share, self.place, self.bundle = requires_all_reduce, share, place, bundle
 
 
 class Gradients:
@@ -71,7 +76,7 @@ class Gradients:
         self._wgrad_first = wgrad_first
         self._together_nbytes = together_nbytes
         # By scatter group: each mesh for itself, because its ranks may have used what other ranks have not.
-        self._waiting: dict[str, list[_Submitted]] = {}
+        self._waiting: dict[str, list[_Gradient]] = {}
         self._bundle: object | None = None
         # Set if the mesh is one of several replicas of unequal sizes.
         self.replicas: UnequalReplicas | None = None
@@ -195,20 +200,20 @@ class Gradients:
             weight.unsharded_grad = buffer
             return
         weight.unsharded_grad = None
-        share, factor = 1.0, flags.gradient_divide_factor
+        share = 1.0
         if self.replicas is not None:
-            share = self.replicas.share(factor)
-            buffer = self.replicas.weigh_full(buffer, factor)
+            share = self.replicas.share(flags.gradient_divide_factor)
+            buffer = self.replicas.weigh_full(buffer, flags.gradient_divide_factor)
         scale = self._scale(weight)
-        job = _Job(weight, scale, weight.groups.replicate, flags.requires_all_reduce, share)
         ring = self._ring_of(weight)
         if ring is None or not ring.has_offered(buffer):  # else ``target`` has done this
             self._launch_others(weight, scale)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
-        name = weight.groups.scatter_name
-        self._waiting.setdefault(name, []).append(_Submitted(job, buffer, place, self._bundle))
-        if not self._may_wait(weight):
-            self._launch_waiting_in(name)
+        gradient = _Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
+        if self._may_wait(weight):
+            self._waiting.setdefault(weight.groups.scatter_name, []).append(gradient)
+        else:
+            self._launch([gradient])
 
     def _scale(self, weight: ShardedWeight) -> ReduceScale:
         dtype = sum_dtype(self._kind, weight.reduce_dtype)
@@ -225,8 +230,9 @@ class Gradients:
         waiting = self._waiting.get(weight.groups.scatter_name)
         if waiting is None:
             return
-        is_alike = waiting[0].key == (weight.groups, weight.reduce_dtype, scale, self._bundle)
-        nbytes = weight.sent_nbytes + sum(submitted.job.weight.sent_nbytes for submitted in waiting)
+        first, nbytes = waiting[0], weight.sent_nbytes + sum(gradient.weight.sent_nbytes for gradient in waiting)
+        is_alike = (first.weight.groups, first.weight.reduce_dtype) == (weight.groups, weight.reduce_dtype)
+        is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         fits = self._bundle is not None or nbytes <= self._together_nbytes
         if not (is_alike and fits and self._may_wait(weight)):
             self._launch_waiting_in(weight.groups.scatter_name)
@@ -254,27 +260,40 @@ class Gradients:
     def _launch_waiting_in(self, name: str) -> None:
         self._launch(self._waiting.pop(name))
 
-    def _launch(self, together: list[_Submitted]) -> None:
-        comm, jobs = self._comm, [submitted.job for submitted in together]
-        weight, scale = jobs[0].weight, jobs[0].scale
-        fqns = weight.fqn if len(jobs) == 1 else ", ".join(job.weight.fqn for job in jobs)
-        fulls = [submitted.buffer for submitted in together]
-        held = [submitted.place for submitted in together if submitted.place is not None]
-        sending = None
-        if (ring := self._ring_of(weight)) is not None:
-            places = held
-            if len(held) < len(together):
-                with comm.scattering():
-                    comm.wait_finished()
-                    places = ring.lay_out(fulls, weight.reduce_dtype)
-                held = [*held, *places]  # the old places are read until then
-            sending = Sending(ring, places)
+    def _launch(self, together: list[_Gradient]) -> None:
+        if not compat.is_profiling():
+            self._reduce_scatter(together)
+            return
+        with profiler_range("GTP::reduce_scatter", _names(together)):
+            self._reduce_scatter(together)
+
+    def _reduce_scatter(self, together: list[_Gradient]) -> None:
+        """Launch one reduce-scatter of these gradients on the scatter stream."""
+        comm, weight, scale = self._comm, together[0].weight, together[0].scale
+        fulls = [gradient.buffer for gradient in together if gradient.buffer is not None]
+        ring = self._ring_of(weight)
+        sending, held = (None, ()) if ring is None else self._places(ring, together, fulls)
         scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, sending)
-        with profiler_range("GTP::reduce_scatter", fqns), comm.reducing():
-            comm.before_collective("reduce_scatter", fqns, weight.groups)
+        with comm.reducing():
+            if comm.is_debugged:
+                comm.before_collective("reduce_scatter", _names(together), weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
-            keep = (*scattering.keep(), *_earlier_rows(jobs))
-            comm.reduction_launched(work, partial(self._scattered, jobs, scattering), keep, held)
+            keep = (*scattering.keep(), *_earlier_rows(together))
+            for gradient in together:
+                gradient.buffer = None  # ``keep`` holds it for as long as it is read
+            comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
+
+    def _places(
+        self, ring: SendRing, together: list[_Gradient], fulls: list[Tensor]
+    ) -> tuple[Sending, Sequence[Place]]:
+        """From where copy engines fetch the gradients, and all places that must live until they have."""
+        held = [gradient.place for gradient in together if gradient.place is not None]
+        if len(held) == len(together):
+            return Sending(ring, held), held
+        with self._comm.scattering():
+            self._comm.wait_finished()
+            places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
+        return Sending(ring, places), [*held, *places]  # the old places are read until then
 
     def add_rows(self, weight: ShardedWeight, rows: Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
@@ -289,32 +308,34 @@ class Gradients:
         divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
         slot = (rows if divisor is None else rows.div_(divisor)).to(sum_dtype(self._kind, weight.reduce_dtype))
         is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
-        self._complete_later(_Job(weight, scale, weight.groups.replicate, is_synced, 1.0), slot)
+        self._complete_later(_Gradient(weight, None, scale, is_synced), slot)
 
-    def _complete_later(self, job: _Job, slot: Tensor) -> None:
+    def _complete_later(self, gradient: _Gradient, slot: Tensor) -> None:
         with self._comm.reducing():
-            self._comm.reduction_launched(None, partial(self._complete, job, slot), (slot, *_earlier_rows([job])))
+            complete = partial(self._complete, gradient, slot)
+            self._comm.reduction_launched(None, complete, (slot, *_earlier_rows([gradient])))
 
-    def _scattered(self, jobs: list[_Job], scattering: Scattering) -> None:
-        scattering.finish(jobs[0].scale)
-        for job, slot in zip(jobs, scattering.slots, strict=True):
-            self._complete(job, slot)
+    def _scattered(self, together: list[_Gradient], scattering: Scattering) -> None:
+        scattering.finish(together[0].scale)
+        for gradient, slot in zip(together, scattering.slots, strict=True):
+            self._complete(gradient, slot)
 
-    def _complete(self, job: _Job, slot: Tensor) -> None:
+    def _complete(self, gradient: _Gradient, slot: Tensor) -> None:
         """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""
-        weight, scale = job.weight, job.scale
-        earlier, weight.unreplicated_grad = weight.unreplicated_grad, None
-        if earlier is not None:
-            slot += earlier
-        if not job.requires_all_reduce:
+        weight, scale = gradient.weight, gradient.scale
+        if weight.unreplicated_grad is not None:
+            slot += weight.unreplicated_grad
+            weight.unreplicated_grad = None
+        if not gradient.requires_all_reduce:
             weight.unreplicated_grad = slot
             return
-        if job.replicate is not None and self.replicas is None:
-            all_reduce_in_order(slot, scale, job.replicate, self._comm)
+        replicate = weight.groups.replicate if self.replicas is None else None
+        if replicate is not None:
+            all_reduce_in_order(slot, scale, replicate, self._comm)
         if scale.postdivide is not None:
             slot /= scale.postdivide
         if self.replicas is not None:  # the slot is the mean of this replica alone
-            self.replicas.add(weight, slot, job.share)
+            self.replicas.add(weight, slot, gradient.share)
         else:
             weight.accumulate(weight.layout.shard_of_rows(slot))
 
@@ -335,7 +356,7 @@ class Gradients:
             factor = weight.flags.gradient_divide_factor
             scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
             share = 1.0 if self.replicas is None else self.replicas.share(factor)
-            self._complete_later(_Job(weight, scale, weight.groups.replicate, True, share), slot)
+            self._complete_later(_Gradient(weight, None, scale, True, share), slot)
 
     def reduce_whole(self, params: Iterable[WholeParam]) -> None:
         reduce_whole(params, self._kind, self._comm, self.replicas)
@@ -357,6 +378,10 @@ class Gradients:
             self.replicas.reset()
 
 
-def _earlier_rows(jobs: Iterable[_Job]) -> list[Tensor]:
+def _names(gradients: Iterable[_Gradient]) -> str:
+    return ", ".join(gradient.weight.fqn for gradient in gradients)
+
+
+def _earlier_rows(gradients: Iterable[_Gradient]) -> list[Tensor]:
     """Rows that earlier reductions have left: the communication stream adds them to the results of these."""
-    return [grad for job in jobs if (grad := job.weight.unreplicated_grad) is not None]
+    return [rows for gradient in gradients if (rows := gradient.weight.unreplicated_grad) is not None]

@@ -24,7 +24,7 @@ from . import first_forward
 from .attribute_reads import AttributeReads, Frame
 from .gathering import Gathering
 from .optimizer_steps import optimizer_steps
-from .order_of_uses import ChainKey, Entry
+from .order_of_uses import Entry
 from .reduce_gradients import Gradients
 
 logger = logging.getLogger(__name__)
@@ -146,11 +146,10 @@ class Runtime(Gathering):
         for param in self.params:
             param.begin_forward(is_captured)
         self._begin_quantized(self.weights)
-        self._forward_entry = entry
-        self._forward_chain = self._chain(ChainKey(entry, torch.is_grad_enabled()))
-        self._differentiable_chain = self._forward_chain if torch.is_grad_enabled() else None
-        self._kept_until_backward = frozenset(self.kept_until_backward(entry) if torch.is_grad_enabled() else ())
-        self._begin_chain(self._forward_chain)
+        chain = self._chain(entry, is_backward=False, is_grad_enabled=torch.is_grad_enabled())
+        self._forward_chain = chain
+        self._choose_kept(entry)
+        self._begin_chain(chain)
 
     def ensure_initialized(self) -> None:
         """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
@@ -178,7 +177,7 @@ class Runtime(Gathering):
         end = _EndOfBackward(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
-        self._backward_chain = self._chain(ChainKey(entry, True, True))
+        self._backward_chain = self._chain(entry, is_backward=True)
         self._begin_chain(self._backward_chain)
 
     def watch_saved(self, saved: SavedWeights) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,54 +26,48 @@ _reduce_scatter_autograd: Callable[..., Tensor] = (
 )
 
 
-def all_gather_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-    """``dist.all_gather_into_tensor`` without its argument checks, which cost as much as the launch."""
-    options = AllgatherOptions()
+@functools.cache
+def _options(kind: Any, async_op: bool, op: Any = None) -> Any:
+    options = kind()
     options.asyncOp = async_op
-    return group._allgather_base(output, input, options)
+    if op is not None:
+        options.reduceOp = op
+    return options
+
+
+def all_gather_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    """``dist.all_gather_into_tensor`` without its argument checks, which cost as much as the launch."""
+    return group._allgather_base(output, input, _options(AllgatherOptions, async_op))
 
 
 def all_gather_coalesced(
-    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, *, async_op: bool
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """Several ``all_gather_base`` in one call; dtypes and shapes may differ."""
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return group.allgather_into_tensor_coalesced(outputs, inputs, options)
+    return group.allgather_into_tensor_coalesced(outputs, inputs, _options(AllgatherOptions, async_op))
 
 
 def reduce_scatter_base(
-    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
+    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``dist.reduce_scatter_tensor`` without its argument checks."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = async_op
-    return group._reduce_scatter_base(output, input, options)
+    return group._reduce_scatter_base(output, input, _options(ReduceScatterOptions, async_op, op))
 
 
 def reduce_scatter_coalesced(
-    outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup, *, async_op: bool
+    outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """Several ``reduce_scatter_base`` in one call."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = async_op
-    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, _options(ReduceScatterOptions, async_op, op))
 
 
-def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
     """``dist.all_to_all_single`` of equal slices, without its argument checks."""
-    options = AllToAllOptions()
-    options.asyncOp = async_op
-    return group.alltoall_base(output, input, [], [], options)
+    return group.alltoall_base(output, input, [], [], _options(AllToAllOptions, async_op))
 
 
-def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-    options = AllreduceOptions()
-    options.reduceOp = op
-    options.asyncOp = async_op
-    return group.allreduce([tensor], options)
+def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    return group.allreduce([tensor], _options(AllreduceOptions, async_op, op))
 
 
 def all_to_all_rows(

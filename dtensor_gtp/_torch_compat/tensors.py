@@ -43,6 +43,9 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
     (With several dtypes of targets in one call some versions of torch write wrong values: pytorch/pytorch#173531.)
     """
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+        return
     pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         alike = pairs.setdefault((target.dtype, source.dtype), ([], []))

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from common import environment
 from cuda_common import BF16, NUM_RANKS, CudaTest
+from runtime_common import runtime_of
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
@@ -71,7 +72,8 @@ def trace_of_late_reductions(mesh: DeviceMesh, is_late: bool) -> dict[str, Any]:
         if is_late and name == "reduce_scatter" and detail.startswith("blocks."):
             torch.cuda._sleep(LATE)
 
-    with mock.patch.object(CommContext, "before_collective", late):
+    is_told = mock.patch.object(runtime_of(job.model).comm, "is_debugged", True)
+    with is_told, mock.patch.object(CommContext, "before_collective", late):
         return trace_of(lambda: job.model(tokens_of(9)).backward())
 
 

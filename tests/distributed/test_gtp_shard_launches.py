@@ -98,7 +98,7 @@ class TestLaunches(TestCase):
         launch = grads._launch
 
         def noted(together: Any) -> None:
-            launched[-1].append(" + ".join(one.job.weight.fqn.removesuffix(".weight") for one in together))
+            launched[-1].append(" + ".join(one.weight.fqn.removesuffix(".weight") for one in together))
             launch(together)
 
         grads._launch = noted  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """Imports of the package go down: from users' files to torch's private symbols, floor by floor, and in no circle.
 
-Imports for type checking and within functions count. The file that imports a higher floor, and what it imports, are both
-named.
+Imports for type checking and within functions count. The file that imports a higher floor, and what it imports, are
+both named.
 """
 
 from __future__ import annotations

@@ -134,10 +134,10 @@ plan [0, 9, 1, 2, 3]""",
         run_pass(chain, range(4))
         chain.begin()
         for use in (0, 1, 2):
-            self.assertTrue(chain.advance(use))
-        self.assertFalse(chain.advance(0))
+            self.assertIsNotNone(chain.advance(use))
+        self.assertIsNone(chain.advance(0))
         self.assertEqual(expected_uses(chain), [3])
-        self.assertTrue(chain.advance(3))
+        self.assertIsNotNone(chain.advance(3))
         self.assertTrue(chain.is_at_end())
 
     def test_reversed_pass_is_learned(self) -> None:
@@ -193,12 +193,13 @@ plan [0, 9, 1, 2, 3]""",
             uses = [rng.randrange(num) for _ in range(rng.randrange(1, 20))]
             run_pass(chain, uses)
             chain.begin()
-            in_flight = [p for launch in chain.due() for p in launch.positions]
+            in_flight = [p for launch in chain.plan.launches[0] for p in launch.positions]
             for position, use in enumerate(uses):
                 self.assertIn(position, in_flight, "launched before its use")
                 in_flight.remove(position)
-                self.assertTrue(chain.advance(use, traits[use].lane))
-                in_flight += [p for launch in chain.due() for p in launch.positions]
+                due = chain.advance(use, traits[use].lane)
+                assert due is not None
+                in_flight += [p for launch in due for p in launch.positions]
                 self.assertEqual(sorted(in_flight), sorted(p for launch in chain.expected() for p in launch))
             for _, lane in enumerate((0, 1)):
                 order = [p for step in chain.plan.launches for launch in step for p in launch.positions]
@@ -275,9 +276,9 @@ class TestTogether(TestCase):
         chain = make_chain(1, together_nbytes=3)
         run_pass(chain, range(6))
         chain.begin()
-        self.assertFalse(chain.advance(1))  # 0 does not come
+        self.assertIsNone(chain.advance(1))  # 0 does not come
         self.assertEqual(expected_uses(chain), [2])
-        self.assertTrue(chain.advance(2))
+        self.assertIsNotNone(chain.advance(2))
         self.assertEqual(expected_uses(chain), [3, 4, 5])
 
 
