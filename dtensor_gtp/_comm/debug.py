@@ -117,8 +117,8 @@ def poison(buffer: Tensor) -> None:
 def format_nbytes(nbytes: int) -> str:
     """A number of bytes for people to read."""
     size = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    return f"{size:.1f} GiB"
+    return f"{size:.1f} TiB"

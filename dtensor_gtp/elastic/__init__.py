@@ -9,11 +9,10 @@ from .parallel import BlockColwiseParallel, BlockRowwiseParallel
 from .plan import Box, Bucket, Segment, SyncPlan, box_of_rank, plan_sync, segments_of
 from .recovery import HeldState, StateLostError, hold_state, recover_state
 from .regroup import Survivors, num_waiting, regroup
-from .replicas import BatchShare, Replica, ReplicaLayout, choose_sizes, plan_replicas, replicas_of
+from .replicas import BatchShare, Replica, ReplicaLayout, WeightSpec, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
 from .transfer import Move, plan_moves
 from .watch import RanksLostError, RankWatch, join
-from .weight_spec import WeightSpec
 
 __all__ = [
     "BatchShare",

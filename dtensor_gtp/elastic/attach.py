@@ -19,9 +19,8 @@ from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from .mesh import ElasticMesh
 from .plan import box_of_rank, plan_sync
-from .replicas import check_size
+from .replicas import WeightSpec, check_size
 from .sync import ReplicaSync
-from .weight_spec import WeightSpec
 
 # Of a parameter: the dim that tensor parallelism cuts, and the rows that stay together; None if it cuts nothing.
 _TensorParallelCut = tuple[int, int] | None

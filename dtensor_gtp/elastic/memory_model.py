@@ -1,4 +1,4 @@
-"""Memory of each rank when replicas take over for failed ranks."""
+"""Memory of each rank when replicas take over for failed ranks. Arithmetic, not a measurement."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._comm.debug import format_nbytes
 from ..placement import chunk_rows
 from ..policy import SchedulePolicy
-from .plan import box_of_rank, format_nbytes
-from .replicas import ReplicaLayout
-from .weight_spec import WeightSpec
+from .plan import box_of_rank
+from .replicas import Replica, ReplicaLayout, WeightSpec
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,41 @@ class RankMemory(NamedTuple):
         return f"{format_nbytes(self.total)} ({parts})"
 
 
-def memory_of_replica(
-    layout: ReplicaLayout, replica: int, weights: Sequence[WeightSpec], model: MemoryModel
+def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: MemoryModel) -> list[RankMemory]:
+    """The memory of every replica's fullest rank.
+
+    Raises:
+        ValueError: A replica is too small for its ranks' memory.
+    """
+    found = [_memory_of_fullest_rank(layout, replica, weights, model) for replica in layout.replicas]
+    for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
+        if memory.total > model.budget:
+            raise ValueError(
+                f"nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but replica "
+                f"{index} of {len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
+                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, or "
+                "shard over fewer, larger replicas."
+            )
+    return found
+
+
+def _memory_of_fullest_rank(
+    layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpec], model: MemoryModel
 ) -> RankMemory:
-    """What the fullest rank of a replica must hold: the first one, which has the largest chunk of every weight."""
-    rank, tp = layout.replicas[replica].ranks[0], layout.replicas[replica].tp
-    shards = sum(box_of_rank(weight, layout, rank).numel for weight in weights) * model.shard_nbytes
-    slices = sorted((_slice_numel(weight, tp) for weight in weights if weight.dim is not None), reverse=True)
+    """Of the first rank: it has the largest chunk of every weight."""
+    boxes = [box_of_rank(weight, layout, replica.ranks[0]) for weight in weights]
+    shards = sum(box.numel for box in boxes) * model.shard_nbytes
+    slices = sorted((_slice_numel(weight, replica.tp) for weight in weights if weight.dim is not None), reverse=True)
     gathered = sum(slices[: model.prefetch_depth + 1]) * model.gathered_nbytes
     if slices and model.prefetch_depth and model.prefetch_nbytes:
-        # The one in use, the window, and the launch that crosses its end.
+        # The weight in use, those of the prefetch window, and the launch that crosses the end of the window.
         largest = slices[0] * model.gathered_nbytes
         in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, SchedulePolicy.coalesce_nbytes)
         gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))
-    # Those that are computed and wait for each other, beside those that are sent together.
+    # Gradients that wait to be sent together, and those in flight.
     launch = max([SchedulePolicy.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
     sent = min(sum(slices) * model.reduce_nbytes, (model.max_inflight_reduce_scatters + 1) * launch)
-    return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // tp))
+    return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // replica.tp))
 
 
 def _slice_numel(weight: WeightSpec, tp: int) -> int:
@@ -78,22 +96,3 @@ def _slice_numel(weight: WeightSpec, tp: int) -> int:
         return weight.numel
     rows = weight.shape[weight.tp_dim]
     return weight.numel // rows * chunk_rows(rows, tp, weight.tp_block_size) if rows else 0
-
-
-def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: MemoryModel) -> list[RankMemory]:
-    """The memory of every replica's fullest rank.
-
-    Raises:
-        ValueError: A replica is too small for its ranks' memory.
-    """
-    found = [memory_of_replica(layout, index, weights, model) for index in range(len(layout.replicas))]
-    for index, memory in enumerate(found):
-        if memory.total > model.budget:
-            replica = layout.replicas[index]
-            raise ValueError(
-                f"nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but replica "
-                f"{index} of {len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
-                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, or "
-                "shard over fewer, larger replicas."
-            )
-    return found

@@ -14,10 +14,7 @@ from .. import _torch_compat as compat
 from .._comm.agreement import agree_on_all_ranks, device_of
 from .._comm.process_groups import set_device, start_process_group, world_mesh, world_size
 from .memory_model import MemoryModel, check_memory
-from .replicas import BatchShare, Place, ReplicaLayout, plan_replicas, replicas_of
-from .weight_spec import WeightSpec
-
-_AXES = ("gtp", "tp")
+from .replicas import BatchShare, Place, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,9 +50,9 @@ class ElasticMesh:
     def rebalance_batch(self, global_batch: int) -> BatchShare:
         """This rank's samples of a global batch.
 
-        Each replica gets a share in proportion to its ranks, each of its gtp ranks as much as the others up to one
-        sample; the shares of all replicas sum up to the batch exactly. Tell it to the gradient synchronization where
-        ranks have unequal numbers (:meth:`ReplicaSync.set_batch`).
+        Each replica gets a share in proportion to its ranks. Its gtp ranks get equal parts, up to one sample. The
+        shares of all replicas sum up to the batch exactly. Where ranks have unequal numbers, pass the share to
+        :meth:`ReplicaSync.set_batch`.
 
         Args:
             global_batch: Samples of all replicas together; the same on all ranks.
@@ -108,7 +105,20 @@ def nonuniform_mesh(
     """
 
     def check() -> ReplicaLayout:
-        layout = _layout(replicate, gtp, tp, failed, replicas, weights)
+        if replicas is not None:
+            if replicate is not None or gtp is not None or failed:
+                raise ValueError(
+                    "nonuniform_mesh expects either replicas or the sizes before the failure (replicate, gtp, failed), "
+                    "but got both. Pass one of them."
+                )
+            layout = replicas_of(replicas, tp=tp, weights=weights)
+        elif replicate is not None and gtp is not None:
+            layout = plan_replicas(replicate=replicate, gtp=gtp, tp=tp, failed=failed, weights=weights)
+        else:
+            raise ValueError(
+                f"nonuniform_mesh expects replicate and gtp, or a list of replicas, but got replicate={replicate} and "
+                f"gtp={gtp}."
+            )
         if layout.num_ranks != world_size():
             raise ValueError(
                 f"nonuniform_mesh expects replicas of {world_size()} ranks (WORLD_SIZE), but got "
@@ -135,36 +145,13 @@ def nonuniform_mesh(
     return ElasticMesh(layout, _replica_mesh(device_type, layout, world, generation), world, generation)
 
 
-def _layout(
-    replicate: int | None,
-    gtp: int | None,
-    tp: int,
-    failed: Collection[tuple[int, int, int]],
-    replicas: Sequence[Sequence[int]] | None,
-    weights: Sequence[WeightSpec],
-) -> ReplicaLayout:
-    if replicas is not None:
-        if replicate is not None or gtp is not None or failed:
-            raise ValueError(
-                "nonuniform_mesh expects either replicas or the sizes before the failure (replicate, gtp, failed), but "
-                "got both. Pass one of them."
-            )
-        return replicas_of(replicas, tp=tp, weights=weights)
-    if replicate is None or gtp is None:
-        raise ValueError(
-            f"nonuniform_mesh expects replicate and gtp, or a list of replicas, but got replicate={replicate} and "
-            f"gtp={gtp}."
-        )
-    return plan_replicas(replicate=replicate, gtp=gtp, tp=tp, failed=failed, weights=weights)
-
-
 def _replica_mesh(device_type: str, layout: ReplicaLayout, world: DeviceMesh, generation: str) -> DeviceMesh:
     """This rank's (gtp, tp) mesh. Only the ranks of a group take part in making it: first along gtp, then along tp."""
     place = layout.places[dist.get_rank()]
     grid = layout.replicas[place.replica].grid
-    column, row = [line[place.tp] for line in grid], list(grid[place.gtp])
+    lines = {"gtp": [row[place.tp] for row in grid], "tp": list(grid[place.gtp])}
     groups = [
         compat.named_group(ranks, f"{generation}_{axis}_{ranks[0]}", f"elastic_{axis}", world.get_group())
-        for axis, ranks in zip(_AXES, (column, row), strict=True)
+        for axis, ranks in lines.items()
     ]
-    return DeviceMesh.from_group(groups, device_type, mesh=torch.tensor(grid), mesh_dim_names=_AXES)
+    return DeviceMesh.from_group(groups, device_type, mesh=torch.tensor(grid), mesh_dim_names=tuple(lines))

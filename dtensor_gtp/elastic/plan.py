@@ -1,29 +1,33 @@
 """Who holds which rows of each weight, and which segments are summed between whom. Pure functions of sizes.
 
 Every rank of a replica holds a box of each weight: the rows (or columns) that tensor parallelism and gtp leave it. The
-cut points of all replicas together make finer boxes, the *segments*: within a segment nothing is cut in any replica, so
-it has one owner per replica. The owners of a segment sum its gradient; what several segments of the same owners need
-travels in one flat bucket.
+edges of all boxes cut the weight into finer boxes, the *segments*. No replica cuts a segment, so it has one owner in
+each replica. The owners of a segment sum its gradient. Segments with the same owners travel in one flat bucket.
 
-Where every rank of a tp axis holds the same rows (a weight that tensor parallelism does not cut), there is a copy on
-each. Replicas with equally many copies sum them separately, copy by copy; else all holders sum together, each with its
-part of the replica's weight.
+Where tensor parallelism does not cut a weight, each rank of a tp axis holds a copy of the same rows. Replicas with
+equally many copies sum them separately, copy by copy; else all holders sum together, each with its part of the
+replica's weight.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise, product
 from typing import NamedTuple
 
+from .._comm.debug import format_nbytes
 from ..placement import chunk_size_and_offset
-from .replicas import ReplicaLayout, count_of, format_ranks
-from .weight_spec import WeightSpec
+from .replicas import ReplicaLayout, WeightSpec, count_of, format_ranks
 
 # Segments that are printed of each weight.
 _MAX_SEGMENTS = 12
+
+# For each replica the ranks with a copy.
+Holders = tuple[tuple[int, ...], ...]
 
 
 class Box(NamedTuple):
@@ -36,10 +40,15 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.size)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """For a tensor that this box is a part of."""
+        return tuple(slice(start, start + size) for start, size in zip(*self, strict=True))
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """This box, which ``outer`` contains, as slices of a tensor that holds ``outer``."""
-        starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
+        starts = tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return Box(starts, self.size).slices
 
     def intersect(self, other: Box) -> Box | None:
         """What both contain; None if that is nothing."""
@@ -48,26 +57,39 @@ class Box(NamedTuple):
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
+    def subtract(self, other: Box) -> list[Box]:
+        """What is left of this box without ``other``, in boxes."""
+        common = self.intersect(other)
+        if common is None:
+            return [self]
+        left = []
+        offset, size = list(self.offset), list(self.size)
+        for dim, (start, length) in enumerate(zip(*common, strict=True)):
+            before = start - offset[dim]
+            after = offset[dim] + size[dim] - start - length
+            if before:
+                left.append(Box(tuple(offset), (*size[:dim], before, *size[dim + 1 :])))
+            if after:
+                behind = (*offset[:dim], start + length, *offset[dim + 1 :])
+                left.append(Box(behind, (*size[:dim], after, *size[dim + 1 :])))
+            offset[dim], size[dim] = start, length
+        return left
+
 
 class Segment(NamedTuple):
     """A part of one weight that no replica cuts, and who holds it: for each replica the ranks with a copy of it."""
 
     box: Box
-    holders: tuple[tuple[int, ...], ...]
+    holders: Holders
 
     @property
     def owners(self) -> tuple[int, ...]:
         """All holders, ascending."""
-        return tuple(sorted(rank for copies in self.holders for rank in copies))
+        return _owners(self.holders)
 
 
-class _Interval(NamedTuple):
-    """Rows ``start`` to ``stop`` of a dim and who has them: gtp rows and tp columns of the grid."""
-
-    start: int
-    stop: int
-    gtp: tuple[int, ...]
-    tp: tuple[int, ...]
+def _owners(holders: Holders) -> tuple[int, ...]:
+    return tuple(sorted(rank for copies in holders for rank in copies))
 
 
 def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
@@ -93,82 +115,30 @@ def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
     """
     if weight.dim is None:
         raise ValueError(f"segments_of expects a weight that gtp cuts, but '{weight.name}' stays whole.")
-    cells = [list(_cells(weight, dim, layout)) for dim in range(len(weight.shape))]
-    cut_dims = [dim for dim in range(len(weight.shape)) if dim in (weight.dim, weight.tp_dim)]
-    for combination in _products([cells[dim] for dim in cut_dims]):
-        offset, size = [0] * len(weight.shape), list(weight.shape)
-        for dim, (start, stop, _) in zip(cut_dims, combination, strict=True):
-            offset[dim], size[dim] = start, stop - start
-        holders = []
-        for index, replica in enumerate(layout.replicas):
-            intervals = [owners[index] for _, _, owners in combination]
-            rows = _common([interval.gtp for interval in intervals])
-            columns = _common([interval.tp for interval in intervals])
-            holders.append(tuple(replica.ranks[row * replica.tp + column] for row in rows for column in columns))
-        yield from _by_copy(Box(tuple(offset), tuple(size)), tuple(holders))
-
-
-def _by_copy(box: Box, holders: tuple[tuple[int, ...], ...]) -> Iterator[Segment]:
-    if len(set(map(len, holders))) == 1:
-        for copies in zip(*holders, strict=True):
-            yield Segment(box, tuple((rank,) for rank in copies))
-    else:
-        yield Segment(box, holders)
-
-
-def _common(indices: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    first, *others = indices
-    return tuple(index for index in first if all(index in other for other in others))
-
-
-def _products(cells: list[list[_Cell]]) -> Iterator[tuple[_Cell, ...]]:
-    if not cells:
-        yield ()
-        return
-    for cell in cells[0]:
-        for rest in _products(cells[1:]):
-            yield (cell, *rest)
-
-
-class _Cell(NamedTuple):
-    """Rows of one dim that no replica cuts, and the interval of each replica that they are part of."""
-
-    start: int
-    stop: int
-    owners: tuple[_Interval, ...]
-
-
-def _cells(weight: WeightSpec, dim: int, layout: ReplicaLayout) -> Iterator[_Cell]:
-    """Merge the cut points of all replicas along ``dim``."""
-    cuts = [_intervals(weight, dim, replica.gtp, replica.tp) for replica in layout.replicas]
-    positions = [0] * len(cuts)
-    start = 0
-    while start < weight.shape[dim]:
-        owners = tuple(intervals[position] for intervals, position in zip(cuts, positions, strict=True))
-        stop = min(interval.stop for interval in owners)
-        yield _Cell(start, stop, owners)
-        start = stop
-        positions = [p + (owner.stop == stop) for p, owner in zip(positions, owners, strict=True)]
-
-
-def _intervals(weight: WeightSpec, dim: int, gtp: int, tp: int) -> list[_Interval]:
-    """How one replica cuts ``dim``; empty chunks are left out."""
-    all_gtp, all_tp = tuple(range(gtp)), tuple(range(tp))
-    rows = weight.shape[dim]
-    slices = [_Interval(0, rows, all_gtp, all_tp)]
-    if dim == weight.tp_dim:
-        slices = []
-        for index in all_tp:
-            size, offset = chunk_size_and_offset(rows, tp, index, weight.tp_block_size)
-            slices.append(_Interval(offset, offset + size, all_gtp, (index,)))
-    if dim == weight.dim:
-        finer = []
-        for part in slices:
-            for index in all_gtp:
-                size, offset = chunk_size_and_offset(part.stop - part.start, gtp, index, weight.block_size)
-                finer.append(_Interval(part.start + offset, part.start + offset + size, (index,), part.tp))
-        slices = finer
-    return [interval for interval in slices if interval.stop > interval.start]
+    boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
+    edges = []
+    for dim in range(len(weight.shape)):
+        starts = {(box.offset[dim], box.size[dim]) for box in boxes.values()}
+        edges.append(sorted({start for start, _ in starts} | {start + size for start, size in starts}))
+    # Of each cell between the edges, as (start, stop) by dim: for each replica the ranks whose boxes contain it.
+    holders: dict[tuple[tuple[int, int], ...], list[list[int]]] = {
+        cell: [[] for _ in layout.replicas] for cell in product(*map(pairwise, edges))
+    }
+    for rank, box in boxes.items():
+        replica = layout.places[rank].replica
+        inside = [
+            cuts[bisect_left(cuts, start) : bisect_left(cuts, start + size) + 1]
+            for cuts, start, size in zip(edges, *box, strict=True)
+        ]
+        for cell in product(*map(pairwise, inside)):
+            holders[cell][replica].append(rank)
+    for cell, of_replica in holders.items():
+        box = Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
+        if len(set(map(len, of_replica))) == 1:
+            for copies in zip(*of_replica, strict=True):
+                yield Segment(box, tuple((rank,) for rank in copies))
+        else:
+            yield Segment(box, tuple(map(tuple, of_replica)))
 
 
 @dataclass(frozen=True)
@@ -180,16 +150,20 @@ class Bucket:
         segments: (index of the weight, its part), in the order of the weights.
     """
 
-    holders: tuple[tuple[int, ...], ...]
+    holders: Holders
     segments: tuple[tuple[int, Box], ...]
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        return Segment(Box((), ()), self.holders).owners
+        """All holders, ascending."""
+        return _owners(self.holders)
 
     @cached_property
     def numel(self) -> int:
         return sum(box.numel for _, box in self.segments)
+
+    def __str__(self) -> str:
+        return "owners " + " | ".join(map(format_ranks, self.holders))
 
 
 @dataclass(frozen=True)
@@ -205,17 +179,18 @@ class SyncPlan:
     layout: ReplicaLayout
     weights: tuple[WeightSpec, ...]
     buckets: tuple[Bucket, ...]
-    _by_rank: dict[int, tuple[Bucket, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def of_rank(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets that ``rank`` is an owner of."""
-        if not self._by_rank:
-            found: dict[int, list[Bucket]] = {r: [] for r in self.layout.places}
-            for bucket in self.buckets:
-                for owner in bucket.owners:
-                    found[owner].append(bucket)
-            self._by_rank.update((r, tuple(buckets)) for r, buckets in found.items())
-        return self._by_rank[rank]
+        return tuple(self._by_rank[rank])
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Bucket]]:
+        found: dict[int, list[Bucket]] = {rank: [] for rank in self.layout.places}
+        for bucket in self.buckets:
+            for owner in bucket.owners:
+                found[owner].append(bucket)
+        return found
 
     @cached_property
     def whole(self) -> tuple[WeightSpec, ...]:
@@ -227,30 +202,34 @@ class SyncPlan:
 
     def sync_nbytes(self, rank: int) -> int:
         """Bytes of gradient that ``rank`` sums with other replicas in each step: its shard, and what is whole."""
-        whole = sum(weight.nbytes * weight.numel for weight in self.whole)
-        return whole + sum(self.bucket_nbytes(bucket) for bucket in self.of_rank(rank) if len(bucket.owners) > 1)
+        shared = sum(self.bucket_nbytes(bucket) for bucket in self.of_rank(rank) if len(bucket.owners) > 1)
+        return self._whole_nbytes + shared
+
+    @property
+    def _whole_nbytes(self) -> int:
+        return sum(weight.nbytes * weight.numel for weight in self.whole)
 
     def __str__(self) -> str:
         lines = [str(self.layout)]
-        by_weight: dict[int, list[tuple[Box, Bucket]]] = {}
+        by_weight: dict[int, list[tuple[Box, Bucket]]] = {index: [] for index in range(len(self.weights))}
         for bucket in self.buckets:
             for index, box in bucket.segments:
-                by_weight.setdefault(index, []).append((box, bucket))
-        for index, weight in enumerate(self.weights):
+                by_weight[index].append((box, bucket))
+        for weight, parts in zip(self.weights, by_weight.values(), strict=True):
             lines.append(_heading(weight))
-            parts = sorted(by_weight.get(index, ()), key=lambda part: (part[0], part[1].owners))
-            lines += [f"  {_extent(box, weight):<24} {_owners(bucket)}" for box, bucket in parts[:_MAX_SEGMENTS]]
+            parts.sort(key=lambda part: (part[0], part[1].owners))
+            lines += [f"  {_extent(box, weight):<24} {bucket}" for box, bucket in parts[:_MAX_SEGMENTS]]
             if len(parts) > _MAX_SEGMENTS:
                 lines.append(f"  and {len(parts) - _MAX_SEGMENTS} more segments")
         lines.append(count_of(len(self.buckets), "bucket"))
         for bucket in self.buckets[:_MAX_SEGMENTS]:
             size = format_nbytes(self.bucket_nbytes(bucket))
-            lines.append(f"  {_owners(bucket):<24} {count_of(len(bucket.segments), 'segment')}, {size}")
+            lines.append(f"  {bucket!s:<24} {count_of(len(bucket.segments), 'segment')}, {size}")
         if len(self.buckets) > _MAX_SEGMENTS:
             lines.append(f"  and {len(self.buckets) - _MAX_SEGMENTS} more")
         if self.whole:
-            nbytes = sum(weight.nbytes * weight.numel for weight in self.whole)
-            lines.append(f"all ranks: {count_of(len(self.whole), 'whole parameter')}, {format_nbytes(nbytes)}")
+            size = format_nbytes(self._whole_nbytes)
+            lines.append(f"all ranks: {count_of(len(self.whole), 'whole parameter')}, {size}")
         return "\n".join(lines)
 
 
@@ -261,44 +240,31 @@ def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
         layout: The replicas.
         weights: All parameters, in an order that is the same on all ranks.
     """
-    segments: dict[tuple[tuple[int, ...], ...], list[tuple[int, Box]]] = {}
-    known: dict[tuple[object, ...], list[Segment]] = {}
+    segments: dict[Holders, list[tuple[int, Box]]] = {}
+    known: dict[WeightSpec, list[Segment]] = {}
     for index, weight in enumerate(weights):
         if weight.dim is None:
             continue
         # Layers repeat: weights of one shape are cut alike.
-        key = (weight.shape, weight.dim, weight.block_size, weight.tp_dim, weight.tp_block_size)
-        if key not in known:
-            known[key] = list(segments_of(weight, layout))
-        for box, holders in known[key]:
+        cut = replace(weight, name="", nbytes=0)
+        if cut not in known:
+            known[cut] = list(segments_of(weight, layout))
+        for box, holders in known[cut]:
             segments.setdefault(holders, []).append((index, box))
     buckets = [Bucket(holders, tuple(parts)) for holders, parts in sorted(segments.items())]
     return SyncPlan(layout, tuple(weights), tuple(buckets))
 
 
-def format_nbytes(nbytes: float) -> str:
-    """``1.5 KiB``."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    exponent = min(int(math.log2(nbytes)) // 10, 4)
-    return f"{nbytes / 1024**exponent:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[exponent - 1]}"
-
-
 def _heading(weight: WeightSpec) -> str:
+    text = f"{weight.name} {weight.shape}"
     if weight.dim is None:
-        return f"{weight.name} {weight.shape}, whole"
-    block = f" in blocks of {weight.block_size}" if weight.block_size > 1 else ""
-    text = f"{weight.name} {weight.shape}, gtp cuts dim {weight.dim}{block}"
-    if weight.tp_dim is not None:
-        block = f" in blocks of {weight.tp_block_size}" if weight.tp_block_size > 1 else ""
-        text += f", tp cuts dim {weight.tp_dim}{block}"
+        return f"{text}, whole"
+    for axis, dim, block_size in (("gtp", weight.dim, weight.block_size), ("tp", weight.tp_dim, weight.tp_block_size)):
+        if dim is not None:
+            text += f", {axis} cuts dim {dim}" + (f" in blocks of {block_size}" if block_size > 1 else "")
     return text
 
 
 def _extent(box: Box, weight: WeightSpec) -> str:
-    dims = [dim for dim in range(len(weight.shape)) if dim in (weight.dim, weight.tp_dim)]
+    dims = sorted({dim for dim in (weight.dim, weight.tp_dim) if dim is not None})
     return ", ".join(f"dim {dim} {box.offset[dim]}:{box.offset[dim] + box.size[dim]}" for dim in dims)
-
-
-def _owners(bucket: Bucket) -> str:
-    return "owners " + " | ".join(format_ranks(copies) for copies in bucket.holders)

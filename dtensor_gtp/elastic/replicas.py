@@ -1,23 +1,53 @@
 """Which ranks form which replica, and as what (gtp, tp) grid. Plain arithmetic, no process groups.
 
-A replica is a set of ranks that holds one full copy of the weights on a grid of its own. What failed is left out, the
-others move up: every rank that is left works, no replica is cut down to the size of another.
+A replica is a set of ranks that holds one full copy of the weights on a grid of its own. Failed ranks are left out and
+the others move up. Every rank that is left works: no replica is cut down to the size of another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .weight_spec import WeightSpec
-
+from itertools import accumulate, chain, groupby, pairwise
+from typing import NamedTuple
 
 # Ranks that are printed of each replica.
 _MAX_RANKS = 16
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """What the planner must know of a parameter.
+
+    Args:
+        name: Fully qualified name.
+        shape: Logical shape.
+        dim: The dim that gtp cuts; None for a parameter that stays whole.
+        block_size: Rows of ``dim`` that stay together on one rank.
+        tp_dim: The dim that tensor parallelism cuts, before gtp cuts the slice; None if it does not.
+        tp_block_size: Rows of ``tp_dim`` that stay together on one tp rank, e.g. head_dim.
+        nbytes: Bytes of an element of the gradient when it is sent.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = 0
+    block_size: int = 1
+    tp_dim: int | None = None
+    tp_block_size: int = 1
+    nbytes: int = 4
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_tp_blocks(self) -> int:
+        """Blocks that tensor parallelism may distribute."""
+        assert self.tp_dim is not None
+        return self.shape[self.tp_dim] // self.tp_block_size
 
 
 @dataclass(frozen=True)
@@ -43,12 +73,10 @@ class Replica:
 
     def __str__(self) -> str:
         sizes = f"gtp {self.gtp}" + (f" x tp {self.tp}" if self.tp > 1 else "")
-        why = f"  {self.reason}" if self.reason else ""
-        return f"{sizes:<14} ranks {format_ranks(self.ranks)}{why}"
+        return f"{sizes:<14} ranks {format_ranks(self.ranks)}  {self.reason}".rstrip()
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank stands: indices of its replica and of its row (gtp) and column (tp) there."""
 
     replica: int
@@ -95,7 +123,7 @@ class ReplicaLayout:
 
     @cached_property
     def num_data_ranks(self) -> int:
-        """Ranks that see different data: the gtp sizes summed up."""
+        """Ranks that see different data: the sum of the gtp sizes."""
         return sum(replica.gtp for replica in self.replicas)
 
     @cached_property
@@ -107,22 +135,19 @@ class ReplicaLayout:
     def places(self) -> dict[int, Place]:
         """Where each rank stands."""
         return {
-            rank: Place(index, position // replica.tp, position % replica.tp)
+            rank: Place(index, *divmod(position, replica.tp))
             for index, replica in enumerate(self.replicas)
             for position, rank in enumerate(replica.ranks)
         }
 
     def batch_counts(self, global_batch: int) -> tuple[tuple[int, ...], ...]:
-        """Samples of each data rank: those of a replica are in proportion to its ranks, and all sum up exactly.
-
-        Args:
-            global_batch: Number of samples.
+        """Samples of each data rank. Each replica gets a number in proportion to its ranks; the sum is exact.
 
         Returns:
             One tuple for each replica, by gtp coordinate. Ranks of a replica differ by one sample at most.
 
         Raises:
-            ValueError: There are fewer samples than data ranks.
+            TypeError, ValueError: ``global_batch`` is no int, or there are fewer samples than data ranks.
         """
         if isinstance(global_batch, bool) or not isinstance(global_batch, int):
             raise TypeError(f"rebalance_batch expects an int as global_batch, but got {global_batch!r}.")
@@ -132,39 +157,31 @@ class ReplicaLayout:
                 f"data, but got global_batch={global_batch}. Use a larger batch or fewer ranks."
             )
         divided = [divmod(global_batch * len(replica.ranks), self.num_ranks) for replica in self.replicas]
-        counts = [quotient for quotient, _ in divided]
-        by_remainder = sorted(range(len(counts)), key=lambda index: (-divided[index][1], index))
-        for index in by_remainder[: global_batch - sum(counts)]:
-            counts[index] += 1
-        # A small batch may leave a replica of many data ranks and no tp less than one sample for each of them.
-        surplus = [count - replica.gtp for count, replica in zip(counts, self.replicas, strict=True)]
+        surplus = [count - replica.gtp for (count, _), replica in zip(divided, self.replicas, strict=True)]
+        num_left = global_batch - sum(count for count, _ in divided)
+        for index in sorted(range(len(divided)), key=lambda i: -divided[i][1])[:num_left]:
+            surplus[index] += 1
+        # In a small batch, a replica with many data ranks (no tp) may have less than one sample for each of them.
         while min(surplus) < 0:
-            needy, rich = surplus.index(min(surplus)), surplus.index(max(surplus))
-            surplus[needy] += 1
-            surplus[rich] -= 1
-        return tuple(
-            split_evenly(replica.gtp + extra, replica.gtp)
-            for replica, extra in zip(self.replicas, surplus, strict=True)
-        )
+            poorest, richest = surplus.index(min(surplus)), surplus.index(max(surplus))
+            surplus[poorest] += 1
+            surplus[richest] -= 1
+        return tuple(_split_evenly(r.gtp + extra, r.gtp) for r, extra in zip(self.replicas, surplus, strict=True))
 
     def batch_shares(self, global_batch: int) -> dict[int, BatchShare]:
         """The share of every rank, see :meth:`batch_counts`: consecutive samples, in the order of the replicas."""
         counts = self.batch_counts(global_batch)
-        shares: dict[int, BatchShare] = {}
-        start = 0
-        for replica, of_replica in zip(self.replicas, counts, strict=True):
-            for row, count in zip(replica.grid, of_replica, strict=True):
-                shares.update((rank, BatchShare(start, start + count, counts)) for rank in row)
-                start += count
-        return shares
+        ends = accumulate(chain.from_iterable(counts))
+        rows = [row for replica in self.replicas for row in replica.grid]
+        shares = zip(rows, chain.from_iterable(counts), ends, strict=True)
+        return {rank: BatchShare(end - count, end, counts) for row, count, end in shares for rank in row}
 
     def __str__(self) -> str:
         lines = [f"{count_of(len(self.replicas), 'replica')} of {count_of(self.num_ranks, 'rank')}"]
-        lines += [f"  replica {index}  {replica}".rstrip() for index, replica in enumerate(self.replicas)]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  replica {index}  {replica}" for index, replica in enumerate(self.replicas)])
 
 
-def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+def _split_evenly(total: int, parts: int) -> tuple[int, ...]:
     """``total`` in ``parts`` summands that differ by one at most, larger ones first."""
     quotient, remainder = divmod(total, parts)
     return tuple(quotient + (index < remainder) for index in range(parts))
@@ -180,8 +197,8 @@ def plan_replicas(
 ) -> ReplicaLayout:
     """The replicas that remain of ``replicate`` replicas of ``gtp * tp`` ranks when some ranks have failed.
 
-    The ranks that are left are counted anew, in the order of their coordinates: that is how a launcher starts them. A
-    replica that lost all ranks is dropped; the others keep what they have.
+    The ranks that are left are counted anew, in the order of their coordinates, as a launcher starts them. A replica
+    that lost all ranks is dropped; the others keep what they have.
 
     Args:
         replicate, gtp, tp: Sizes before the failure.
@@ -195,16 +212,12 @@ def plan_replicas(
     for name, size in sizes.items():
         check_size("nonuniform_mesh", name, size)
     lost = {_checked_coordinate(coordinate, tuple(sizes.values())) for coordinate in failed}
-    replicas: list[Replica] = []
-    first = 0
-    for index in range(replicate):
-        num_lost = sum(coordinate[0] == index for coordinate in lost)
-        num_ranks = gtp * tp - num_lost
-        if num_ranks == 0:
-            continue
-        ranks = tuple(range(first, first + num_ranks))
-        first += num_ranks
-        replicas.append(_make_replica(index, ranks, gtp, tp, weights))
+    num_left = [gtp * tp - sum(replica == index for replica, _, _ in lost) for index in range(replicate)]
+    replicas = [
+        _make_replica(index, tuple(range(end - num, end)), gtp, tp, weights)
+        for index, (num, end) in enumerate(zip(num_left, accumulate(num_left), strict=True))
+        if num
+    ]
     if not replicas:
         raise ValueError(f"nonuniform_mesh expects ranks that did not fail, but all {len(lost)} of {sizes} did.")
     return ReplicaLayout(tuple(replicas))
@@ -220,47 +233,40 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
         weights: As in :func:`plan_replicas`.
 
     Raises:
-        ValueError: Replicas overlap or leave ranks out, or no cut fits ``weights``.
+        TypeError, ValueError: Replicas overlap or leave ranks out, a rank is no int, or no cut fits ``weights``.
     """
     check_size("nonuniform_mesh", "tp", tp)
-    seen: dict[int, int] = {}
-    for index, members in enumerate(ranks):
+    lists = [list(members) for members in ranks]
+    replica_of: dict[int, int] = {}
+    for index, members in enumerate(lists):
         for rank in members:
             if isinstance(rank, bool) or not isinstance(rank, int):
                 raise TypeError(f"nonuniform_mesh expects ranks as ints, but got {rank!r} in replica {index}.")
-            if rank in seen:
+            if rank in replica_of:
                 raise ValueError(
-                    f"nonuniform_mesh expects replicas that do not overlap, but rank {rank} is in replica {seen[rank]} "
-                    f"and in replica {index} of {[list(r) for r in ranks]}. Name each rank once."
+                    f"nonuniform_mesh expects replicas that do not overlap, but rank {rank} is in replica "
+                    f"{replica_of[rank]} and in replica {index} of {lists}. Name each rank once."
                 )
-            seen[rank] = index
-    missing = sorted(set(range(max(seen, default=-1) + 1)) - set(seen))
-    if missing or not seen or min(seen) < 0:
+            replica_of[rank] = index
+    missing = sorted(set(range(max(replica_of, default=-1) + 1)) - set(replica_of))
+    if missing or not replica_of or min(replica_of) < 0:
         raise ValueError(
-            f"nonuniform_mesh expects replicas that hold the ranks 0 to N-1, but got {[list(r) for r in ranks]}"
+            f"nonuniform_mesh expects replicas that hold the ranks 0 to N-1, but got {lists}"
             f"{f', which leaves out {missing}' if missing else ''}. Add what is missing to a replica: every rank works."
         )
-    largest = max(map(len, ranks))
-    replicas = [
-        _make_replica(index, tuple(members), -(-largest // tp), tp, weights)
-        for index, members in enumerate(ranks)
-        if members
-    ]
-    return ReplicaLayout(tuple(replicas))
+    gtp = -(-max(map(len, lists)) // tp)
+    return ReplicaLayout(
+        tuple(_make_replica(index, tuple(members), gtp, tp, weights) for index, members in enumerate(lists) if members)
+    )
 
 
 def _make_replica(index: int, ranks: tuple[int, ...], gtp: int, tp: int, weights: Sequence[WeightSpec]) -> Replica:
-    own_gtp, own_tp, reason = choose_sizes(len(ranks), gtp, tp, weights, what=f"replica {index}")
-    return Replica(_in_grid_order(ranks, own_tp), own_gtp, own_tp, reason)
-
-
-def _in_grid_order(ranks: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    """Ranks such that they ascend along both axes of the grid, because process groups count them that way. Rows of
-    ``tp`` consecutive ranks stay together where that allows it."""
+    """Ranks ascend along both axes of the grid, because process groups count them in ascending order. Rows of ``tp``
+    consecutive ranks stay together where that allows it."""
+    gtp, tp, reason = choose_sizes(len(ranks), gtp, tp, weights, what=f"replica {index}")
     rows = sorted(tuple(sorted(ranks[i : i + tp])) for i in range(0, len(ranks), tp))
-    if all(a < b for upper, lower in pairwise(rows) for a, b in zip(upper, lower, strict=True)):
-        return tuple(rank for row in rows for rank in row)
-    return tuple(sorted(ranks))
+    is_ascending = all(a < b for upper, lower in pairwise(rows) for a, b in zip(upper, lower, strict=True))
+    return Replica(tuple(chain.from_iterable(rows) if is_ascending else sorted(ranks)), gtp, tp, reason)
 
 
 def choose_sizes(
@@ -268,10 +274,10 @@ def choose_sizes(
 ) -> tuple[int, int, str]:
     """(gtp, tp) of a replica that has ``num_ranks`` ranks left of ``gtp * tp``, and why.
 
-    All ranks work, so tp must divide their number; it never grows, because nothing says that the model can be cut more
-    finely. Tensor parallelism waits for the rank with most blocks (heads): of the sizes that are possible, the one that
-    loses least to that is taken (``tp`` itself loses nothing that was not accepted), and among equals the largest one,
-    because activations and gathered weights grow when tp shrinks. What tp gives up moves to gtp.
+    All ranks work, so tp must divide their number. tp never grows, because nothing says that the model can be cut more
+    finely. Tensor parallelism waits for the rank with most blocks (heads). The size that loses least time to this is
+    taken, where ``tp`` itself counts as losing none. Among equals the largest size is taken, because activations and
+    gathered weights grow when tp shrinks. The ranks that tp gives up move to gtp.
 
     Args:
         num_ranks: Ranks that are left.
@@ -283,9 +289,8 @@ def choose_sizes(
         ValueError: Blocks do not divide a weight, or ``tp`` was larger than their number to begin with.
     """
     cut = [weight for weight in weights if weight.tp_dim is not None]
-    for weight in cut:
-        if tp > 1:
-            _check_blocks(weight, tp)
+    for weight in cut if tp > 1 else ():
+        _check_blocks(weight, tp)
     candidates = [size for size in range(1, tp + 1) if num_ranks % size == 0]
     accepted = _slowdown(tp, cut)  # what was asked for with all ranks is good enough with fewer
     best = max(candidates, key=lambda size: (-max(_slowdown(size, cut), accepted), size))
@@ -294,29 +299,27 @@ def choose_sizes(
     lost = gtp * tp - num_ranks
     reasons = [f"{lost} of {gtp * tp} ranks failed"] if lost > 0 else []
     if best != tp:
-        reasons.append(f"tp {tp} -> {best}: {_why(num_ranks, tp, best, candidates, cut)}")
+        reasons.append(f"tp {tp} -> {best}: {_why_tp_shrinks(num_ranks, tp, best, cut)}")
     if num_ranks // best != gtp:
         reasons.append(f"gtp {gtp} -> {num_ranks // best}")
     return num_ranks // best, best, "; ".join(reasons)
 
 
-def _why(num_ranks: int, tp: int, best: int, candidates: list[int], cut: list[WeightSpec]) -> str:
-    larger = [size for size in candidates if size > best]
-    if not larger:
-        tried = f"{best + 1}" if best + 1 == tp else f"{best + 1} to {tp}"
-        return f"{tried} {'does' if best + 1 == tp else 'do'} not divide {num_ranks}, and no rank is parked"
-    size = max(larger)
+def _why_tp_shrinks(num_ranks: int, tp: int, best: int, cut: list[WeightSpec]) -> str:
+    size = max(size for size in range(best, tp + 1) if num_ranks % size == 0)
+    if size == best:
+        tried = f"{tp} does" if best + 1 == tp else f"{best + 1} to {tp} do"
+        return f"{tried} not divide {num_ranks}, and no rank is parked"
     worst = max(cut, key=lambda weight: size * -(-weight.num_tp_blocks // size) / weight.num_tp_blocks)
     most = -(-worst.num_tp_blocks // size)
-    idle = 1 - worst.num_tp_blocks / (most * size)
     return (
-        f"tp {size} would idle {idle:.0%} of the time in '{worst.name}' ({worst.num_tp_blocks} blocks over {size} "
-        f"ranks, {most} on the fullest)"
+        f"tp {size} would idle {1 - worst.num_tp_blocks / (most * size):.0%} of the time in '{worst.name}' "
+        f"({worst.num_tp_blocks} blocks over {size} ranks, {most} on the fullest)"
     )
 
 
 def _slowdown(tp: int, cut: Sequence[WeightSpec]) -> float:
-    """Time of tensor-parallel GEMMs over what it were if blocks could be split evenly, by elements of the weights."""
+    """Time of tensor-parallel GEMMs, divided by their time if blocks could be split evenly; by elements of weights."""
     total = sum(weight.numel for weight in cut)
     if not total:
         return 1.0
@@ -334,7 +337,7 @@ def _check_blocks(weight: WeightSpec, tp: int) -> None:
         )
 
 
-def _checked_coordinate(coordinate: object, sizes: tuple[int, ...]) -> tuple[int, int, int]:
+def _checked_coordinate(coordinate: tuple[int, int, int], sizes: tuple[int, ...]) -> tuple[int, int, int]:
     if not isinstance(coordinate, tuple) or len(coordinate) != 3 or any(type(index) is not int for index in coordinate):
         raise TypeError(f"nonuniform_mesh expects (replica, gtp, tp) coordinates in failed, but got {coordinate!r}.")
     if any(not 0 <= index < size for index, size in zip(coordinate, sizes, strict=True)):
@@ -342,8 +345,7 @@ def _checked_coordinate(coordinate: object, sizes: tuple[int, ...]) -> tuple[int
             f"nonuniform_mesh expects coordinates within (replicate, gtp, tp) = {sizes} in failed, but got "
             f"{coordinate}."
         )
-    replica, row, column = coordinate
-    return replica, row, column
+    return coordinate
 
 
 def check_size(caller: str, name: str, size: object) -> None:
@@ -358,18 +360,15 @@ def check_size(caller: str, name: str, size: object) -> None:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """``0-3,7`` for ranks in ascending order; others as they are, the first few of them."""
-    if list(ranks) != sorted(ranks):
-        shown = ",".join(map(str, ranks[:_MAX_RANKS]))
-        return f"{shown} and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else shown
-    parts: list[str] = []
-    start = 0
-    for index in range(1, len(ranks) + 1):
-        if index < len(ranks) and ranks[index] == ranks[index - 1] + 1:
-            continue
-        parts.append(str(ranks[start]) if index - start == 1 else f"{ranks[start]}-{ranks[index - 1]}")
-        start = index
+    if list(ranks) == sorted(ranks):
+        numbered = groupby(enumerate(ranks), key=lambda numbered_rank: numbered_rank[1] - numbered_rank[0])
+        runs = [[rank for _, rank in run] for _, run in numbered]
+        parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+        noun = "more ranges"
+    else:
+        parts, noun = list(map(str, ranks)), "more"
     more = len(parts) - _MAX_RANKS
-    return ",".join(parts[:_MAX_RANKS]) + (f" and {more} more ranges" if more > 0 else "")
+    return ",".join(parts[:_MAX_RANKS]) + (f" and {more} {noun}" if more > 0 else "")
 
 
 def count_of(number: int, noun: str) -> str:
