@@ -1,17 +1,25 @@
 """Non-uniform replicas: training goes on when a data-parallel replica has lost some of its ranks."""
 
 from .attach import synchronize_replicas
-from .checkpoint import ReplicaSavePlanner
-from .handover import handover_path, leave_state, take_state
 from .memory_model import MemoryModel, RankMemory, check_memory
 from .mesh import ElasticMesh, nonuniform_mesh
 from .parallel import BlockColwiseParallel, BlockRowwiseParallel
 from .plan import Box, Bucket, Segment, SyncPlan, box_of_rank, plan_sync, segments_of
-from .recovery import HeldState, StateLostError, hold_state, recover_state
+from .recovery import (
+    HeldState,
+    Move,
+    ReplicaSavePlanner,
+    StateLostError,
+    handover_path,
+    hold_state,
+    leave_state,
+    plan_moves,
+    recover_state,
+    take_state,
+)
 from .regroup import Survivors, num_waiting, regroup
 from .replicas import BatchShare, Replica, ReplicaLayout, WeightSpec, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
-from .transfer import Move, plan_moves
 from .watch import RanksLostError, RankWatch, join
 
 __all__ = [

@@ -1,29 +1,37 @@
-"""State goes from the memory of the ranks that are left to a new layout, without a checkpoint on disk.
+"""The state of a job outlives some of its ranks: in memory of the ranks that are left, or in a checkpoint.
 
 ``hold_state`` keeps what a rank has, and where it belongs in the logical tensors. When the ranks that are left (and
 new ones, which have nothing) have built their new mesh and model, ``recover_state`` fills it, as ``dcp.load`` would
-from disk. A rank that lost nothing copies what it has; each part that is missing is sent once.
+from disk. Each rank copies what it has, and each missing part is sent once. ``leave_state`` and ``take_state`` hand the
+state over to a new process. ``ReplicaSavePlanner`` writes checkpoints.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._comm.agreement import device_of
 from .mesh import ElasticMesh
 from .plan import Box
-from .transfer import Move, plan_moves
 
-Path = tuple[Any, ...]
+# Keys and indices that lead to a value in nested dicts and lists.
+Keys = tuple[Any, ...]
+
+_FILE_PREFIX = "dtensor_gtp"
 
 
 class StateLostError(RuntimeError):
@@ -36,21 +44,13 @@ class HeldState:
 
     Args:
         step: Optimizer steps that are done.
-        tensors: By path in the state: where this rank's part lies in the logical tensor, and the part itself.
-        plain: All other values, by path.
+        tensors: By keys in the state: where this rank's part lies in the logical tensor, and the part itself.
+        plain: All other values, by keys.
     """
 
     step: int
-    tensors: dict[Path, tuple[Box, Tensor]]
-    plain: dict[Path, Any]
-
-
-class _Part(NamedTuple):
-    """What all ranks tell each other of one tensor."""
-
-    box: Box
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    tensors: dict[Keys, tuple[Box, Tensor]]
+    plain: dict[Keys, Any]
 
 
 def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
@@ -63,20 +63,76 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
             tensors.
         step: Number of optimizer steps that this rank has completed. Count it right after ``optimizer.step()``.
     """
-    tensors: dict[Path, tuple[Box, Tensor]] = {}
-    plain: dict[Path, Any] = {}
-    for path, _, value in _leaves(state):
+    held = HeldState(step, {}, {})
+    for keys, _, value in _leaves(state):
         if isinstance(value, DTensor):
-            tensors[path] = (_box_of(value), compat.local_tensor(value).detach())
+            held.tensors[keys] = (_box_of(value), compat.local_tensor(value).detach())
+        elif isinstance(value, Tensor) and value.device.type != "cpu":
+            # Unpickling puts a tensor on the device of the same index, which may be that of another rank.
+            held.plain[keys] = value.detach().cpu()
         else:
-            plain[path] = _copied(value)
-    return HeldState(step, tensors, plain)
+            held.plain[keys] = copy.deepcopy(value)
+    return held
 
 
-def _copied(value: Any) -> Any:
-    """In host memory: a pickled tensor of a device comes back on the device of that index, which is a peer's."""
-    is_on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-    return value.detach().cpu() if is_on_device else copy.deepcopy(value)
+class Move(NamedTuple):
+    """A part of a tensor that ``target`` gets from ``source`` (which may be the same rank)."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def plan_moves(
+    held: Mapping[int, Box], wanted: Mapping[int, Box], replica_of: Mapping[int, int]
+) -> tuple[list[Move], list[tuple[int, Box]]]:
+    """Who sends which part of one tensor to whom. A pure function.
+
+    Each part comes from the nearest rank that holds it: the target itself, a rank of its replica, then the replicas
+    after its own in turn, so that several replicas that are rebuilt do not all ask the same one.
+
+    Args:
+        held: What each rank has; ranks without are left out.
+        wanted: What each rank is to have.
+        replica_of: The replica that each rank is part of.
+
+    Returns:
+        Moves that give every rank each element that it wants once, and, as (target, box), what no rank holds.
+    """
+    num_replicas = max(replica_of.values(), default=0) + 1
+    by_replica: dict[int, list[int]] = {}
+    for rank in sorted(held):
+        by_replica.setdefault(replica_of[rank], []).append(rank)
+    moves: list[Move] = []
+    missing: list[tuple[int, Box]] = []
+    for target, box in sorted(wanted.items()):
+        left = [box] if box.numel else []
+        own = replica_of[target]
+        replicas = [(own + step) % num_replicas for step in range(num_replicas)]
+        nearest = chain([target] if target in held else [], *(by_replica.get(replica, ()) for replica in replicas))
+        for source in nearest:
+            if not left:
+                break
+            taken = [part for piece in left if (part := piece.intersect(held[source])) is not None]
+            moves += [Move(source, target, part) for part in taken]
+            if taken:
+                left = [rest for piece in left for rest in piece.subtract(held[source])]
+        missing += [(target, piece) for piece in left]
+    return moves, missing
+
+
+class _Part(NamedTuple):
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others: the step that it is at (None if it is new), what it holds, what it is to have."""
+
+    step: int | None
+    held: dict[Keys, tuple[Box, torch.dtype]]
+    wanted: dict[Keys, _Part]
 
 
 def recover_state(
@@ -85,7 +141,7 @@ def recover_state(
     """Fill ``state`` from what the ranks of ``mesh`` hold. Collective over all of them.
 
     A failure may catch some ranks before the last optimizer step and some after it. The latest step of which nothing is
-    missing is taken, whole: replicas that have not got there take it over from those that have.
+    missing is taken, whole: replicas that did not complete it get it from those that did.
 
     Args:
         held: What this rank has, None if it is new.
@@ -102,157 +158,151 @@ def recover_state(
         ValueError: The held state is that of another model.
         StateLostError: A part of the state is on none of the ranks. Both are raised on all ranks.
     """
-    wanted = {path: value for path, _, value in _leaves(state) if isinstance(value, DTensor)}
-    # Everything in one exchange: the plan is then the same arithmetic on all ranks.
-    own_held = None
-    if held is not None:
-        own_held = (held.step, {path: (box, part.dtype) for path, (box, part) in held.tensors.items()}, set(held.plain))
-    own_wanted = {path: _Part(_box_of(value), tuple(value.shape), value.dtype) for path, value in wanted.items()}
-    gathered: list[Any] = [None] * mesh.layout.num_ranks
-    group = mesh.world.get_group()
-    dist.all_gather_object(gathered, (own_held, own_wanted), group=group)
-    having = {rank: known for rank, (known, _) in enumerate(gathered) if known is not None}
-    wanting = [parts for _, parts in gathered]
-    replica_of = {rank: place.replica for rank, place in mesh.layout.places.items()}
-
-    step, moves = _latest_complete_step(having, wanting, replica_of)
-    is_source = held is not None and held.step == step
-    local = {path: compat.local_tensor(value) for path, value in wanted.items()}
+    wanted = {keys: value for keys, _, value in _leaves(state) if isinstance(value, DTensor)}
+    own = _Report(
+        held.step if held is not None else None,
+        {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()} if held is not None else {},
+        {keys: _Part(_box_of(value), tuple(value.shape), value.dtype) for keys, value in wanted.items()},
+    )
+    # All reports in one exchange: then all ranks compute the same plan.
+    reports: list[Any] = [None] * mesh.layout.num_ranks
+    dist.all_gather_object(reports, own, group=mesh.world.get_group())
+    step, moves = _latest_complete_step(reports, {rank: place.replica for rank, place in mesh.layout.places.items()})
+    if held is not None and held.step != step:
+        held = None
+    sources = held.tensors if held is not None else {}
+    targets = {keys: (own.wanted[keys].box, compat.local_tensor(value)) for keys, value in wanted.items()}
     with torch.no_grad():
-        for chunk in _chunks(moves, wanting, chunk_nbytes * len(wanting)):
-            _exchange(chunk, held.tensors if held is not None and is_source else {}, local, own_wanted, mesh)
-    _fill_plain(state, held if is_source else None, step, having, mesh)
+        for chunk in _chunks(moves, own.wanted, chunk_nbytes * len(reports)):
+            _exchange(chunk, sources, targets, mesh)
+    first = next(rank for rank, report in enumerate(reports) if report.step == step)
+    _fill_plain(state, held, first, mesh)
     return step
 
 
 def _latest_complete_step(
-    having: Mapping[int, Any], wanting: list[dict[Path, _Part]], replica_of: Mapping[int, int]
-) -> tuple[int, dict[Path, list[Move]]]:
-    if not having:
+    reports: Sequence[_Report], replica_of: Mapping[int, int]
+) -> tuple[int, dict[Keys, list[Move]]]:
+    ranks = [rank for rank, report in enumerate(reports) if report.step is not None]
+    if not ranks:
         raise StateLostError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
     lost = ""
-    for step in sorted({known[0] for known in having.values()}, reverse=True):
-        sources = {rank: tensors for rank, (at, tensors, _) in having.items() if at == step}
-        moves: dict[Path, list[Move]] = {}
+    for step in sorted({report.step for report in reports if report.step is not None}, reverse=True):
+        sources = {rank: reports[rank].held for rank in ranks if reports[rank].step == step}
+        moves: dict[Keys, list[Move]] = {}
         known_plans: dict[Any, Any] = {}
-        for path in wanting[0]:
-            wanted = {rank: parts[path].box for rank, parts in enumerate(wanting)}
-            held = {rank: tensors[path][0] for rank, tensors in sources.items() if path in tensors}
-            _check_same_model(path, wanting[0][path], held, [t[path][1] for t in sources.values() if path in t])
+        for keys, part in reports[0].wanted.items():
+            wanted = {rank: report.wanted[keys].box for rank, report in enumerate(reports)}
+            held = {rank: tensors[keys] for rank, tensors in sources.items() if keys in tensors}
+            _check_same_model(keys, part, list(held.values()))
+            boxes = {rank: box for rank, (box, _) in held.items()}
             # Layers repeat: tensors that are cut alike move alike.
-            key = (tuple(wanted.items()), tuple(held.items()))
-            if key not in known_plans:
-                known_plans[key] = plan_moves(held, wanted, replica_of)
-            moves[path], missing = known_plans[key]
+            cut = (tuple(wanted.items()), tuple(boxes.items()))
+            if cut not in known_plans:
+                known_plans[cut] = plan_moves(boxes, wanted, replica_of)
+            moves[keys], missing = known_plans[cut]
             if missing:
-                part = missing[0].box
-                lost = f"part {part.offset}+{part.size} of {format_path(path)} after step {step}"
+                box = missing[0][1]
+                lost = f"part {box.offset}+{box.size} of {_format_keys(keys)} after step {step}"
                 break
         else:
             return step, moves
     raise StateLostError(
         f"recover_state expects each part of the state on a rank that is left, but {lost} is on none of the ranks "
-        f"{sorted(having)}. Load a checkpoint."
+        f"{ranks}. Load a checkpoint."
     )
 
 
-def _check_same_model(path: Path, part: _Part, held: Mapping[int, Box], dtypes: list[torch.dtype]) -> None:
+def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.dtype]]) -> None:
+    dtypes = {dtype for _, dtype in held}
     fits = all(
         len(box.size) == len(part.shape) and all(o + n <= s for o, n, s in zip(*box, part.shape, strict=True))
-        for box in held.values()
+        for box, _ in held
     )
-    if not held or not fits or set(dtypes) != {part.dtype}:
-        got = f"parts {sorted(set(held.values()))} of {sorted(map(str, set(dtypes)))}" if held else "nothing of it"
+    if not fits or dtypes != {part.dtype}:
+        boxes = sorted({box for box, _ in held})
+        got = f"parts {boxes} of {sorted(map(str, dtypes))}" if held else "nothing of it"
         raise ValueError(
-            f"recover_state expects the state of the same model, but the model on the new mesh has {format_path(path)} "
-            f"of shape {part.shape} and {part.dtype}, and the ranks that are left hold {got}."
+            f"recover_state expects the state of the same model, but the model on the new mesh has "
+            f"{_format_keys(keys)} of shape {part.shape} and {part.dtype}, and the ranks that are left hold {got}."
         )
 
 
 def _chunks(
-    moves: dict[Path, list[Move]], wanting: list[dict[Path, _Part]], limit: int
-) -> Iterator[dict[Path, list[Move]]]:
+    moves: dict[Keys, list[Move]], wanted: Mapping[Keys, _Part], limit: int
+) -> Iterator[dict[Keys, list[Move]]]:
     """The moves in portions of about ``limit`` bytes over all ranks; one dtype each."""
-    chunk: dict[Path, list[Move]] = {}
+    chunk: dict[Keys, list[Move]] = {}
     nbytes, dtype = 0, None
-    for path, of_path in moves.items():
-        part = wanting[0][path]
-        if chunk and (nbytes >= limit or part.dtype != dtype):
+    for keys, of_tensor in moves.items():
+        if chunk and (nbytes >= limit or wanted[keys].dtype != dtype):
             yield chunk
             chunk, nbytes = {}, 0
-        chunk[path], dtype = of_path, part.dtype
-        nbytes += sum(move.box.numel for move in of_path if move.source != move.target) * part.dtype.itemsize
+        chunk[keys], dtype = of_tensor, wanted[keys].dtype
+        nbytes += sum(move.box.numel for move in of_tensor if move.source != move.target) * dtype.itemsize
     if chunk:
         yield chunk
 
 
 def _exchange(
-    chunk: dict[Path, list[Move]],
-    held: Mapping[Path, tuple[Box, Tensor]],
-    local: Mapping[Path, Tensor],
-    wanted: Mapping[Path, _Part],
+    chunk: dict[Keys, list[Move]],
+    sources: Mapping[Keys, tuple[Box, Tensor]],
+    targets: Mapping[Keys, tuple[Box, Tensor]],
     mesh: ElasticMesh,
 ) -> None:
-    """Copy what stays on this rank; all-to-all of the rest, in the order (path, move) between any two ranks."""
-    rank, num_ranks = dist.get_rank(), mesh.layout.num_ranks
-    sent: list[list[Tensor]] = [[] for _ in range(num_ranks)]
-    received: list[list[Tensor]] = [[] for _ in range(num_ranks)]
-    for path, moves in chunk.items():
+    """Copy what stays on this rank; all-to-all of the rest, in the order (keys, move) between any two ranks."""
+    rank = dist.get_rank()
+    sent: list[list[Tensor]] = [[] for _ in mesh.layout.places]
+    received: list[list[Tensor]] = [[] for _ in mesh.layout.places]
+    for keys, moves in chunk.items():
         for source, target, box in moves:
-            if rank not in (source, target):
-                continue
-            outgoing = held[path][1][box.within(held[path][0])] if source == rank else None
-            incoming = local[path][box.within(wanted[path].box)] if target == rank else None
-            if outgoing is not None and incoming is not None:
-                incoming.copy_(outgoing)
-            elif outgoing is not None:
-                sent[target].append(outgoing.reshape(-1))
-            elif incoming is not None:
-                received[source].append(incoming)
-    if not any(move.source != move.target for moves in chunk.values() for move in moves):
+            if source == rank:
+                outer, part = sources[keys]
+                sent[target].append(part[box.within(outer)])
+            if target == rank:
+                outer, part = targets[keys]
+                received[source].append(part[box.within(outer)])
+    for part, kept in zip(received[rank], sent[rank], strict=True):
+        part.copy_(kept)
+    sent[rank], received[rank] = [], []
+    if all(move.source == move.target for moves in chunk.values() for move in moves):
         return
-    dtype = next(iter(wanted[path].dtype for path in chunk))
-    device = device_of(mesh.world)
-    sizes = [sum(part.numel() for part in parts) for parts in sent]
-    expected = [sum(part.numel() for part in parts) for parts in received]
-    outbox = torch.cat([part.to(device) for parts in sent for part in parts]) if sum(sizes) else None
-    outbox = torch.empty(0, dtype=dtype, device=device) if outbox is None else outbox
-    inbox = torch.empty(sum(expected), dtype=dtype, device=device)
+    empty = torch.empty(0, dtype=targets[next(iter(chunk))][1].dtype, device=device_of(mesh.world))
+    outbox = torch.cat([empty, *(part.reshape(-1).to(empty.device) for part in chain.from_iterable(sent))])
+    sizes, expected = ([sum(part.numel() for part in parts) for parts in lists] for lists in (sent, received))
+    inbox = empty.new_empty(sum(expected))
     dist.all_to_all_single(inbox, outbox, expected, sizes, group=mesh.world.get_group())
-    targets = [part for parts in received for part in parts]
-    for part, values in zip(targets, inbox.split([part.numel() for part in targets]), strict=True):
+    incoming = list(chain.from_iterable(received))
+    for part, values in zip(incoming, inbox.split([part.numel() for part in incoming]), strict=True):
         part.copy_(values.view(part.shape))
 
 
-def _fill_plain(
-    state: dict[str, Any], held: HeldState | None, step: int, having: Mapping[int, Any], mesh: ElasticMesh
-) -> None:
-    """Values that are no DTensors: a rank's own ones, else those of the lowest rank that has them."""
-    first = min(rank for rank, known in having.items() if known[0] == step)
+def _fill_plain(state: dict[str, Any], held: HeldState | None, first: int, mesh: ElasticMesh) -> None:
+    """Values that are no DTensors: this rank's own, else those of rank ``first``."""
     values = [held.plain if held is not None else None]
     dist.broadcast_object_list(values, group=mesh.world.get_group(), group_src=first)
     shared = values[0]
     assert shared is not None
-    own = held.plain if held is not None else shared
-    for path, container, value in list(_leaves(state)):
+    own = held.plain if held is not None else {}
+    for keys, container, value in list(_leaves(state)):
         if isinstance(value, DTensor):
             continue
-        found = own.get(path, shared.get(path, value))
-        if isinstance(value, Tensor) and isinstance(found, Tensor) and value.shape == found.shape:
+        found = own.get(keys, shared.get(keys, value))
+        are_tensors = isinstance(value, Tensor) and isinstance(found, Tensor)
+        if are_tensors and value.shape == found.shape:
             with torch.no_grad():
                 value.copy_(found)
         else:
-            is_on_device = isinstance(value, Tensor) and isinstance(found, Tensor)
-            container[path[-1]] = found.to(value.device) if is_on_device else found
+            container[keys[-1]] = found.to(value.device) if are_tensors else found
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """(path, container, value) of everything in nested dicts and lists."""
+def _leaves(tree: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, Any]]:
+    """(keys, container, value) of everything in nested dicts and lists."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, dict | list):
-            yield from _leaves(value, (*path, key))
+            yield from _leaves(value, (*keys, key))
         else:
-            yield (*path, key), tree, value
+            yield (*keys, key), tree, value
 
 
 def _box_of(tensor: DTensor) -> Box:
@@ -260,6 +310,82 @@ def _box_of(tensor: DTensor) -> Box:
     return Box(offset, shape)
 
 
-def format_path(path: Path) -> str:
+def _format_keys(keys: Keys) -> str:
     """``'model.norm.weight'``."""
-    return f"'{'.'.join(map(str, path))}'"
+    return f"'{'.'.join(map(str, keys))}'"
+
+
+def handover_path(environment: Mapping[str, str] | None = None, directory: Path | None = None) -> Path | None:
+    """Where a worker of ``torchrun`` leaves its state for the worker that takes its place on this host.
+
+    ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later. That is time
+    enough to write what a rank holds to a file in host memory. Nothing is copied before a failure.
+
+    The name holds the process of the launcher, which stays when workers are started again, and the local rank. Files of
+    launchers that are gone are removed.
+
+    Args:
+        environment: ``os.environ`` by default.
+        directory: A folder in memory, ``/dev/shm`` by default; where there is none, the folder of temporary files.
+
+    Returns:
+        None outside of ``torchrun``.
+    """
+    environment = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    if directory is None:
+        memory = Path("/dev/shm")
+        directory = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    for path in directory.glob(f"{_FILE_PREFIX}-*"):
+        launcher = path.name.split("-")[1]
+        if launcher.isdigit() and not Path(f"/proc/{launcher}").exists() and Path("/proc/self").exists():
+            path.unlink(missing_ok=True)
+    return directory / f"{_FILE_PREFIX}-{os.getppid()}-{environment['LOCAL_RANK']}.pt"
+
+
+def leave_state(held: HeldState, path: Path) -> None:
+    """Write ``held`` such that :func:`take_state` finds all of it or nothing. Only this user may read the file."""
+    partial = path.with_suffix(".tmp")
+    tensors = {keys: (box, part.contiguous()) for keys, (box, part) in held.tensors.items()}
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        torch.save((held.step, tensors, held.plain), file)
+    partial.replace(path)
+
+
+def take_state(path: Path) -> HeldState | None:
+    """What was left there, which is removed; None if nothing was."""
+    if not path.exists():
+        return None
+    # The state of a job may hold any Python value. A process of the same user and launcher has written the file.
+    step, tensors, plain = torch.load(path, map_location="cpu", weights_only=False)
+    path.unlink()
+    return HeldState(step, tensors, plain)
+
+
+class ReplicaSavePlanner(DefaultSavePlanner):
+    """``dcp.save(state, planner=ReplicaSavePlanner(mesh))``, also for ``dcp.async_save``: on all ranks.
+
+    Replicas of unequal sizes cut a weight at different rows. Their chunks overlap, and ``torch.distributed.checkpoint``
+    (DCP) refuses such a checkpoint. So only the ranks of the largest replica write sharded tensors, because each of
+    them has least to write. Everything else is written once for each key, as always. A load needs nothing: each rank
+    reads the rows that it holds.
+
+    Args:
+        mesh: The replicas that the state is sharded over.
+        options: As for torch's ``DefaultSavePlanner``.
+    """
+
+    def __init__(self, mesh: ElasticMesh, **options: Any) -> None:
+        super().__init__(**options)
+        sizes = [len(replica.ranks) for replica in mesh.layout.replicas]
+        self._is_writer = mesh.place.replica == sizes.index(max(sizes))
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Leave out what another replica writes."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if not self._is_writer:
+            state = self.state_dict
+            self.state_dict = {key: value for key, value in state.items() if not isinstance(value, DTensor)}

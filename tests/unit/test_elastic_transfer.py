@@ -18,7 +18,6 @@ from dtensor_gtp.elastic import (
     plan_replicas,
     replicas_of,
 )
-from dtensor_gtp.elastic.transfer import subtract
 
 WEIGHTS = (
     WeightSpec("rows", (11, 3)),
@@ -96,7 +95,7 @@ class TestMoves(TestCase):
         for offset in itertools.product(range(6), range(6), range(2)):
             part = Box(offset, (2, 2, 1))
             count = torch.zeros(8, 8, 4)
-            for rest in subtract(outer, part):
+            for rest in outer.subtract(part):
                 count[slices(rest)] += 1
             expected = torch.zeros(8, 8, 4)
             expected[slices(outer)] = 1
