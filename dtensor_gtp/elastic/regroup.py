@@ -1,12 +1,12 @@
-"""The ranks that are left find each other again, in the processes that they are, and take in those that wait to join.
+"""The ranks that are left find each other again, in the same processes, and take in processes that wait to join.
 
-Each rank that noticed a failure writes its name into a store that no rank hosts. The first one that sees all names of
-those that are alive writes down who goes on; all go by that list. So also a rank that hangs is left behind, even if it
-wakes up later: then it finds that it is not on the list.
+Each rank that noticed a failure writes its name into a store that no rank hosts. The first rank that sees the names of
+all that are alive writes a list of those that go on, and all follow this list. So a rank that hangs is left behind. If
+it wakes up later, it finds that it is not on the list.
 
-Who is alive tell the beats of a :class:`RankWatch`. Without one only time can tell: that of grace. Ranks come late for
-two reasons: gloo raises on a rank that has no connection to the one that died only when the time limit of the
-collective has passed, and with several collectives in flight once for each.
+The beats of a :class:`RankWatch` tell who is alive. Without a watch, ranks that do not come within a time of grace are
+left behind. Ranks come late for two reasons: gloo raises on a rank that has no connection to a dead rank only when the
+time limit of the collective has passed, and with several collectives in flight once for each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -25,8 +26,6 @@ from . import clock
 from .replicas import Place, ReplicaLayout, format_place, replicas_of
 
 POLL_SECONDS = 0.05
-
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -59,22 +58,22 @@ class Survivors:
 
 
 class Membership(NamedTuple):
-    """What the first rank that sees everybody writes down, and all go by.
+    """The list of those that go on, as it is written into the store (in JSON).
 
     Args:
-        alive: Ranks that go on, as they were counted before, ascending: their places here are their new ranks.
+        alive: Ranks that go on, as they were counted before, ascending: their positions here are their new ranks.
         tickets: Of processes that join: they come after those.
         replicas: New ranks of each replica.
-        tp: Largest size of the tp axis, for the layout that they make.
-        dead: (rank, replica, gtp, tp) as counted before.
+        tp: Largest size of the tp axis.
+        dead: Ranks as they were counted before, and their places.
         generation: Of the next regroup.
     """
 
-    alive: tuple[int, ...]
-    tickets: tuple[int, ...]
-    replicas: tuple[tuple[int, ...], ...]
+    alive: Sequence[int]
+    tickets: Sequence[int]
+    replicas: Sequence[Sequence[int]]
     tp: int
-    dead: tuple[tuple[int, int, int, int], ...]
+    dead: Sequence[tuple[int, Place]]
     generation: int
 
     @property
@@ -86,9 +85,9 @@ class Membership(NamedTuple):
         return replicas_of(self.replicas, tp=self.tp)
 
     def seen_by(self, rank: int) -> Survivors:
-        dead = {old: Place(*place) for old, *place in self.dead}
+        dead = {old: Place(*place) for old, place in self.dead}
         joined = tuple(range(len(self.alive), self.num_ranks))
-        return Survivors(rank, self.replicas, dead, joined, self.generation)
+        return Survivors(rank, tuple(map(tuple, self.replicas)), dead, joined, self.generation)
 
 
 class Watch(Protocol):
@@ -123,9 +122,10 @@ def regroup(
         rank: This process's rank in it.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
         generation: 0 at first, then ``survivors.generation``.
-        grace: How long to wait at most for ranks that do not come. Without ``watch`` that is how long one waits for
-            those that are gone: several times the time limit of the process group, because a rank without a connection
-            to them notices only then, and may have more than one collective in flight. Who comes later is left behind.
+        grace: How long to wait at most for ranks that do not come. Without ``watch`` all ranks that are gone are waited
+            for that long. Then choose several times the time limit of the process group, because a rank without a
+            connection to them notices only then, and may have more than one collective in flight. Ranks that come later
+            are left behind.
         backend: For ``init_process_group``; the one of before by default.
         timeout: For ``init_process_group``.
         num_replicas: Replicas to have, if ranks join: a joining rank goes to the smallest one, an empty one included.
@@ -135,10 +135,10 @@ def regroup(
         RuntimeError: The others went on without this rank.
     """
     backend = backend or dist.get_backend()
+    is_alive = None if watch is None else watch.is_alive
     while True:
+        decide = partial(_decide, store, layout, num_replicas, generation)
         shared = _shared(store, generation)
-        decide = _Decision(layout, store, num_replicas, generation)
-        is_alive = None if watch is None else watch.is_alive
         members = agree_on_survivors(layout.num_ranks, rank, shared, grace, is_alive=is_alive, decide=decide)
         if rank not in members.alive:
             raise RuntimeError(
@@ -146,7 +146,8 @@ def regroup(
                 f"{grace.total_seconds():g} seconds of grace or because it was silent for too long. End this process; "
                 "it may join again as a new one."
             )
-        _admit(store, members)
+        for ticket in members.tickets:  # on all members alike: the rank that decided may be gone
+            waiting_store(store).set(f"admitted/{ticket}", json.dumps(members))
         rank = members.alive.index(rank)
         # After the list is written: to end collectives with ranks that are gone may take as long as their time limit.
         if dist.is_initialized():
@@ -159,8 +160,8 @@ def regroup(
 
 
 def num_waiting(store: compat.Store) -> int:
-    """Processes that wait in :func:`join`. Ranks may see another number at another time: let one decide for all."""
-    return len(_waiting_tickets(waiting_store(store)))
+    """Processes that wait in :func:`join`. The number may change between two calls: let one rank ask for all."""
+    return len(_waiting_tickets(store))
 
 
 def agree_on_survivors(
@@ -172,62 +173,43 @@ def agree_on_survivors(
     is_alive: Callable[[int], bool] | None = None,
     decide: Callable[[Sequence[int]], Membership],
 ) -> Membership:
-    """What the first rank writes down that sees everybody who is alive; the same on all who ask."""
+    """The list that the first rank writes that sees all that are alive; the same on all ranks that ask."""
     store.set(f"alive/{rank}", "1")
     end = clock.now() + grace.total_seconds()
-    names = [f"alive/{other}" for other in range(num_ranks)]
-    while clock.now() < end and not store.check(["members"]) and not store.check(names):
+    while clock.now() < end and not store.check(["members"]):
         # A rank that has come and died since is found when the new group is made.
-        absent = [other for other in range(num_ranks) if not store.check([names[other]])]
-        if is_alive is not None:
-            alive = [is_alive(other) for other in absent]  # of each: to look is to begin to listen
-            if not any(alive):
-                break
+        absent = [other for other in range(num_ranks) if not store.check([f"alive/{other}"])]
+        # Ask about all of them: a watch listens to a rank from the first question on.
+        awaited = absent if is_alive is None else [other for other in absent if is_alive(other)]
+        if not awaited:
+            break
         clock.sleep(POLL_SECONDS)
     if not store.check(["members"]):
-        present = [other for other in range(num_ranks) if store.check([names[other]])]
-        # Whoever is first decides: the others find its list there.
+        present = [other for other in range(num_ranks) if store.check([f"alive/{other}"])]
+        # Only the first list is kept.
         store.compare_set("members", "", json.dumps(decide(present)))
-    return parse_members(store.get("members").decode())
+    return Membership(*json.loads(store.get("members")))
 
 
-class _Decision:
-    """From the ranks that have come to who goes on as what."""
-
-    def __init__(self, layout: ReplicaLayout, store: compat.Store, num_replicas: int, generation: int) -> None:
-        self._layout, self._store = layout, store
-        self._num_replicas, self._generation = num_replicas, generation
-
-    def __call__(self, alive: Sequence[int]) -> Membership:
-        return members_of(
-            self._layout, alive, _waiting_tickets(waiting_store(self._store)), self._num_replicas, self._generation + 1
-        )
+def _decide(
+    store: compat.Store, layout: ReplicaLayout, num_replicas: int, generation: int, alive: Sequence[int]
+) -> Membership:
+    return members_of(layout, alive, _waiting_tickets(store), num_replicas, generation + 1)
 
 
 def members_of(
     layout: ReplicaLayout, alive: Sequence[int], tickets: Sequence[int] = (), num_replicas: int = 1, generation: int = 1
 ) -> Membership:
-    """Count ``alive`` (ascending) anew and put each rank into the replica that it was in; those that join go, one after
-    the other, to the smallest replica."""
+    """Count ``alive`` (ascending) anew and put each rank into the replica that it was in. Then put those that join, one
+    after the other, into the smallest replica."""
     new_rank = {old: new for new, old in enumerate(alive)}
     replicas = [[new_rank[r] for r in replica.ranks if r in new_rank] for replica in layout.replicas]
     replicas += [[] for _ in range(num_replicas - len(replicas))] if tickets else []
     for position in range(len(tickets)):
         min(replicas, key=len).append(len(alive) + position)
-    dead = tuple((r, *_fields(layout.places[r])) for r in sorted(layout.places) if r not in new_rank)
+    dead = [(rank, place) for rank, place in sorted(layout.places.items()) if rank not in new_rank]
     tp = max(replica.tp for replica in layout.replicas)
-    return Membership(tuple(alive), tuple(tickets), tuple(map(tuple, replicas)), tp, dead, generation)
-
-
-def _fields(place: Place) -> tuple[int, int, int]:
-    return place.replica, place.gtp, place.tp
-
-
-def parse_members(text: str) -> Membership:
-    alive, tickets, replicas, tp, dead, generation = json.loads(text)
-    return Membership(
-        tuple(alive), tuple(tickets), tuple(map(tuple, replicas)), tp, tuple(map(tuple, dead)), generation
-    )
+    return Membership(list(alive), tickets, replicas, tp, dead, generation)
 
 
 def start_regrouped(
@@ -235,14 +217,9 @@ def start_regrouped(
 ) -> bool:
     """Make the default group; False if some of its ranks are lost by now."""
     compat.restart_group_names()
+    group_store = compat.PrefixStore("group", _shared(store, members.generation))
     try:
-        dist.init_process_group(
-            backend,
-            store=compat.PrefixStore("group", _shared(store, members.generation)),
-            rank=rank,
-            world_size=members.num_ranks,
-            timeout=timeout,
-        )
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=members.num_ranks, timeout=timeout)
     except RuntimeError as error:
         _LOG.warning("rank %d of %d could not connect to the others: %s", rank, members.num_ranks, error)
         if dist.is_initialized():
@@ -259,11 +236,6 @@ def waiting_store(store: compat.Store) -> compat.Store:
     return compat.PrefixStore("dtensor_gtp_join", store)
 
 
-def _waiting_tickets(waiting: compat.Store) -> list[int]:
+def _waiting_tickets(store: compat.Store) -> list[int]:
+    waiting = waiting_store(store)
     return [t for t in range(1, waiting.add("tickets", 0) + 1) if not waiting.check([f"admitted/{t}"])]
-
-
-def _admit(store: compat.Store, members: Membership) -> None:
-    """By all members, alike: whoever decided may be gone."""
-    for ticket in members.tickets:
-        waiting_store(store).set(f"admitted/{ticket}", json.dumps(members))

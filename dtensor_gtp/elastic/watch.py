@@ -1,13 +1,14 @@
 """Who is alive: every rank beats, its neighbours listen, and an error names the ranks that are gone.
 
-What a collective raises tells that a connection broke or a time limit passed, not who is gone; and a process that is
-stopped breaks no connection. So a thread of each rank counts up a number in a store and reads those of the next ranks
-in a ring. A number that stands still for longer than the limit is that of a rank that is lost: whoever sees it writes
-it down, and all read it. Clocks are never compared, each rank measures with its own how long a number stood still.
+The error of a collective says that a connection broke or a time limit passed, not who is gone; and a process that is
+stopped breaks no connection. So a thread of each rank counts up a number in a store and reads the numbers of the next
+ranks in a ring. A rank whose number stands still for longer than the limit is lost: the rank that sees it writes it
+into the store, and all read it. Each rank measures with its own clock how long a number stood still.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -21,42 +22,28 @@ import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from . import clock
-from .regroup import POLL_SECONDS, Survivors, parse_members, regroup, start_regrouped, waiting_store
+from .regroup import POLL_SECONDS, Membership, Survivors, regroup, start_regrouped, waiting_store
 from .replicas import Place, ReplicaLayout, format_place
 
 logger = logging.getLogger(__name__)
 
-
-# Without these, torch's watchdog of NCCL ends a process in which a collective has failed, or sleeps for a minute after
-# the failure, which who leaves the process group waits for, or ends the process when it has waited for a dump.
+# Without these, torch's watchdog of NCCL ends a process in which a collective has failed (at once, or when it has
+# waited for a dump), or sleeps for a minute after the failure while leaving the process group waits for it.
 _WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-
-
 # Beats, and looks at the beats of others, within a limit.
 _BEATS_PER_LIMIT = 6
-
-
-# Ranks of the ring that each one listens to: so many that fail together are all found.
+# Ranks of the ring that each rank listens to: all ranks are found if at most so many neighbours fail together.
 _NUM_NEIGHBOURS = 2
-
-
+# Values in the store: a last beat, the begin of a reason, and decisions about an update.
 _DONE = b"done"
-
-
-_SILENT, _CLOSED = b"was silent", b"has closed its watch"
-
-
-_UPDATE, _KEEP = b"update", b"keep"
-
-
-# Under this name the last rank that is done.
+_SILENT, _CLOSED = "was silent", "has closed its watch"
+_UPDATE, _KEEP = "update", "keep"
+# Key of the last rank that is done.
 _ENDED = "ended"
-
-
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
 _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
 
@@ -77,46 +64,6 @@ class RanksLostError(RuntimeError):
         )
 
 
-def _warn_of_watchdog() -> None:
-    """Where torch's watchdog of NCCL would be in the way of a recovery."""
-    missing = [f"{name}={value}" for name, value in _WATCHDOG.items() if os.environ.get(name) != value]
-    if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
-        logger.warning(
-            "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may end "
-            "this process, or hold it for minutes, when a peer is gone.",
-            ", ".join(missing),
-        )
-
-
-class Pulse:
-    """The beats of ranks as seen from here.
-
-    Args:
-        store: Where they beat; used by one thread only.
-        limit: Seconds after which a number that stands still is that of a rank that is gone.
-    """
-
-    def __init__(self, store: compat.Store, limit: float) -> None:
-        self._store = store
-        self._limit = limit
-        # Of each name the last number and when it was seen first.
-        self._seen: dict[str, tuple[bytes, float]] = {}
-
-    def has_begun(self, name: str) -> bool:
-        return self._look(name)[0] != b""
-
-    def is_alive(self, name: str) -> bool:
-        """Whether the number has changed within the limit, or is looked at for less than that."""
-        number, since = self._look(name)
-        return number == _DONE or clock.now() - since <= self._limit
-
-    def _look(self, name: str) -> tuple[bytes, float]:
-        number = self._store.get(name) if self._store.check([name]) else b""
-        if name not in self._seen or self._seen[name][0] != number:
-            self._seen[name] = (number, clock.now())
-        return self._seen[name]
-
-
 class RankWatch:
     """Watches over the ranks of a job, from a thread of this process, until :meth:`close`.
 
@@ -129,17 +76,14 @@ class RankWatch:
         rank: This process's rank.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
         limit: How long a rank may be silent, and so how long its Python may be held: start the device before (a tensor
-            on it will do), which takes seconds. Also the time within which NCCL's collectives are aborted, on other
-            backends they end by the time limit of the process group.
+            on it will do), which takes seconds. NCCL's collectives are aborted within this time; those of other
+            backends end by the time limit of the process group.
         generation: How often there was a failure before.
     """
 
     def __init__(
         self, layout: ReplicaLayout, rank: int, store: compat.Store, *, limit: timedelta, generation: int = 0
     ) -> None:
-        self.layout = layout
-        self.rank = rank
-        self.generation = generation
         self.store = store
         self.limit = limit.total_seconds()
         if self.limit <= 0:
@@ -155,22 +99,20 @@ class RankWatch:
             self._listener.stop()
         self.layout, self.rank, self.generation = layout, rank, generation
         self._num_commits = 0
-        # Of its own for each thread: a store serves one request at a time, and some wait.
-        self._own = self._shared(compat.clone_store(self.store))
-        self.pulse = Pulse(self._own, self.limit)
-        self._listener = _Listener(
-            self._shared(compat.clone_store(self.store)), layout.num_ranks, rank, self.limit, self._interval
+        # A client for each thread: a client serves one request at a time, and some requests wait.
+        self._own, store = (
+            compat.PrefixStore(f"dtensor_gtp_watch_{generation}", compat.clone_store(self.store)) for _ in range(2)
         )
-
-    def _shared(self, store: compat.Store) -> compat.Store:
-        return compat.PrefixStore(f"dtensor_gtp_watch_{self.generation}", store)
+        self._pulse = _Pulse(self._own, self.limit)
+        self._listener = _Listener(store, layout.num_ranks, rank, self.limit, self._interval)
+        self._is_lost = self._listener.is_lost
 
     def is_alive(self, rank: int) -> bool:
-        """Whether nobody has missed the beats of ``rank`` for as long as the limit, nor its commit after it was done.
-        For one thread."""
-        if self._own.check([_lost(rank)]) and self._own.get(_lost(rank)).startswith((_SILENT, _CLOSED)):
+        """Whether ``rank`` has beaten within the limit, and no other rank has reported it as silent or closed. For one
+        thread."""
+        if self._own.check([_lost(rank)]) and self._own.get(_lost(rank)).decode().startswith((_SILENT, _CLOSED)):
             return False
-        return self.pulse.is_alive(beat_of(rank))
+        return self._pulse.is_alive(rank)
 
     def commit(self) -> None:
         """Wait until all ranks have the gradients of this step; if a rank is lost before, raise on all of them.
@@ -178,30 +120,30 @@ class RankWatch:
         Call it on all ranks right before ``optimizer.step()``, after all that communicates (``clip_grad_norm_``), where
         the state is to be recovered from memory. A failure may leave some ranks with whole gradients and others
         without, and on a device that runs behind the host a collective that was aborted leaves garbage without an
-        error. If some updated then and others did not, parts of two steps would be all that is left. So it is decided
-        once, in the store: all that are left update, or none.
+        error. If some updated then and others did not, only parts of two steps would be left. So the store holds one
+        decision: all ranks that are left update, or none.
 
         Raises:
             RanksLostError: Ranks are gone or have closed their watches, and nobody updates.
         """
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        assert self._listener is not None
-        is_lost, own = self._listener.is_lost, self._own
-        name, earlier = (f"commit/{number}" for number in (self._num_commits, self._num_commits - 1))
+        own = self._own
+        name, earlier = f"commit/{self._num_commits}", f"commit/{self._num_commits - 1}"
         self._num_commits += 1
-        # Who knows of a loss has gradients that may not be whole, and is never ready.
-        if not is_lost.is_set() and own.add(f"{name}/ready", 1) == self.layout.num_ranks:
-            own.compare_set(name, "", _UPDATE.decode())
-            for key in (earlier, f"{earlier}/ready"):  # which all have left behind
+        # A rank that knows of a loss may have incomplete gradients: it is never ready.
+        if not self._is_lost.is_set() and own.add(f"{name}/ready", 1) == self.layout.num_ranks:
+            own.compare_set(name, "", _UPDATE)
+            for key in (earlier, f"{earlier}/ready"):  # no rank reads them any more
                 own.delete_key(key)
         while not own.check([name]):
-            # Nobody beats for a rank that is done, nor misses it: it would be waited for without end.
+            # A rank that is done neither beats nor is missed: without this it would be waited for without end.
             has_ended = own.check([_ENDED])
-            if (is_lost.is_set() or has_ended) and own.compare_set(name, "", _KEEP.decode()) == _KEEP and has_ended:
-                report_lost(own, int(own.get(_ENDED)), _CLOSED.decode())
+            is_hopeless = has_ended or self._is_lost.is_set()
+            if is_hopeless and own.compare_set(name, "", _KEEP).decode() == _KEEP and has_ended:
+                _report_lost(own, int(own.get(_ENDED)), _CLOSED)
             clock.wait_for_key(own, name, self._interval)
-        if own.get(name) != _UPDATE:
+        if own.get(name).decode() != _UPDATE:
             raise self._error()
 
     def regroup(
@@ -218,7 +160,7 @@ class RankWatch:
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
-            self._own.set(beat_of(self.rank), _DONE.decode())
+            self._own.set(_beat(self.rank), _DONE.decode())
             self._own.set(_ENDED, str(self.rank))
 
     def __enter__(self) -> RankWatch:
@@ -229,17 +171,15 @@ class RankWatch:
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, RanksLostError):
             return
-        assert self._listener is not None
-        is_lost = self._listener.is_lost
         # A peer that is gone is found within the limit.
-        if is_peer_lost(error) and clock.wait(is_lost, self.limit + 3 * self._interval):
+        if is_peer_lost(error) and clock.wait(self._is_lost, self.limit + 3 * self._interval):
             raise self._error() from error
         # Nobody is gone: this rank is the one that raised. The others are told.
-        if not is_lost.is_set():
-            report_lost(self._own, self.rank, f"raised {type(error).__name__}: {error}")
+        if not self._is_lost.is_set():
+            _report_lost(self._own, self.rank, f"raised {type(error).__name__}: {error}")
 
     def _error(self) -> RanksLostError:
-        clock.sleep(2 * self._interval)  # those that failed with it are found as soon
+        clock.sleep(2 * self._interval)  # ranks that failed at the same time are found until then
         own = self._own
         reasons = {rank: own.get(_lost(rank)).decode() for rank in self.layout.places if own.check([_lost(rank)])}
         return RanksLostError({rank: self.layout.places[rank] for rank in reasons}, reasons)
@@ -252,10 +192,10 @@ class _Listener:
         self.is_lost = threading.Event()
         self._store, self._rank, self._limit, self._interval = store, rank, limit, interval
         self._neighbours = [(rank + step) % num_ranks for step in range(1, min(_NUM_NEIGHBOURS + 1, num_ranks))]
-        self._pulse = Pulse(store, limit)
+        self._pulse = _Pulse(store, limit)
         self._is_stopped = threading.Event()
         # The first beat is there when the constructor returns.
-        self._store.set(beat_of(rank), "0")
+        self._store.set(_beat(rank), "0")
         self._thread = threading.Thread(target=self._run, name="dtensor_gtp watch", daemon=True)
         self._thread.start()
 
@@ -268,7 +208,7 @@ class _Listener:
         try:
             while not clock.wait(self._is_stopped, self._interval):
                 number += 1
-                self._store.set(beat_of(self._rank), str(number))
+                self._store.set(_beat(self._rank), str(number))
                 self._look()
         except RuntimeError:
             # The store is gone, and with it the job.
@@ -276,23 +216,49 @@ class _Listener:
 
     def _look(self) -> None:
         for rank in self._neighbours:
-            name = beat_of(rank)
-            if self._pulse.has_begun(name) and not self._pulse.is_alive(name):
-                report_lost(self._store, rank, f"{_SILENT.decode()} for {self._limit:g} seconds")
+            if self._store.check([_beat(rank)]) and not self._pulse.is_alive(rank):
+                _report_lost(self._store, rank, f"{_SILENT} for {self._limit:g} seconds")
         if not self.is_lost.is_set() and self._store.check(["any"]):
             self.is_lost.set()
-            # Not waited for: this thread goes on beating, or the others take this rank for lost as well.
+            # Without waiting: this thread must go on beating, or the others take this rank for lost as well.
             compat.abort_device_groups(wait=False)
 
 
+class _Pulse:
+    """The beats of ranks as one thread sees them. ``limit``: seconds that a number may stand still."""
+
+    def __init__(self, store: compat.Store, limit: float) -> None:
+        self._store, self._limit = store, limit
+        # Of each rank the last number and when it was seen first.
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the number has changed within the limit, or is looked at for less than that."""
+        number = self._store.get(_beat(rank)) if self._store.check([_beat(rank)]) else b""
+        if rank not in self._seen or self._seen[rank][0] != number:
+            self._seen[rank] = (number, clock.now())
+        return number == _DONE or clock.now() - self._seen[rank][1] <= self._limit
+
+
+def _warn_of_watchdog() -> None:
+    """Where torch's watchdog of NCCL would be in the way of a recovery."""
+    missing = [f"{name}={value}" for name, value in _WATCHDOG.items() if os.environ.get(name) != value]
+    if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
+        logger.warning(
+            "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may end "
+            "this process, or hold it for minutes, when a peer is gone.",
+            ", ".join(missing),
+        )
+
+
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether a collective or a store raised ``error``, which tells of another rank."""
+    """Whether a collective or a store raised ``error`` because of another rank."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
     )
 
 
-def beat_of(rank: int) -> str:
+def _beat(rank: int) -> str:
     return f"beat/{rank}"
 
 
@@ -300,8 +266,8 @@ def _lost(rank: int) -> str:
     return f"lost/{rank}"
 
 
-def report_lost(store: compat.Store, rank: int, reason: str) -> None:
-    """The first reason is kept: who raises and ends is silent afterwards."""
+def _report_lost(store: compat.Store, rank: int, reason: str) -> None:
+    """The first reason is kept: a rank that raises and ends is silent afterwards."""
     store.compare_set(_lost(rank), "", reason)
     store.set("any", "1")
 
@@ -337,15 +303,13 @@ def join(
             waiting.set(name, "gave up")
             raise TimeoutError(f"no rank of the job took this process in within {grace.total_seconds():g} seconds.")
         clock.sleep(POLL_SECONDS)
-    members = parse_members(waiting.get(name).decode())
-    rank, layout = len(members.alive) + members.tickets.index(ticket), members.layout
-    watch = None
-    if limit is not None:
-        watch = RankWatch(layout, rank, store, limit=limit, generation=members.generation)
+    members = Membership(*json.loads(waiting.get(name)))
+    rank, layout, generation = len(members.alive) + members.tickets.index(ticket), members.layout, members.generation
+    watch = None if limit is None else RankWatch(layout, rank, store, limit=limit, generation=generation)
     if start_regrouped(store, members, rank, backend, timeout):
         return members.seen_by(rank), watch
     survivors = regroup(
-        layout, rank, store, generation=members.generation, grace=grace, backend=backend, timeout=timeout,
+        layout, rank, store, generation=generation, grace=grace, backend=backend, timeout=timeout,
         num_replicas=num_replicas, watch=watch,
     )  # fmt: skip
     return survivors, watch
