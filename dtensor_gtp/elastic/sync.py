@@ -1,20 +1,20 @@
 """Gradients of replicas of unequal sizes are summed segment by segment, behind backward.
 
 A reduce-scatter leaves each rank the average of its replica for the rows that it holds. Those rows are parts of
-segments (see ``plan``), each with other owners in the other replicas. Every set of owners has a *channel*: segments are
-collected there until they fill a bucket, which is then summed in one all-reduce.
+segments (see ``plan``), each with other owners in the other replicas. Every set of owners has a *channel*. It collects
+segments until they fill a bucket, and sums the bucket in one all-reduce.
 
 [Note: order of channels]
-All ranks complete the gradients of the same weights in the same order, so every owner of a channel collects the same
-segments and sees its bucket full at the same weight. Where one weight fills several buckets, the order of channels in
-the plan decides. Whole parameters, which all ranks sum at the end of backward, come after what has filled its bucket by
-then. So all ranks go through the sums that they take part in in one global order, and none waits for another in a
-circle, nor do two sums meet in one group.
+All ranks complete the gradients of the same weights in the same order. So every owner of a channel collects the same
+segments and sees its bucket full at the same weight. Where one weight fills several buckets, they are sent in the order
+of the plan. All ranks sum whole parameters at the end of backward, after the buckets that are full by then. So there is
+one global order of all sums: no ranks wait for each other in a circle, and no two sums meet in one group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.gradient_protocols import WholeBucket
 from .mesh import ElasticMesh
-from .plan import Box, SyncPlan, box_of_rank
+from .plan import Bucket, SyncPlan, box_of_rank
 from .replicas import BatchShare
 
 _SUM = ReduceScale(dist.ReduceOp.SUM, None, None)
@@ -56,27 +56,27 @@ class _Weights(NamedTuple):
     of_replica: float
 
 
+@dataclass(eq=False)
 class _Entry:
     """A reduced gradient of one weight that waits for the sums of its segments."""
 
-    def __init__(self, weight: ShardedWeight, slot: Tensor, num_waiting: int) -> None:
-        self.weight = weight
-        self.slot = slot
-        self.num_waiting = num_waiting
+    weight: ShardedWeight
+    slot: Tensor
+    num_waiting: int
 
 
+@dataclass(eq=False)
 class Channel:
-    """One set of owners that this rank is part of: their communicator, and what is collected for it.
+    """One set of owners that this rank is part of, and the segments that are collected for their next sums.
 
     Args:
         group_name: Name of the process group; see ``Groups`` for why it is not the group.
-        scale: What a copy counts where a replica has several of them.
+        scale: Factor of each copy where a replica has several copies.
     """
 
-    def __init__(self, group_name: str, scale: float) -> None:
-        self.group_name = group_name
-        self.scale = scale
-        self.pending: dict[torch.dtype, list[tuple[_Entry, Tensor]]] = {}
+    group_name: str
+    scale: float
+    pending: dict[torch.dtype, list[tuple[_Entry, Tensor]]] = field(default_factory=dict)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return sum(part.numel() for _, part in self.pending.get(dtype, ())) * dtype.itemsize
@@ -87,7 +87,7 @@ class ReplicaSync:
 
     Args:
         mesh: All replicas.
-        plan: Who owns what.
+        plan: Which segments are summed between whom.
         params: The parameters, in the order of ``plan.weights``.
         comm: The runtime's streams and reductions in flight.
         bucket_nbytes: Size at which a bucket is sent.
@@ -100,49 +100,50 @@ class ReplicaSync:
         self.plan = plan
         self.num_all_reduces = 0
         self._params = list(params)
-        self._specs = dict(zip(params, plan.weights, strict=True))
         self._comm = comm
         self._bucket_nbytes = bucket_nbytes
         self._place = mesh.place
+        self._tp = mesh.layout.replicas[self._place.replica].tp
         self._world_name = mesh.world.get_group().group_name
         self._channels: list[Channel] = []
+        boxes = [box_of_rank(weight, mesh.layout, dist.get_rank()) for weight in plan.weights]
         # Of each weight: its segments on this rank, as a channel and slices of the shard.
         self._parts: dict[ManagedParam, list[tuple[Channel, tuple[slice, ...]]]] = {}
-        # Slots that the communication stream may still read.
-        self._keep: list[Tensor] = []
-        self._make_channels()
-        self._weights = self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
-
-    def _make_channels(self) -> None:
-        """Communicators in the order of the plan; only the owners of a channel take part in making its."""
-        rank = dist.get_rank()
-        world = self.mesh.world.get_group()
-        generation = compat.agreed_name(world, device_of(self.mesh.world), "elastic_owners")
-        names: dict[tuple[int, ...], str] = {tuple(self.mesh.layout.places): self._world_name}
-        for bucket in self.plan.of_rank(rank):
-            if len(bucket.owners) == 1:
-                continue
-            if bucket.owners not in names:
-                name = f"{generation}_{'_'.join(map(str, bucket.owners))}"
-                group = compat.named_group(list(bucket.owners), name, "elastic_owners", world)
-                names[bucket.owners] = group.group_name
-            channel = Channel(names[bucket.owners], 1 / len(bucket.holders[self._place.replica]))
+        for channel, bucket in self._make_channels():
             self._channels.append(channel)
             for index, box in bucket.segments:
-                outer = box_of_rank(self.plan.weights[index], self.mesh.layout, rank)
-                self._parts.setdefault(self._params[index], []).append((channel, box.within(outer)))
-        self._connect()
-
-    def _connect(self) -> None:
-        """NCCL connects the ranks of a group in its first collective: here, and not within the first backward."""
-        if not self._comm.has_streams:
-            return
-        for channel in self._channels:
-            probe = torch.zeros(1, device=device_of(self.mesh.world))
+                self._parts.setdefault(self._params[index], []).append((channel, box.within(boxes[index])))
+        # Of whole parameters that tensor parallelism cuts: the slices that it leaves this rank.
+        self._tp_slices = {
+            param: box.slices
+            for param, weight, box in zip(params, plan.weights, boxes, strict=True)
+            if weight.dim is None and weight.tp_dim is not None and self._tp > 1
+        }
+        # NCCL connects the ranks of a group in its first collective: do it here, not within the first backward.
+        for channel in self._channels if comm.has_streams else ():
+            probe = torch.zeros(1, device=device_of(mesh.world))
             collectives.all_reduce(probe, _SUM, compat.resolve_group(channel.group_name), True)
+        # Slots that the communication stream may still read.
+        self._keep: list[Tensor] = []
+        self._weights = self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
+
+    def _make_channels(self) -> Iterator[tuple[Channel, Bucket]]:
+        """In the order of the plan. Only the owners of a channel take part in making its process group."""
+        world, device = self.mesh.world.get_group(), device_of(self.mesh.world)
+        generation = compat.agreed_name(world, device, "elastic_owners")
+        names = {tuple(range(self.mesh.layout.num_ranks)): self._world_name}
+        for bucket in self.plan.of_rank(dist.get_rank()):
+            owners = bucket.owners
+            if len(owners) == 1:
+                continue
+            if owners not in names:
+                name = f"{generation}_{'_'.join(map(str, owners))}"
+                names[owners] = compat.named_group(list(owners), name, "elastic_owners", world).group_name
+            yield Channel(names[owners], 1 / len(bucket.holders[self._place.replica])), bucket
 
     def set_batch(self, share: BatchShare | int) -> None:
-        """Say how many samples (or tokens) this rank's next losses are means of. Until told, all ranks count alike.
+        """Say how many samples (or tokens) this rank's next losses are means of. Before the first call, all ranks count
+        alike.
 
         The gradient is that of ``sum(count * loss) / sum(count)`` over all ranks that see different data. It holds for
         all backwards until the next call; with gradient accumulation call it before the first microbatch, or before
@@ -164,7 +165,7 @@ class ReplicaSync:
             )
         if counts == self._weights.counts:
             return
-        waiting = [p.fqn for p in self._params if _has_unreduced_grad(p)]
+        waiting = [param.fqn for param in self._params if _has_unreduced_grad(param)]
         if waiting:
             raise RuntimeError(
                 f"set_batch expects the same shares for all microbatches whose gradients are reduced together, but got "
@@ -176,14 +177,14 @@ class ReplicaSync:
     def _exchange(self, count: int) -> tuple[tuple[int, ...], ...]:
         layout, world = self.mesh.layout, self.mesh.world
         is_valid = not isinstance(count, bool) and isinstance(count, int) and count >= 0
-        # An invalid number is made known to all ranks, so that all of them raise.
-        mine = torch.tensor([count if is_valid else -1], device=device_of(world))
-        gathered = torch.empty(layout.num_ranks, dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(gathered, mine, group=world.get_group())
+        # An invalid number is sent as -1, so that all ranks raise.
+        own = torch.tensor([count if is_valid else -1], device=device_of(world))
+        gathered = own.new_empty(layout.num_ranks)
+        dist.all_gather_into_tensor(gathered, own, group=world.get_group())
         numbers = gathered.tolist()
         by_place = [[[numbers[rank] for rank in row] for row in replica.grid] for replica in layout.replicas]
-        if not is_valid or min(numbers) < 0 or not any(numbers):
-            got = repr(count) if not is_valid else f"{numbers} by rank (-1 is an invalid number)"
+        if min(numbers) < 0 or not any(numbers):
+            got = f"{numbers} by rank (-1 is an invalid number)" if is_valid else repr(count)
             raise ValueError(f"set_batch expects numbers of samples >= 0 that are not all 0, but got {got}.")
         if any(len(set(row)) > 1 for replica in by_place for row in replica):
             raise ValueError(
@@ -206,7 +207,7 @@ class ReplicaSync:
         of_rank = self._weights.of_rank
         if factor is not None or of_rank == 1.0:
             return grad
-        # Not in place: others may read it. Times 0 a NaN would stay one.
+        # Not in place: others may read it. A NaN times 0 would stay a NaN.
         return grad * of_rank if of_rank else torch.zeros_like(grad)
 
     def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None:
@@ -223,7 +224,7 @@ class ReplicaSync:
             if channel.scale != 1:
                 part.mul_(channel.scale)
             channel.pending.setdefault(slot.dtype, []).append((entry, part))
-        # A channel has one segment of a weight at most twice (several boxes): look at each once, in plan order.
+        # A weight may have several segments in one channel: look at each channel once, in the order of the plan.
         for channel in dict.fromkeys(channel for channel, _ in parts):
             if channel.nbytes(slot.dtype) >= self._bucket_nbytes:
                 self._send(channel, slot.dtype)
@@ -242,7 +243,7 @@ class ReplicaSync:
             work = collectives.all_reduce(flat, _SUM, group, comm.has_streams)
         arrived = partial(self._arrived, bucket, None if is_alone else flat)
         if comm.has_streams:
-            arrived()  # ordered by the stream; its event is recorded by whoever sent the last gradient
+            arrived()  # the stream orders it; the caller that sends the last gradient records the event
         else:
             comm.reduction_launched(work, arrived, (flat,))
 
@@ -250,8 +251,7 @@ class ReplicaSync:
         if flat is not None:
             parts = [part for _, part in bucket]
             pieces = flat.split([part.numel() for part in parts])
-            shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-            compat.copy_all(parts, shaped)
+            compat.copy_all(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
         for entry, _ in bucket:
             entry.num_waiting -= 1
             if entry.num_waiting == 0:
@@ -264,20 +264,16 @@ class ReplicaSync:
 
     def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
         """One sum over all ranks: each puts what it holds into its place in the whole parameter, zeros elsewhere."""
-        tp = self.mesh.layout.replicas[self._place.replica].tp
         counts = self._weights.counts[self._place.replica]
         of_rank = self._weights.of_rank * self._weights.of_replica / len(counts) if factor is None else 1 / factor
-        boxes = [self._box_of(param) for param, _ in bucket]
-        flat = torch.cat(
-            [_spread(grad, param, box, tp).reshape(-1) for (param, grad), box in zip(bucket, boxes, strict=True)]
-        )
+        flat = torch.cat([self._spread(param, grad).reshape(-1) for param, grad in bucket])
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
 
         def complete() -> None:
             parts = flat.split([param.param.numel() for param, _ in bucket])
-            for (param, grad), box, part in zip(bucket, boxes, parts, strict=True):
-                whole = part.view(param.param.shape)
-                own = whole if box is None else whole[box.within(_whole_box(whole.shape))].contiguous()
+            for (param, grad), part in zip(bucket, parts, strict=True):
+                whole, slices = part.view(param.param.shape), self._tp_slices.get(param)
+                own = whole if slices is None else whole[slices].contiguous()
                 param.accumulate(own.view(grad.shape))
 
         comm = self._comm
@@ -287,23 +283,27 @@ class ReplicaSync:
             comm.retire_all()
         with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
             comm.delay()
-            _scale(wire, of_rank / tp)
+            _scale(wire, of_rank / self._tp)
             self.num_all_reduces += 1
             work = collectives.all_reduce(wire, _SUM, compat.resolve_group(self._world_name), comm.has_streams)
             comm.reduction_launched(work, complete, (flat,))
 
-    def _box_of(self, param: WholeParam) -> Box | None:
-        """The part of a whole parameter that tensor parallelism leaves this rank; None if that is all of it."""
-        weight = self._specs[param]
-        is_cut = weight.tp_dim is not None and self.mesh.layout.replicas[self._place.replica].tp > 1
-        return box_of_rank(weight, self.mesh.layout, dist.get_rank()) if is_cut else None
+    def _spread(self, param: WholeParam, grad: Tensor) -> Tensor:
+        """The local gradient in its place of the whole parameter. Its sum over tp, divided by the size of tp, is the
+        whole gradient."""
+        slices = self._tp_slices.get(param)
+        if slices is None:
+            return grad
+        whole = grad.new_zeros(param.param.shape)
+        whole[slices] = grad * self._tp
+        return whole
 
     def finish(self) -> None:
         with self._comm.reducing():
             for channel in self._channels:
                 for dtype in list(channel.pending):
                     self._send(channel, dtype)
-            self._comm.reduction_launched(None, _nothing, ())
+            self._comm.reduction_launched(None, lambda: None, ())
         self._comm.retire_all()
         self._keep.clear()
 
@@ -319,42 +319,30 @@ class ReplicaSync:
         Raises:
             RuntimeError: They differ; raised on all ranks, names the first parameter.
         """
-        digests: dict[Channel, list[Tensor]] = {}
-        names: dict[Channel, list[int]] = {}
-        for index, param in enumerate(self._params):
+        # Of each group, in the same order on all ranks: indices of parameters, and digests of what its ranks share.
+        shared: dict[str, list[tuple[int, Tensor]]] = {}
+        for index, (param, weight) in enumerate(zip(self._params, self.plan.weights, strict=True)):
             param.follow(param.sites[0])
             for channel, slices in self._parts.get(param, []):
-                digests.setdefault(channel, []).append(digest(param.shard[slices]))
-                names.setdefault(channel, []).append(index)
-        worst = len(self._params)
-        for channel in self._channels:
-            worst = min(worst, self._first_difference(digests[channel], names[channel], channel.group_name))
-        worst = min(worst, self._compare_whole())
-        verdict = torch.tensor(worst, device=device_of(self.mesh.world))
-        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=self.mesh.world.get_group())
-        if int(verdict) < len(self._params):
+                shared.setdefault(channel.group_name, []).append((index, digest(param.shard[slices])))
+            # Whole parameters that tensor parallelism cuts differ along tp: the weights beside them are compared.
+            if isinstance(param, WholeParam) and weight.tp_dim is None:
+                shared.setdefault(self._world_name, []).append((index, digest(param.shard)))
+        first = torch.tensor(len(self._params), device=device_of(self.mesh.world))
+        for group_name, compared in shared.items():
+            own = torch.stack([number for _, number in compared])
+            extremes = torch.stack([own, ~own])  # the largest and, as its complement, the smallest
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=compat.resolve_group(group_name))
+            for (index, _), differs in zip(compared, (extremes[0] != ~extremes[1]).tolist(), strict=True):
+                if differs:
+                    first.clamp_(max=index)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.mesh.world.get_group())
+        if int(first) < len(self._params):
             raise RuntimeError(
                 f"ReplicaSync.check_values expects equal parameters in all replicas, but "
-                f"'{self._params[int(verdict)].fqn}' differs. Initialize all replicas with one seed, or load one "
+                f"'{self._params[int(first)].fqn}' differs. Initialize all replicas with one seed, or load one "
                 "checkpoint into all of them."
             )
-
-    def _compare_whole(self) -> int:
-        # Parameters that tensor parallelism cuts differ along tp: those are left to the sharded ones beside them.
-        indices = [
-            i for i, p in enumerate(self._params) if isinstance(p, WholeParam) and self.plan.weights[i].tp_dim is None
-        ]
-        digests = [digest(self._params[i].shard) for i in indices]
-        return self._first_difference(digests, indices, self._world_name)
-
-    def _first_difference(self, digests: list[Tensor], indices: list[int], group_name: str) -> int:
-        if not digests:
-            return len(self._params)
-        own = torch.stack(digests)
-        both = torch.stack([own, ~own])  # the largest and, as its complement, the smallest
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=compat.resolve_group(group_name))
-        differ = (both[0] != ~both[1]).tolist()
-        return min((i for i, is_other in zip(indices, differ, strict=True) if is_other), default=len(self._params))
 
 
 def clip_grad_norm_(
@@ -363,8 +351,8 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas.
 
     Each replica holds all gradients, so its norm is that of the whole model; but replicas of other sizes add up in
-    another order. One norm, that of the first replica, is taken by all: else parameters would drift apart in the last
-    bits. Collective over all ranks.
+    another order. So all replicas take the norm of the first one: else parameters would drift apart in the last bits.
+    Collective over all ranks.
 
     Args:
         parameters, max_norm: As in torch.
@@ -392,26 +380,8 @@ def _has_unreduced_grad(param: ManagedParam) -> bool:
 
 
 def _scale(tensor: Tensor, factor: float) -> None:
-    """In place; times 0 also what is not a number is 0."""
+    """In place. A factor of 0 makes zeros also of NaN and infinity."""
     if factor == 0:
         tensor.zero_()
     elif factor != 1:
         tensor *= factor
-
-
-def _spread(grad: Tensor, param: WholeParam, box: Box | None, tp: int) -> Tensor:
-    """The local gradient in its place of the whole parameter, such that the sum over tp, divided by its size, is the
-    whole gradient."""
-    if box is None:
-        return grad
-    whole = torch.zeros(param.param.shape, dtype=grad.dtype, device=grad.device)
-    whole[box.within(_whole_box(whole.shape))] = grad * tp
-    return whole
-
-
-def _whole_box(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
-
-
-def _nothing() -> None:
-    pass
