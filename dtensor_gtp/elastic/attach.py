@@ -22,9 +22,6 @@ from .plan import box_of_rank, plan_sync
 from .replicas import WeightSpec, check_size
 from .sync import ReplicaSync
 
-# Of a parameter: the dim that tensor parallelism cuts, and the rows that stay together; None if it cuts nothing.
-_TensorParallelCut = tuple[int, int] | None
-
 
 def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes: int = 32 << 20) -> ReplicaSync:
     """Sum the gradients of ``module`` over all replicas of ``mesh``, from the next backward on.
@@ -51,44 +48,40 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     if not isinstance(mesh, ElasticMesh):
         raise TypeError(f"synchronize_replicas expects an ElasticMesh as mesh, but got {type(mesh).__name__}.")
 
-    def check() -> list[WeightSpec]:
+    def check() -> tuple[Runtime, list[WeightSpec]]:
         check_size("synchronize_replicas", "bucket_nbytes", bucket_nbytes)
-        return [_spec_of(param, mesh) for param in _checked_params(module, mesh)]
+        runtime = _checked_runtime(module, mesh)
+        return runtime, [_spec_of(param) for param in runtime.params]
 
-    def describe(specs: list[WeightSpec]) -> list[str]:
+    def describe(checked: tuple[Runtime, list[WeightSpec]]) -> list[str]:
+        runtime, specs = checked
+        bindings = filter(None, map(binding_of, module.modules()))
+        policies = {binding.group: str(binding.group.mp_policy) for binding in bindings}
+        flags = sorted({str(param.flags) for param in runtime.params})
         # Tensor parallelism may have another size in each replica: its cuts are compared below.
-        tensors = [param.param for param in _runtime_of(module).params]
-        return [f"bucket_nbytes={bucket_nbytes}", *_policies(module)] + [
-            f"{replace(spec, tp_dim=None, tp_block_size=1)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
-            for spec, tensor in zip(specs, tensors, strict=True)
+        params = [
+            f"{replace(spec, tp_dim=None, tp_block_size=1)}, {param.param.dtype}, "
+            f"requires_grad={param.param.requires_grad}"
+            for spec, param in zip(specs, runtime.params, strict=True)
         ]
+        return [f"bucket_nbytes={bucket_nbytes}", str(runtime.schedule), *policies.values(), *flags, *params]
 
-    specs = agree_on_all_ranks(
+    runtime, specs = agree_on_all_ranks(
         mesh.world, check, describe, caller="synchronize_replicas", expected="the same model and policies"
     )
-    runtime = _runtime_of(module)
-    cuts = _exchange_cuts(specs, mesh)
+    known = _specs_with_cuts(specs, mesh)
 
     def merge() -> list[WeightSpec]:
-        merged = [_merged(spec, [of_rank[i] for of_rank in cuts]) for i, spec in enumerate(specs)]
-        for spec, param in zip(merged, runtime.params, strict=True):
-            _check_box(spec, param, mesh)
-        return merged
+        of_params = zip(runtime.params, *known, strict=True)
+        return [_merged(param, set(of_ranks), mesh) for param, *of_ranks in of_params]
 
     merged = agree_on_all_ranks(mesh.world, merge, lambda found: [str(spec) for spec in found])
-    plan = plan_sync(mesh.layout, merged)
-    sync = ReplicaSync(mesh, plan, runtime.params, runtime.comm, bucket_nbytes)
+    sync = ReplicaSync(mesh, plan_sync(mesh.layout, merged), runtime.params, runtime.comm, bucket_nbytes)
     runtime.grads.replicas = sync
     return sync
 
 
-def _runtime_of(module: nn.Module) -> Runtime:
-    binding = binding_of(module)
-    assert binding is not None
-    return binding.group.runtime
-
-
-def _checked_params(module: nn.Module, mesh: ElasticMesh) -> list[ManagedParam]:
+def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
     binding = binding_of(module)
     if binding is None or binding.group.module is not module:
         raise ValueError(
@@ -124,86 +117,64 @@ def _checked_params(module: nn.Module, mesh: ElasticMesh) -> list[ManagedParam]:
                 f"{param.mesh.mesh_dim_names} of ranks {ranks} (rank {dist.get_rank()}). Pass mesh.weights to "
                 "every gtp_shard call."
             )
-    return runtime.params
+    return runtime
 
 
-def _policies(module: nn.Module) -> list[str]:
-    """What decides in which dtype and order gradients are reduced."""
-    groups: dict[int, Any] = {}
-    for submodule in module.modules():
-        binding = binding_of(submodule)
-        if binding is not None:
-            groups[id(binding.group)] = binding.group
-    flags = {str(param.flags) for param in _runtime_of(module).params}
-    return [f"{_runtime_of(module).schedule}", *(f"{group.mp_policy}" for group in groups.values()), *sorted(flags)]
-
-
-def _spec_of(param: ManagedParam, mesh: ElasticMesh) -> WeightSpec:
-    tensor = param.param
-    assert isinstance(tensor, DTensor)
-    cut = _tensor_parallel_cut(param, tensor, mesh)
-    is_sharded = isinstance(param, ShardedWeight)
+def _spec_of(param: ManagedParam) -> WeightSpec:
+    tp_dim, tp_block_size = _tensor_parallel_cut(param)
+    dim, block_size = None, 1
+    if isinstance(param, ShardedWeight):
+        dim, block_size = param.layout.dim, param.layout.block_size
     return WeightSpec(
-        name=param.fqn,
-        shape=tuple(tensor.shape),
-        dim=param.layout.dim if is_sharded else None,  # type: ignore[attr-defined]
-        block_size=param.layout.block_size if is_sharded else 1,  # type: ignore[attr-defined]
-        tp_dim=cut[0] if cut is not None else None,
-        tp_block_size=cut[1] if cut is not None else 1,
-        nbytes=param.reduce_dtype.itemsize,
+        param.fqn, tuple(param.param.shape), dim, block_size, tp_dim, tp_block_size, param.reduce_dtype.itemsize
     )
 
 
-def _tensor_parallel_cut(param: ManagedParam, tensor: DTensor, mesh: ElasticMesh) -> _TensorParallelCut:
-    spec = compat.dtensor_spec(tensor)
+def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
+    """The dim that tensor parallelism cuts (None if it cuts nothing), and the rows of it that stay together."""
+    assert isinstance(param.param, DTensor)
+    spec = compat.dtensor_spec(param.param)
     before = spec.placements[:-1]
-    is_plain = len(before) == 0
-    is_tp = len(before) == 1 and spec.mesh.mesh_dim_names == ("tp", "gtp")
-    if not (is_plain or is_tp):
+    if before and (len(before) > 1 or spec.mesh.mesh_dim_names != ("tp", "gtp")):
         raise NotImplementedError(
             f"synchronize_replicas supports parameters that are cut over the gtp and tp axes of the elastic mesh, but "
             f"'{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}."
         )
-    if is_plain or before[0].is_replicate():
-        return None
+    if not before or before[0].is_replicate():
+        return None, 1
     placement = before[0]
     if isinstance(placement, Shard | GTPShard) and getattr(placement, "split_factor", 1) == 1:
-        return placement.dim % tensor.ndim, getattr(placement, "block_size", 1)
+        return placement.dim % param.param.ndim, getattr(placement, "block_size", 1)
     raise NotImplementedError(
         f"synchronize_replicas supports Shard, GTPShard and Replicate on the tp axis, but '{param.fqn}' has "
         f"{placement!r}."
     )
 
 
-def _exchange_cuts(specs: list[WeightSpec], mesh: ElasticMesh) -> list[list[_TensorParallelCut]]:
-    """How tensor parallelism cuts each parameter, by rank: a replica without tp does not know."""
-    own: list[_TensorParallelCut] = [None if s.tp_dim is None else (s.tp_dim, s.tp_block_size) for s in specs]
-    if all(replica.tp == 1 for replica in mesh.layout.replicas):
-        return [own]
-    gathered: list[Any] = [None] * mesh.layout.num_ranks
-    dist.all_gather_object(gathered, own, group=mesh.world.get_group())
-    large = [rank for rank, place in mesh.layout.places.items() if mesh.layout.replicas[place.replica].tp > 1]
+def _specs_with_cuts(specs: list[WeightSpec], mesh: ElasticMesh) -> list[list[WeightSpec]]:
+    """The specs of each rank whose replica has tp: the others do not know how tensor parallelism cuts. If no replica
+    has tp, those of this rank."""
+    layout = mesh.layout
+    large = [rank for replica in layout.replicas if replica.tp > 1 for rank in replica.ranks]
+    if not large:
+        return [specs]
+    gathered: list[Any] = [None] * layout.num_ranks
+    dist.all_gather_object(gathered, specs, group=mesh.world.get_group())
     return [gathered[rank] for rank in large]
 
 
-def _merged(spec: WeightSpec, cuts: list[_TensorParallelCut]) -> WeightSpec:
-    different = set(cuts)
-    if len(different) > 1:
+def _merged(param: ManagedParam, specs: set[WeightSpec], mesh: ElasticMesh) -> WeightSpec:
+    spec, *others = specs
+    if others:
+        cuts = sorted(str((spec.tp_dim, spec.tp_block_size)) for spec in specs)
         raise ValueError(
             f"synchronize_replicas expects the same tensor-parallel cuts in all replicas that have tp, but parameter "
-            f"'{spec.name}' of shape {spec.shape} is cut by (dim, block_size) {sorted(map(str, different))}. Use one "
-            "parallelize plan for all."
+            f"'{spec.name}' of shape {spec.shape} is cut by (dim, block_size) {cuts}. Use one parallelize plan for all."
         )
-    (cut,) = different
-    if cut is None:
-        return replace(spec, tp_dim=None, tp_block_size=1)
-    return replace(spec, tp_dim=cut[0], tp_block_size=cut[1])
-
-
-def _check_box(spec: WeightSpec, param: ManagedParam, mesh: ElasticMesh) -> None:
     box = box_of_rank(spec, mesh.layout, dist.get_rank())
     if box.size != tuple(param.shard.shape):
         raise AssertionError(
             f"the plan gives rank {dist.get_rank()} a part of shape {box.size} of '{spec.name}', but its shard has "
             f"shape {tuple(param.shard.shape)}"
         )
+    return spec
