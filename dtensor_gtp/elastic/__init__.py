@@ -1,22 +1,10 @@
 """Non-uniform replicas: training goes on when a data-parallel replica has lost some of its ranks."""
 
 from .attach import synchronize_replicas
-from .memory_model import MemoryModel, RankMemory, check_memory
-from .mesh import ElasticMesh, nonuniform_mesh
+from .mesh import ElasticMesh, MemoryModel, RankMemory, ReplicaSavePlanner, check_memory, nonuniform_mesh
 from .parallel import BlockColwiseParallel, BlockRowwiseParallel
-from .plan import Box, Bucket, Segment, SyncPlan, box_of_rank, plan_sync, segments_of
-from .recovery import (
-    HeldState,
-    Move,
-    ReplicaSavePlanner,
-    StateLostError,
-    handover_path,
-    hold_state,
-    leave_state,
-    plan_moves,
-    recover_state,
-    take_state,
-)
+from .plan import Box, Bucket, Move, Segment, SyncPlan, box_of_rank, plan_moves, plan_sync, segments_of
+from .recovery import HeldState, StateLostError, handover_path, hold_state, leave_state, recover_state, take_state
 from .regroup import Survivors, num_waiting, regroup
 from .replicas import BatchShare, Replica, ReplicaLayout, WeightSpec, choose_sizes, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_

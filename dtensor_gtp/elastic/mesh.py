@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._comm.agreement import agree_on_all_ranks, device_of
+from .._comm.debug import format_nbytes
 from .._comm.process_groups import set_device, start_process_group, world_mesh, world_size
-from .memory_model import MemoryModel, check_memory
-from .replicas import BatchShare, Place, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
+from ..placement import chunk_rows
+from ..policy import SchedulePolicy
+from .plan import box_of_rank
+from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -155,3 +161,116 @@ def _replica_mesh(device_type: str, layout: ReplicaLayout, world: DeviceMesh, ge
         for axis, ranks in lines.items()
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=torch.tensor(grid), mesh_dim_names=tuple(lines))
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What a rank must hold, in bytes.
+
+    Args:
+        budget: Memory of a rank.
+        shard_nbytes: Bytes of each element that a rank holds: parameter, gradient and optimizer state. 16 for float32
+            parameters and AdamW.
+        gathered_nbytes: Bytes of an element of a gathered weight.
+        reduce_nbytes: Bytes of an element of a gradient that is sent.
+        prefetch_depth, prefetch_nbytes, max_inflight_reduce_scatters: As in ``SchedulePolicy``.
+        activation_nbytes: Activations of a rank at tensor-parallel size 1.
+    """
+
+    budget: int
+    shard_nbytes: int = 16
+    gathered_nbytes: int = 2
+    reduce_nbytes: int = 4
+    prefetch_depth: int = 2
+    max_inflight_reduce_scatters: int = 2
+    activation_nbytes: int = 0
+    prefetch_nbytes: int = SchedulePolicy.prefetch_nbytes
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank, by purpose."""
+
+    shards: int
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {format_nbytes(value)}" for name, value in self._asdict().items())
+        return f"{format_nbytes(self.total)} ({parts})"
+
+
+def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: MemoryModel) -> list[RankMemory]:
+    """The memory of every replica's fullest rank.
+
+    Raises:
+        ValueError: A replica is too small for its ranks' memory.
+    """
+    found = [_memory_of_fullest_rank(layout, replica, weights, model) for replica in layout.replicas]
+    for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
+        if memory.total > model.budget:
+            raise ValueError(
+                f"nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but replica "
+                f"{index} of {len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
+                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, or "
+                "shard over fewer, larger replicas."
+            )
+    return found
+
+
+def _memory_of_fullest_rank(
+    layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpec], model: MemoryModel
+) -> RankMemory:
+    """Of the first rank: it has the largest chunk of every weight."""
+    boxes = [box_of_rank(weight, layout, replica.ranks[0]) for weight in weights]
+    shards = sum(box.numel for box in boxes) * model.shard_nbytes
+    slices = sorted((_slice_numel(weight, replica.tp) for weight in weights if weight.dim is not None), reverse=True)
+    gathered = sum(slices[: model.prefetch_depth + 1]) * model.gathered_nbytes
+    if slices and model.prefetch_depth and model.prefetch_nbytes:
+        # The weight in use, those of the prefetch window, and the launch that crosses the end of the window.
+        largest = slices[0] * model.gathered_nbytes
+        in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, SchedulePolicy.coalesce_nbytes)
+        gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))
+    # Gradients that wait to be sent together, and those in flight.
+    launch = max([SchedulePolicy.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
+    sent = min(sum(slices) * model.reduce_nbytes, (model.max_inflight_reduce_scatters + 1) * launch)
+    return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // replica.tp))
+
+
+def _slice_numel(weight: WeightSpec, tp: int) -> int:
+    """Elements of the gathered weight on a tp rank."""
+    if weight.tp_dim is None:
+        return weight.numel
+    rows = weight.shape[weight.tp_dim]
+    return weight.numel // rows * chunk_rows(rows, tp, weight.tp_block_size) if rows else 0
+
+
+class ReplicaSavePlanner(DefaultSavePlanner):
+    """``dcp.save(state, planner=ReplicaSavePlanner(mesh))``, also for ``dcp.async_save``: on all ranks.
+
+    Replicas of unequal sizes cut a weight at different rows. Their chunks overlap, and ``torch.distributed.checkpoint``
+    (DCP) refuses such a checkpoint. So only the ranks of the largest replica write sharded tensors, because each of
+    them has least to write. Everything else is written once for each key, as always. A load needs nothing: each rank
+    reads the rows that it holds.
+
+    Args:
+        mesh: The replicas that the state is sharded over.
+        options: As for torch's ``DefaultSavePlanner``.
+    """
+
+    def __init__(self, mesh: ElasticMesh, **options: Any) -> None:
+        super().__init__(**options)
+        sizes = [len(replica.ranks) for replica in mesh.layout.replicas]
+        self._is_writer = mesh.place.replica == sizes.index(max(sizes))
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Leave out what another replica writes."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if not self._is_writer:
+            state = self.state_dict
+            self.state_dict = {key: value for key, value in state.items() if not isinstance(value, DTensor)}

@@ -1,22 +1,21 @@
-"""Who holds which rows of each weight, and which segments are summed between whom. Pure functions of sizes.
+"""Which rank holds which part of a tensor, and which ranks sum or send parts of it. Pure functions of sizes.
 
 Every rank of a replica holds a box of each weight: the rows (or columns) that tensor parallelism and gtp leave it. The
 edges of all boxes cut the weight into finer boxes, the *segments*. No replica cuts a segment, so it has one owner in
 each replica. The owners of a segment sum its gradient. Segments with the same owners travel in one flat bucket.
 
-Where tensor parallelism does not cut a weight, each rank of a tp axis holds a copy of the same rows. Replicas with
-equally many copies sum them separately, copy by copy; else all holders sum together, each with its part of the
-replica's weight.
+Where tensor parallelism does not cut a weight, each rank of a tp axis holds a copy. Replicas with equally many copies
+sum them separately, copy by copy; else all holders sum together, each with its part of the replica's weight.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise, product
+from functools import cache, cached_property
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 from .._comm.debug import format_nbytes
@@ -85,11 +84,7 @@ class Segment(NamedTuple):
     @property
     def owners(self) -> tuple[int, ...]:
         """All holders, ascending."""
-        return _owners(self.holders)
-
-
-def _owners(holders: Holders) -> tuple[int, ...]:
-    return tuple(sorted(rank for copies in holders for rank in copies))
+        return tuple(sorted(chain.from_iterable(self.holders)))
 
 
 def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
@@ -156,7 +151,7 @@ class Bucket:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """All holders, ascending."""
-        return _owners(self.holders)
+        return tuple(sorted(chain.from_iterable(self.holders)))
 
     @cached_property
     def numel(self) -> int:
@@ -203,19 +198,15 @@ class SyncPlan:
     def sync_nbytes(self, rank: int) -> int:
         """Bytes of gradient that ``rank`` sums with other replicas in each step: its shard, and what is whole."""
         shared = sum(self.bucket_nbytes(bucket) for bucket in self.of_rank(rank) if len(bucket.owners) > 1)
-        return self._whole_nbytes + shared
-
-    @property
-    def _whole_nbytes(self) -> int:
-        return sum(weight.nbytes * weight.numel for weight in self.whole)
+        return shared + sum(weight.nbytes * weight.numel for weight in self.whole)
 
     def __str__(self) -> str:
         lines = [str(self.layout)]
-        by_weight: dict[int, list[tuple[Box, Bucket]]] = {index: [] for index in range(len(self.weights))}
+        by_weight: list[list[tuple[Box, Bucket]]] = [[] for _ in self.weights]
         for bucket in self.buckets:
             for index, box in bucket.segments:
                 by_weight[index].append((box, bucket))
-        for weight, parts in zip(self.weights, by_weight.values(), strict=True):
+        for weight, parts in zip(self.weights, by_weight, strict=True):
             lines.append(_heading(weight))
             parts.sort(key=lambda part: (part[0], part[1].owners))
             lines += [f"  {_extent(box, weight):<24} {bucket}" for box, bucket in parts[:_MAX_SEGMENTS]]
@@ -228,7 +219,7 @@ class SyncPlan:
         if len(self.buckets) > _MAX_SEGMENTS:
             lines.append(f"  and {len(self.buckets) - _MAX_SEGMENTS} more")
         if self.whole:
-            size = format_nbytes(self._whole_nbytes)
+            size = format_nbytes(sum(weight.nbytes * weight.numel for weight in self.whole))
             lines.append(f"all ranks: {count_of(len(self.whole), 'whole parameter')}, {size}")
         return "\n".join(lines)
 
@@ -253,6 +244,51 @@ def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
             segments.setdefault(holders, []).append((index, box))
     buckets = [Bucket(holders, tuple(parts)) for holders, parts in sorted(segments.items())]
     return SyncPlan(layout, tuple(weights), tuple(buckets))
+
+
+class Move(NamedTuple):
+    """A part of a tensor that ``target`` gets from ``source`` (which may be the same rank)."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def plan_moves(
+    held: Mapping[int, Box], wanted: Mapping[int, Box], replica_of: Mapping[int, int]
+) -> tuple[list[Move], list[tuple[int, Box]]]:
+    """Who sends which part of one tensor to whom.
+
+    Each part comes from the nearest rank that holds it: the target itself, a rank of its replica, then the replicas
+    after its own in turn, so that several replicas that are rebuilt do not all ask the same one.
+
+    Args:
+        held: What each rank has; ranks without are left out.
+        wanted: What each rank is to have.
+        replica_of: The replica that each rank is part of.
+
+    Returns:
+        Moves that give every rank each element that it wants once, and, as (target, box), what no rank holds.
+    """
+    num_replicas = max(replica_of.values(), default=0) + 1
+
+    @cache
+    def nearest(replica: int) -> list[int]:
+        return sorted(held, key=lambda rank: ((replica_of[rank] - replica) % num_replicas, rank))
+
+    moves: list[Move] = []
+    missing: list[tuple[int, Box]] = []
+    for target, box in sorted(wanted.items()):
+        left = [box] if box.numel else []
+        for source in chain([target] if target in held else [], nearest(replica_of[target])):
+            if not left:
+                break
+            taken = [part for piece in left if (part := piece.intersect(held[source])) is not None]
+            moves += [Move(source, target, part) for part in taken]
+            if taken:
+                left = [rest for piece in left for rest in piece.subtract(held[source])]
+        missing += [(target, piece) for piece in left]
+    return moves, missing
 
 
 def _heading(weight: WeightSpec) -> str:

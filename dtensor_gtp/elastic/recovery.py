@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._comm.agreement import device_of
 from .mesh import ElasticMesh
-from .plan import Box
+from .plan import Box, Move, plan_moves
 
 # Keys and indices that lead to a value in nested dicts and lists.
 Keys = tuple[Any, ...]
@@ -73,52 +72,6 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
         else:
             held.plain[keys] = copy.deepcopy(value)
     return held
-
-
-class Move(NamedTuple):
-    """A part of a tensor that ``target`` gets from ``source`` (which may be the same rank)."""
-
-    source: int
-    target: int
-    box: Box
-
-
-def plan_moves(
-    held: Mapping[int, Box], wanted: Mapping[int, Box], replica_of: Mapping[int, int]
-) -> tuple[list[Move], list[tuple[int, Box]]]:
-    """Who sends which part of one tensor to whom. A pure function.
-
-    Each part comes from the nearest rank that holds it: the target itself, a rank of its replica, then the replicas
-    after its own in turn, so that several replicas that are rebuilt do not all ask the same one.
-
-    Args:
-        held: What each rank has; ranks without are left out.
-        wanted: What each rank is to have.
-        replica_of: The replica that each rank is part of.
-
-    Returns:
-        Moves that give every rank each element that it wants once, and, as (target, box), what no rank holds.
-    """
-    num_replicas = max(replica_of.values(), default=0) + 1
-    by_replica: dict[int, list[int]] = {}
-    for rank in sorted(held):
-        by_replica.setdefault(replica_of[rank], []).append(rank)
-    moves: list[Move] = []
-    missing: list[tuple[int, Box]] = []
-    for target, box in sorted(wanted.items()):
-        left = [box] if box.numel else []
-        own = replica_of[target]
-        replicas = [(own + step) % num_replicas for step in range(num_replicas)]
-        nearest = chain([target] if target in held else [], *(by_replica.get(replica, ()) for replica in replicas))
-        for source in nearest:
-            if not left:
-                break
-            taken = [part for piece in left if (part := piece.intersect(held[source])) is not None]
-            moves += [Move(source, target, part) for part in taken]
-            if taken:
-                left = [rest for piece in left for rest in piece.subtract(held[source])]
-        missing += [(target, piece) for piece in left]
-    return moves, missing
 
 
 class _Part(NamedTuple):
@@ -361,31 +314,3 @@ def take_state(path: Path) -> HeldState | None:
     step, tensors, plain = torch.load(path, map_location="cpu", weights_only=False)
     path.unlink()
     return HeldState(step, tensors, plain)
-
-
-class ReplicaSavePlanner(DefaultSavePlanner):
-    """``dcp.save(state, planner=ReplicaSavePlanner(mesh))``, also for ``dcp.async_save``: on all ranks.
-
-    Replicas of unequal sizes cut a weight at different rows. Their chunks overlap, and ``torch.distributed.checkpoint``
-    (DCP) refuses such a checkpoint. So only the ranks of the largest replica write sharded tensors, because each of
-    them has least to write. Everything else is written once for each key, as always. A load needs nothing: each rank
-    reads the rows that it holds.
-
-    Args:
-        mesh: The replicas that the state is sharded over.
-        options: As for torch's ``DefaultSavePlanner``.
-    """
-
-    def __init__(self, mesh: ElasticMesh, **options: Any) -> None:
-        super().__init__(**options)
-        sizes = [len(replica.ranks) for replica in mesh.layout.replicas]
-        self._is_writer = mesh.place.replica == sizes.index(max(sizes))
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Leave out what another replica writes."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        if not self._is_writer:
-            state = self.state_dict
-            self.state_dict = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
