@@ -2,11 +2,8 @@
 
 Each rank that noticed a failure writes its name into a store that no rank hosts. The first rank that sees the names of
 all that are alive writes a list of those that go on, and all follow this list. So a rank that hangs is left behind. If
-it wakes up later, it finds that it is not on the list.
-
-The beats of a :class:`RankWatch` tell who is alive. Without a watch, ranks that do not come within a time of grace are
-left behind. Ranks come late for two reasons: gloo raises on a rank that has no connection to a dead rank only when the
-time limit of the collective has passed, and with several collectives in flight once for each.
+it wakes up later, it finds that it is not on the list. The beats of a :class:`RankWatch` tell who is alive. Without a
+watch, ranks that do not come within a time of grace are left behind.
 """
 
 from __future__ import annotations
@@ -16,14 +13,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from . import clock
-from .replicas import Place, ReplicaLayout, format_place, replicas_of
+from .replicas import Place, ReplicaLayout, replicas_of
 
 POLL_SECONDS = 0.05
 _LOG = logging.getLogger(__name__)
@@ -52,33 +48,20 @@ class Survivors:
         return sum(map(len, self.replicas))
 
     def __str__(self) -> str:
-        lost = ", ".join(format_place(rank, place) for rank, place in self.dead.items())
+        lost = ", ".join(f"rank {rank} ({place})" for rank, place in self.dead.items())
         new = f", with new ranks {list(self.joined)}" if self.joined else ""
         return f"{self.num_ranks} ranks are left, without {lost or 'any loss'}{new}"
 
 
 class Membership(NamedTuple):
-    """The list of those that go on, as it is written into the store (in JSON).
+    """The list of those that go on, as it is written into the store (in JSON)."""
 
-    Args:
-        alive: Ranks that go on, as they were counted before, ascending: their positions here are their new ranks.
-        tickets: Of processes that join: they come after those.
-        replicas: New ranks of each replica.
-        tp: Largest size of the tp axis.
-        dead: Ranks as they were counted before, and their places.
-        generation: Of the next regroup.
-    """
-
-    alive: Sequence[int]
-    tickets: Sequence[int]
-    replicas: Sequence[Sequence[int]]
-    tp: int
-    dead: Sequence[tuple[int, Place]]
-    generation: int
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.alive) + len(self.tickets)
+    alive: Sequence[int]  # as they were counted before, ascending: their positions here are their new ranks
+    tickets: Sequence[int]  # of processes that join: their ranks come after those
+    replicas: Sequence[Sequence[int]]  # in new ranks
+    tp: int  # the largest size
+    dead: Sequence[tuple[int, Place]]  # as they were counted before
+    generation: int  # of the next regroup
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -86,7 +69,7 @@ class Membership(NamedTuple):
 
     def seen_by(self, rank: int) -> Survivors:
         dead = {old: Place(*place) for old, place in self.dead}
-        joined = tuple(range(len(self.alive), self.num_ranks))
+        joined = tuple(range(len(self.alive), len(self.alive) + len(self.tickets)))
         return Survivors(rank, tuple(map(tuple, self.replicas)), dead, joined, self.generation)
 
 
@@ -137,9 +120,7 @@ def regroup(
     backend = backend or dist.get_backend()
     is_alive = None if watch is None else watch.is_alive
     while True:
-        decide = partial(_decide, store, layout, num_replicas, generation)
-        shared = _shared(store, generation)
-        members = agree_on_survivors(layout.num_ranks, rank, shared, grace, is_alive=is_alive, decide=decide)
+        members = agree_on_survivors(layout, rank, store, grace, generation, num_replicas, is_alive)
         if rank not in members.alive:
             raise RuntimeError(
                 f"rank {rank} came to regroup when ranks {list(members.alive)} had gone on without it, after "
@@ -165,36 +146,31 @@ def num_waiting(store: compat.Store) -> int:
 
 
 def agree_on_survivors(
-    num_ranks: int,
+    layout: ReplicaLayout,
     rank: int,
     store: compat.Store,
     grace: timedelta,
-    *,
-    is_alive: Callable[[int], bool] | None = None,
-    decide: Callable[[Sequence[int]], Membership],
+    generation: int,
+    num_replicas: int,
+    is_alive: Callable[[int], bool] | None,
 ) -> Membership:
     """The list that the first rank writes that sees all that are alive; the same on all ranks that ask."""
-    store.set(f"alive/{rank}", "1")
+    shared = _shared(store, generation)
+    shared.set(f"alive/{rank}", "1")
     end = clock.now() + grace.total_seconds()
-    while clock.now() < end and not store.check(["members"]):
+    while clock.now() < end and not shared.check(["members"]):
         # A rank that has come and died since is found when the new group is made.
-        absent = [other for other in range(num_ranks) if not store.check([f"alive/{other}"])]
+        absent = [other for other in range(layout.num_ranks) if not shared.check([f"alive/{other}"])]
         # Ask about all of them: a watch listens to a rank from the first question on.
         awaited = absent if is_alive is None else [other for other in absent if is_alive(other)]
         if not awaited:
             break
         clock.sleep(POLL_SECONDS)
-    if not store.check(["members"]):
-        present = [other for other in range(num_ranks) if store.check([f"alive/{other}"])]
-        # Only the first list is kept.
-        store.compare_set("members", "", json.dumps(decide(present)))
-    return Membership(*json.loads(store.get("members")))
-
-
-def _decide(
-    store: compat.Store, layout: ReplicaLayout, num_replicas: int, generation: int, alive: Sequence[int]
-) -> Membership:
-    return members_of(layout, alive, _waiting_tickets(store), num_replicas, generation + 1)
+    if not shared.check(["members"]):
+        present = [other for other in range(layout.num_ranks) if shared.check([f"alive/{other}"])]
+        members = members_of(layout, present, _waiting_tickets(store), num_replicas, generation + 1)
+        shared.compare_set("members", "", json.dumps(members))  # which keeps the first list
+    return Membership(*json.loads(shared.get("members")))
 
 
 def members_of(
@@ -219,9 +195,11 @@ def start_regrouped(
     compat.restart_group_names()
     group_store = compat.PrefixStore("group", _shared(store, members.generation))
     try:
-        dist.init_process_group(backend, store=group_store, rank=rank, world_size=members.num_ranks, timeout=timeout)
+        dist.init_process_group(
+            backend, store=group_store, rank=rank, world_size=members.layout.num_ranks, timeout=timeout
+        )
     except RuntimeError as error:
-        _LOG.warning("rank %d of %d could not connect to the others: %s", rank, members.num_ranks, error)
+        _LOG.warning("rank %d of %d could not connect to the others: %s", rank, members.layout.num_ranks, error)
         if dist.is_initialized():
             compat.leave_process_groups()
         return False

@@ -1,7 +1,7 @@
 """Which ranks form which replica, and as what (gtp, tp) grid. Plain arithmetic, no process groups.
 
-A replica is a set of ranks that holds one full copy of the weights on a grid of its own. Failed ranks are left out and
-the others move up. Every rank that is left works: no replica is cut down to the size of another.
+Failed ranks are left out and the others move up. Every rank that is left works: no replica is cut down to the size of
+another.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class Place(NamedTuple):
     gtp: int
     tp: int
 
+    def __str__(self) -> str:
+        return f"replica {self.replica}, gtp {self.gtp}, tp {self.tp}"
+
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Samples ``start`` to ``stop`` of a global batch: what one rank works on.
-
-    Args:
-        start, stop: Half-open range of samples; ranks of one tp group have the same.
-        counts: Samples of every data rank: one tuple for each replica, by gtp coordinate.
+    """Samples ``start`` to ``stop`` (half-open) of a global batch, which one rank works on. Ranks of one tp group have
+    the same. ``counts`` are the samples of every data rank: one tuple for each replica, by gtp coordinate.
     """
 
     start: int
@@ -109,10 +109,8 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """All replicas. Made by :func:`plan_replicas` or :func:`replicas_of`; ``print(layout)`` shows them.
-
-    Args:
-        replicas: At least one; together they hold the ranks 0 to ``num_ranks - 1``, each once.
+    """All replicas: together they hold the ranks 0 to ``num_ranks - 1``, each once. Made by :func:`plan_replicas` or
+    :func:`replicas_of`; ``print(layout)`` shows them.
     """
 
     replicas: tuple[Replica, ...]
@@ -141,10 +139,8 @@ class ReplicaLayout:
         }
 
     def batch_counts(self, global_batch: int) -> tuple[tuple[int, ...], ...]:
-        """Samples of each data rank. Each replica gets a number in proportion to its ranks; the sum is exact.
-
-        Returns:
-            One tuple for each replica, by gtp coordinate. Ranks of a replica differ by one sample at most.
+        """Samples of each data rank: one tuple for each replica, by gtp coordinate. Each replica gets a number in
+        proportion to its ranks. Ranks of a replica differ by one sample at most, and the sum is exact.
 
         Raises:
             TypeError, ValueError: ``global_batch`` is no int, or there are fewer samples than data ranks.
@@ -198,12 +194,7 @@ def plan_replicas(
     """The replicas that remain of ``replicate`` replicas of ``gtp * tp`` ranks when some ranks have failed.
 
     The ranks that are left are counted anew, in the order of their coordinates, as a launcher starts them. A replica
-    that lost all ranks is dropped; the others keep what they have.
-
-    Args:
-        replicate, gtp, tp: Sizes before the failure.
-        failed: Coordinates (replica, gtp, tp) that failed.
-        weights: What is to be sharded; says where tensor parallelism may cut, see :func:`choose_sizes`.
+    that lost all ranks is dropped; the others keep what they have. Arguments are those of :func:`nonuniform_mesh`.
 
     Raises:
         TypeError, ValueError: A size or a coordinate is out of range, nothing is left, or no cut fits ``weights``.
@@ -230,7 +221,7 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
         ranks: Ranks of each replica, in any order. Rows of ``tp`` consecutive ones form the tensor-parallel groups if
             ``tp`` divides their number.
         tp: Largest size of the tp axis.
-        weights: As in :func:`plan_replicas`.
+        weights: What is to be sharded, see :func:`choose_sizes`.
 
     Raises:
         TypeError, ValueError: Replicas overlap or leave ranks out, a rank is no int, or no cut fits ``weights``.
@@ -289,8 +280,7 @@ def choose_sizes(
         ValueError: Blocks do not divide a weight, or ``tp`` was larger than their number to begin with.
     """
     cut = [weight for weight in weights if weight.tp_dim is not None]
-    for weight in cut if tp > 1 else ():
-        _check_blocks(weight, tp)
+    _check_blocks(cut, tp)
     candidates = [size for size in range(1, tp + 1) if num_ranks % size == 0]
     accepted = _slowdown(tp, cut)  # what was asked for with all ranks is good enough with fewer
     best = max(candidates, key=lambda size: (-max(_slowdown(size, cut), accepted), size))
@@ -326,15 +316,17 @@ def _slowdown(tp: int, cut: Sequence[WeightSpec]) -> float:
     return sum(w.numel * tp * -(-w.num_tp_blocks // tp) / w.num_tp_blocks for w in cut) / total
 
 
-def _check_blocks(weight: WeightSpec, tp: int) -> None:
-    assert weight.tp_dim is not None
-    rows = weight.shape[weight.tp_dim]
-    if rows % weight.tp_block_size or weight.num_tp_blocks < tp:
-        raise ValueError(
-            f"nonuniform_mesh expects blocks of {weight.tp_block_size} rows (heads) to fill dim {weight.tp_dim} of "
-            f"weight '{weight.name}' of shape {weight.shape} and to be at least as many as tp={tp} ranks, but {rows} "
-            f"rows make {rows / weight.tp_block_size:g} blocks: no cut fits. Use a smaller tp or another block size."
-        )
+def _check_blocks(cut: Sequence[WeightSpec], tp: int) -> None:
+    for weight in cut if tp > 1 else ():
+        assert weight.tp_dim is not None
+        rows = weight.shape[weight.tp_dim]
+        if rows % weight.tp_block_size or weight.num_tp_blocks < tp:
+            raise ValueError(
+                f"nonuniform_mesh expects blocks of {weight.tp_block_size} rows (heads) to fill dim {weight.tp_dim} of "
+                f"weight '{weight.name}' of shape {weight.shape} and to be at least as many as tp={tp} ranks, but "
+                f"{rows} rows make {rows / weight.tp_block_size:g} blocks: no cut fits. Use a smaller tp or another "
+                "block size."
+            )
 
 
 def _checked_coordinate(coordinate: tuple[int, int, int], sizes: tuple[int, ...]) -> tuple[int, int, int]:
@@ -349,9 +341,7 @@ def _checked_coordinate(coordinate: tuple[int, int, int], sizes: tuple[int, ...]
 
 
 def check_size(caller: str, name: str, size: object) -> None:
-    """Raises:
-    TypeError, ValueError: ``size`` is not a positive int.
-    """
+    """Raise TypeError or ValueError if ``size`` is not a positive int."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{caller} expects an int as {name}, but got {type(size).__name__}: {size!r}.")
     if size < 1:
@@ -374,8 +364,3 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def count_of(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def format_place(rank: int, place: Place) -> str:
-    """``rank 3 (replica 1, gtp 0, tp 0)``."""
-    return f"rank {rank} (replica {place.replica}, gtp {place.gtp}, tp {place.tp})"

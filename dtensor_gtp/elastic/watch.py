@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 from . import clock
 from .regroup import POLL_SECONDS, Membership, Survivors, regroup, start_regrouped, waiting_store
-from .replicas import Place, ReplicaLayout, format_place
+from .replicas import Place, ReplicaLayout
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RanksLostError(RuntimeError):
 
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
-        named = [f"{format_place(rank, place)} {reasons[rank]}" for rank, place in self.lost.items()]
+        named = [f"rank {rank} ({place}) {reasons[rank]}" for rank, place in self.lost.items()]
         super().__init__(
             f"{'; '.join(named)}. Hold the state and regroup without what is gone, or start again from a checkpoint."
         )

@@ -39,13 +39,12 @@ class TestAgreement(ClockTestCase):
         self, num_ranks: int, delays: dict[int, float], grace: float, is_alive: Callable[[int], bool] | None = None
     ) -> dict[int, list[int]]:
         """What each rank hears that comes after a delay; the others never come."""
-        decide = partial(members_of, replicas_of([range(num_ranks)]))
-        store, limit = dist.HashStore(), timedelta(seconds=grace)
+        layout, store, limit = replicas_of([range(num_ranks)]), dist.HashStore(), timedelta(seconds=grace)
         found: dict[int, list[int]] = {}
 
         def come(rank: int, delay: float) -> None:
             self.clock.sleep(delay)
-            members = agree_on_survivors(num_ranks, rank, store, limit, is_alive=is_alive, decide=decide)
+            members = agree_on_survivors(layout, rank, store, limit, 0, 1, is_alive)
             found[rank] = list(members.alive)
 
         self.clock.run(*(partial(come, *item) for item in delays.items()))
