@@ -1,9 +1,8 @@
 """Who is alive: every rank beats, its neighbours listen, and an error names the ranks that are gone.
 
-The error of a collective says that a connection broke or a time limit passed, not who is gone; and a process that is
-stopped breaks no connection. So a thread of each rank counts up a number in a store and reads the numbers of the next
-ranks in a ring. A rank whose number stands still for longer than the limit is lost: the rank that sees it writes it
-into the store, and all read it. Each rank measures with its own clock how long a number stood still.
+The error of a collective does not say who is gone, and a process that is stopped breaks no connection. So a thread of
+each rank counts up a number in a store and reads the numbers of the next ranks in a ring. A rank whose number stands
+still for longer than the limit, by the reader's clock, is lost: the reader writes it into the store, and all read it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class RanksLostError(RuntimeError):
 
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
-        named = [f"rank {rank} ({place}) {reasons[rank]}" for rank, place in self.lost.items()]
+        named = [f"rank {rank} ({place}) {reasons[rank]}" for rank, place in lost.items()]
         super().__init__(
             f"{'; '.join(named)}. Hold the state and regroup without what is gone, or start again from a checkpoint."
         )
@@ -88,7 +87,13 @@ class RankWatch:
         self.limit = limit.total_seconds()
         if self.limit <= 0:
             raise ValueError(f"RankWatch expects a positive limit, but got {limit}.")
-        _warn_of_watchdog()
+        missing = [f"{name}={value}" for name, value in _WATCHDOG.items() if os.environ.get(name) != value]
+        if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
+            logger.warning(
+                "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may "
+                "end this process, or hold it for minutes, when a peer is gone.",
+                ", ".join(missing),
+            )
         self._interval = self.limit / _BEATS_PER_LIMIT
         self._listener: _Listener | None = None
         self.move_to(layout, rank, generation)
@@ -104,13 +109,14 @@ class RankWatch:
             compat.PrefixStore(f"dtensor_gtp_watch_{generation}", compat.clone_store(self.store)) for _ in range(2)
         )
         self._pulse = _Pulse(self._own, self.limit)
-        self._listener = _Listener(store, layout.num_ranks, rank, self.limit, self._interval)
+        self._listener = _Listener(store, layout.num_ranks, rank, self.limit)
         self._is_lost = self._listener.is_lost
 
     def is_alive(self, rank: int) -> bool:
         """Whether ``rank`` has beaten within the limit, and no other rank has reported it as silent or closed. For one
         thread."""
-        if self._own.check([_lost(rank)]) and self._own.get(_lost(rank)).decode().startswith((_SILENT, _CLOSED)):
+        lost = f"lost/{rank}"
+        if self._own.check([lost]) and self._own.get(lost).decode().startswith((_SILENT, _CLOSED)):
             return False
         return self._pulse.is_alive(rank)
 
@@ -119,9 +125,8 @@ class RankWatch:
 
         Call it on all ranks right before ``optimizer.step()``, after all that communicates (``clip_grad_norm_``), where
         the state is to be recovered from memory. A failure may leave some ranks with whole gradients and others
-        without, and on a device that runs behind the host a collective that was aborted leaves garbage without an
-        error. If some updated then and others did not, only parts of two steps would be left. So the store holds one
-        decision: all ranks that are left update, or none.
+        without (an aborted collective on a device leaves garbage and no error). If some updated and others did not,
+        only parts of two steps would be left. So the store holds one decision: all ranks that are left update, or none.
 
         Raises:
             RanksLostError: Ranks are gone or have closed their watches, and nobody updates.
@@ -160,7 +165,7 @@ class RankWatch:
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
-            self._own.set(_beat(self.rank), _DONE.decode())
+            self._own.set(f"beat/{self.rank}", _DONE.decode())
             self._own.set(_ENDED, str(self.rank))
 
     def __enter__(self) -> RankWatch:
@@ -180,22 +185,22 @@ class RankWatch:
 
     def _error(self) -> RanksLostError:
         clock.sleep(2 * self._interval)  # ranks that failed at the same time are found until then
-        own = self._own
-        reasons = {rank: own.get(_lost(rank)).decode() for rank in self.layout.places if own.check([_lost(rank)])}
+        keys = {rank: f"lost/{rank}" for rank in self.layout.places}
+        reasons = {rank: self._own.get(key).decode() for rank, key in keys.items() if self._own.check([key])}
         return RanksLostError({rank: self.layout.places[rank] for rank in reasons}, reasons)
 
 
 class _Listener:
     """The thread of a watch."""
 
-    def __init__(self, store: compat.Store, num_ranks: int, rank: int, limit: float, interval: float) -> None:
+    def __init__(self, store: compat.Store, num_ranks: int, rank: int, limit: float) -> None:
         self.is_lost = threading.Event()
-        self._store, self._rank, self._limit, self._interval = store, rank, limit, interval
+        self._store, self._limit, self._own_beat = store, limit, f"beat/{rank}"
         self._neighbours = [(rank + step) % num_ranks for step in range(1, min(_NUM_NEIGHBOURS + 1, num_ranks))]
         self._pulse = _Pulse(store, limit)
         self._is_stopped = threading.Event()
         # The first beat is there when the constructor returns.
-        self._store.set(_beat(rank), "0")
+        store.set(self._own_beat, "0")
         self._thread = threading.Thread(target=self._run, name="dtensor_gtp watch", daemon=True)
         self._thread.start()
 
@@ -206,9 +211,9 @@ class _Listener:
     def _run(self) -> None:
         number = 0
         try:
-            while not clock.wait(self._is_stopped, self._interval):
+            while not clock.wait(self._is_stopped, self._limit / _BEATS_PER_LIMIT):
                 number += 1
-                self._store.set(_beat(self._rank), str(number))
+                self._store.set(self._own_beat, str(number))
                 self._look()
         except RuntimeError:
             # The store is gone, and with it the job.
@@ -216,7 +221,7 @@ class _Listener:
 
     def _look(self) -> None:
         for rank in self._neighbours:
-            if self._store.check([_beat(rank)]) and not self._pulse.is_alive(rank):
+            if self._store.check([f"beat/{rank}"]) and not self._pulse.is_alive(rank):
                 _report_lost(self._store, rank, f"{_SILENT} for {self._limit:g} seconds")
         if not self.is_lost.is_set() and self._store.check(["any"]):
             self.is_lost.set()
@@ -233,42 +238,23 @@ class _Pulse:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def is_alive(self, rank: int) -> bool:
-        """Whether the number has changed within the limit, or is looked at for less than that."""
-        number = self._store.get(_beat(rank)) if self._store.check([_beat(rank)]) else b""
+        """Whether the number has changed, or was seen first, within the limit."""
+        key = f"beat/{rank}"
+        number = self._store.get(key) if self._store.check([key]) else b""
         if rank not in self._seen or self._seen[rank][0] != number:
             self._seen[rank] = (number, clock.now())
         return number == _DONE or clock.now() - self._seen[rank][1] <= self._limit
 
 
-def _warn_of_watchdog() -> None:
-    """Where torch's watchdog of NCCL would be in the way of a recovery."""
-    missing = [f"{name}={value}" for name, value in _WATCHDOG.items() if os.environ.get(name) != value]
-    if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
-        logger.warning(
-            "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may end "
-            "this process, or hold it for minutes, when a peer is gone.",
-            ", ".join(missing),
-        )
-
-
 def is_peer_lost(error: BaseException) -> bool:
     """Whether a collective or a store raised ``error`` because of another rank."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
-    )
-
-
-def _beat(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _lost(rank: int) -> str:
-    return f"lost/{rank}"
+    is_told = isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+    return is_told or isinstance(error, dist.DistError)
 
 
 def _report_lost(store: compat.Store, rank: int, reason: str) -> None:
     """The first reason is kept: a rank that raises and ends is silent afterwards."""
-    store.compare_set(_lost(rank), "", reason)
+    store.compare_set(f"lost/{rank}", "", reason)
     store.set("any", "1")
 
 
