@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._comm.debug import format_nbytes
 from ..placement import chunk_size_and_offset
@@ -24,7 +24,6 @@ from .replicas import ReplicaLayout, WeightSpec, count_of, format_ranks
 
 # Segments that are printed of each weight.
 _MAX_SEGMENTS = 12
-
 # For each replica the ranks with a copy.
 Holders = tuple[tuple[int, ...], ...]
 
@@ -52,9 +51,8 @@ class Box(NamedTuple):
     def intersect(self, other: Box) -> Box | None:
         """What both contain; None if that is nothing."""
         starts = tuple(map(max, self.offset, other.offset))
-        ends = [min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True)]
-        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+        sizes = tuple(min(a + n, b + m) - s for s, a, n, b, m in zip(starts, *self, *other, strict=True))
+        return Box(starts, sizes) if min(sizes, default=1) > 0 else None
 
     def subtract(self, other: Box) -> list[Box]:
         """What is left of this box without ``other``, in boxes."""
@@ -96,8 +94,7 @@ def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
         cut = chunk_size_and_offset(size[weight.tp_dim], replica.tp, place.tp, weight.tp_block_size)
         size[weight.tp_dim], offset[weight.tp_dim] = cut
     if weight.dim is not None:
-        rows, start = chunk_size_and_offset(size[weight.dim], replica.gtp, place.gtp, weight.block_size)
-        size[weight.dim] = rows
+        size[weight.dim], start = chunk_size_and_offset(size[weight.dim], replica.gtp, place.gtp, weight.block_size)
         offset[weight.dim] += start
     return Box(tuple(offset), tuple(size))
 
@@ -113,12 +110,11 @@ def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
     boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
     edges = []
     for dim in range(len(weight.shape)):
-        starts = {(box.offset[dim], box.size[dim]) for box in boxes.values()}
-        edges.append(sorted({start for start, _ in starts} | {start + size for start, size in starts}))
+        extents = {(box.offset[dim], box.offset[dim] + box.size[dim]) for box in boxes.values()}
+        edges.append(sorted(set(chain.from_iterable(extents))))
     # Of each cell between the edges, as (start, stop) by dim: for each replica the ranks whose boxes contain it.
-    holders: dict[tuple[tuple[int, int], ...], list[list[int]]] = {
-        cell: [[] for _ in layout.replicas] for cell in product(*map(pairwise, edges))
-    }
+    cells = product(*map(pairwise, edges))
+    holders: dict[Any, list[list[int]]] = {cell: [[] for _ in layout.replicas] for cell in cells}
     for rank, box in boxes.items():
         replica = layout.places[rank].replica
         inside = [
@@ -138,12 +134,7 @@ def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments of several weights that the same ranks sum.
-
-    Args:
-        holders: For each replica the ranks with a copy.
-        segments: (index of the weight, its part), in the order of the weights.
-    """
+    """Segments that the same ranks sum: (index of the weight, its part), in the order of the weights."""
 
     holders: Holders
     segments: tuple[tuple[int, Box], ...]
@@ -165,10 +156,7 @@ class Bucket:
 class SyncPlan:
     """Which gradients are summed between whom. Made by :func:`plan_sync`; ``print(plan)`` shows it.
 
-    Args:
-        layout: The replicas.
-        weights: All parameters.
-        buckets: One for each set of owners, in the order in which all ranks go through them.
+    There is one bucket for each set of owners, in the order in which all ranks go through them.
     """
 
     layout: ReplicaLayout
@@ -177,15 +165,7 @@ class SyncPlan:
 
     def of_rank(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets that ``rank`` is an owner of."""
-        return tuple(self._by_rank[rank])
-
-    @cached_property
-    def _by_rank(self) -> dict[int, list[Bucket]]:
-        found: dict[int, list[Bucket]] = {rank: [] for rank in self.layout.places}
-        for bucket in self.buckets:
-            for owner in bucket.owners:
-                found[owner].append(bucket)
-        return found
+        return tuple(bucket for bucket in self.buckets if rank in bucket.owners)
 
     @cached_property
     def whole(self) -> tuple[WeightSpec, ...]:
@@ -225,12 +205,7 @@ class SyncPlan:
 
 
 def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
-    """Group the segments of all weights by owners.
-
-    Args:
-        layout: The replicas.
-        weights: All parameters, in an order that is the same on all ranks.
-    """
+    """Group the segments of ``weights``, all parameters in the same order on all ranks, by owners."""
     segments: dict[Holders, list[tuple[int, Box]]] = {}
     known: dict[WeightSpec, list[Segment]] = {}
     for index, weight in enumerate(weights):

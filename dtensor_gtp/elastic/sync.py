@@ -1,8 +1,8 @@
 """Gradients of replicas of unequal sizes are summed segment by segment, behind backward.
 
-A reduce-scatter leaves each rank the average of its replica for the rows that it holds. Those rows are parts of
-segments (see ``plan``), each with other owners in the other replicas. Every set of owners has a *channel*. It collects
-segments until they fill a bucket, and sums the bucket in one all-reduce.
+A reduce-scatter leaves each rank the average of its replica for the rows that it holds. Each segment of them (see
+``plan``) has its own owners in the other replicas. Every set of owners has a *channel*, which collects segments until
+they fill a bucket, and sums the bucket in one all-reduce.
 
 [Note: order of channels]
 All ranks complete the gradients of the same weights in the same order. So every owner of a channel collects the same
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,20 +42,6 @@ from .replicas import BatchShare
 _SUM = ReduceScale(dist.ReduceOp.SUM, None, None)
 
 
-class _Weights(NamedTuple):
-    """How gradients are weighed so that the sum over replicas is the mean over the whole batch.
-
-    Args:
-        counts: Samples of every data rank, by replica and gtp coordinate.
-        of_rank: Factor of this rank's gradient within the average over its replica.
-        of_replica: Factor of that average in the sum over replicas.
-    """
-
-    counts: tuple[tuple[int, ...], ...]
-    of_rank: float
-    of_replica: float
-
-
 @dataclass(eq=False)
 class _Entry:
     """A reduced gradient of one weight that waits for the sums of its segments."""
@@ -67,15 +53,10 @@ class _Entry:
 
 @dataclass(eq=False)
 class Channel:
-    """One set of owners that this rank is part of, and the segments that are collected for their next sums.
+    """One set of owners that this rank is part of, and the segments that are collected for their next sums."""
 
-    Args:
-        group_name: Name of the process group; see ``Groups`` for why it is not the group.
-        scale: Factor of each copy where a replica has several copies.
-    """
-
-    group_name: str
-    scale: float
+    group_name: str  # see ``Groups`` for why it is not the group
+    scale: float  # of each copy where a replica has several
     pending: dict[torch.dtype, list[tuple[_Entry, Tensor]]] = field(default_factory=dict)
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -83,15 +64,7 @@ class Channel:
 
 
 class ReplicaSync:
-    """Sums the gradients of one module over replicas of unequal sizes. Made by :func:`synchronize_replicas`.
-
-    Args:
-        mesh: All replicas.
-        plan: Which segments are summed between whom.
-        params: The parameters, in the order of ``plan.weights``.
-        comm: The runtime's streams and reductions in flight.
-        bucket_nbytes: Size at which a bucket is sent.
-    """
+    """Sums the gradients of one module over replicas of unequal sizes. Made by :func:`synchronize_replicas`."""
 
     def __init__(
         self, mesh: ElasticMesh, plan: SyncPlan, params: Sequence[ManagedParam], comm: CommContext, bucket_nbytes: int
@@ -125,7 +98,7 @@ class ReplicaSync:
             collectives.all_reduce(probe, _SUM, compat.resolve_group(channel.group_name), True)
         # Slots that the communication stream may still read.
         self._keep: list[Tensor] = []
-        self._weights = self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
+        self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
 
     def _make_channels(self) -> Iterator[tuple[Channel, Bucket]]:
         """In the order of the plan. Only the owners of a channel take part in making its process group."""
@@ -142,8 +115,7 @@ class ReplicaSync:
             yield Channel(names[owners], 1 / len(bucket.holders[self._place.replica])), bucket
 
     def set_batch(self, share: BatchShare | int) -> None:
-        """Say how many samples (or tokens) this rank's next losses are means of. Before the first call, all ranks count
-        alike.
+        """Say how many samples (or tokens) this rank's next losses are means of. At first all ranks count alike.
 
         The gradient is that of ``sum(count * loss) / sum(count)`` over all ranks that see different data. It holds for
         all backwards until the next call; with gradient accumulation call it before the first microbatch, or before
@@ -163,16 +135,16 @@ class ReplicaSync:
             raise ValueError(
                 f"set_batch expects a share of a batch over {layout}, but got counts {counts} of another mesh."
             )
-        if counts == self._weights.counts:
+        if counts == self._counts:
             return
         waiting = [param.fqn for param in self._params if _has_unreduced_grad(param)]
         if waiting:
             raise RuntimeError(
                 f"set_batch expects the same shares for all microbatches whose gradients are reduced together, but got "
-                f"{counts} after {self._weights.counts} while {len(waiting)} parameters ('{waiting[0]}', ...) have "
+                f"{counts} after {self._counts} while {len(waiting)} parameters ('{waiting[0]}', ...) have "
                 "gradients that are not reduced yet. Reduce in each backward, or keep the shares."
             )
-        self._weights = self._weigh(counts)
+        self._weigh(counts)
 
     def _exchange(self, count: int) -> tuple[tuple[int, ...], ...]:
         layout, world = self.mesh.layout, self.mesh.world
@@ -193,22 +165,24 @@ class ReplicaSync:
             )
         return tuple(tuple(row[0] for row in replica) for replica in by_place)
 
-    def _weigh(self, counts: tuple[tuple[int, ...], ...]) -> _Weights:
+    def _weigh(self, counts: tuple[tuple[int, ...], ...]) -> None:
+        """Make the sum over replicas the mean over the whole batch. ``counts``: by replica and gtp coordinate."""
+        self._counts = counts
         own = counts[self._place.replica]
         total = sum(own)
-        of_rank = own[self._place.gtp] * len(own) / total if total else 0.0
-        return _Weights(counts, of_rank, total / sum(map(sum, counts)))
+        # The factor of this rank's gradient in the average over its replica, and of the average in the sum.
+        self._of_rank = own[self._place.gtp] * len(own) / total if total else 0.0
+        self._of_replica = total / sum(map(sum, counts))
 
     def share(self, factor: float | None) -> float:
         """A divide factor that the user has set replaces the weights: then gradients are summed as they are."""
-        return self._weights.of_replica if factor is None else 1.0
+        return self._of_replica if factor is None else 1.0
 
     def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor:
-        of_rank = self._weights.of_rank
-        if factor is not None or of_rank == 1.0:
+        if factor is not None or self._of_rank == 1.0:
             return grad
         # Not in place: others may read it. A NaN times 0 would stay a NaN.
-        return grad * of_rank if of_rank else torch.zeros_like(grad)
+        return grad * self._of_rank if self._of_rank else torch.zeros_like(grad)
 
     def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None:
         _scale(slot, share)
@@ -264,8 +238,8 @@ class ReplicaSync:
 
     def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
         """One sum over all ranks: each puts what it holds into its place in the whole parameter, zeros elsewhere."""
-        counts = self._weights.counts[self._place.replica]
-        of_rank = self._weights.of_rank * self._weights.of_replica / len(counts) if factor is None else 1 / factor
+        num_data_ranks = len(self._counts[self._place.replica])
+        of_rank = self._of_rank * self._of_replica / num_data_ranks if factor is None else 1 / factor
         flat = torch.cat([self._spread(param, grad).reshape(-1) for param, grad in bucket])
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
 
@@ -348,11 +322,10 @@ class ReplicaSync:
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter] | nn.Parameter, max_norm: float, mesh: ElasticMesh, **options: Any
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas.
+    """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas. Collective over all ranks.
 
     Each replica holds all gradients, so its norm is that of the whole model; but replicas of other sizes add up in
     another order. So all replicas take the norm of the first one: else parameters would drift apart in the last bits.
-    Collective over all ranks.
 
     Args:
         parameters, max_norm: As in torch.
@@ -367,8 +340,7 @@ def clip_grad_norm_(
     grads = [param.grad for param in params if param.grad is not None]
     total = torch.nn.utils.get_total_norm(grads, foreach=foreach, **options)
     total = total.full_tensor() if isinstance(total, DTensor) else total
-    group = mesh.world.get_group()
-    dist.broadcast(total, group_src=mesh.layout.replicas[0].ranks[0], group=group)
+    dist.broadcast(total, group_src=mesh.layout.replicas[0].ranks[0], group=mesh.world.get_group())
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach=foreach)
     return total
 
