@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from .. import _torch_compat as compat
 from .._comm.agreement import agree_on_all_ranks, device_of
 from .._comm.debug import format_nbytes
 from .._comm.process_groups import set_device, start_process_group, world_mesh, world_size
-from ..placement import chunk_rows
 from ..policy import SchedulePolicy
 from .plan import box_of_rank
 from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
@@ -54,14 +53,11 @@ class ElasticMesh:
         return self.layout.places[dist.get_rank()]
 
     def rebalance_batch(self, global_batch: int) -> BatchShare:
-        """This rank's samples of a global batch.
+        """This rank's samples of the ``global_batch`` samples of all replicas together; the same on all ranks.
 
         Each replica gets a share in proportion to its ranks. Its gtp ranks get equal parts, up to one sample. The
         shares of all replicas sum up to the batch exactly. Where ranks have unequal numbers, pass the share to
         :meth:`ReplicaSync.set_batch`.
-
-        Args:
-            global_batch: Samples of all replicas together; the same on all ranks.
 
         Raises:
             ValueError: There are fewer samples than ranks that see different data.
@@ -225,9 +221,11 @@ def _memory_of_fullest_rank(
     layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpec], model: MemoryModel
 ) -> RankMemory:
     """Of the first rank: it has the largest chunk of every weight."""
-    boxes = [box_of_rank(weight, layout, replica.ranks[0]) for weight in weights]
-    shards = sum(box.numel for box in boxes) * model.shard_nbytes
-    slices = sorted((_slice_numel(weight, replica.tp) for weight in weights if weight.dim is not None), reverse=True)
+    rank = replica.ranks[0]
+    shards = sum(box_of_rank(weight, layout, rank).numel for weight in weights) * model.shard_nbytes
+    # Gathered weights: tensor parallelism alone cuts them.
+    gatherable = [replace(weight, dim=None) for weight in weights if weight.dim is not None]
+    slices = sorted((box_of_rank(weight, layout, rank).numel for weight in gatherable), reverse=True)
     gathered = sum(slices[: model.prefetch_depth + 1]) * model.gathered_nbytes
     if slices and model.prefetch_depth and model.prefetch_nbytes:
         # The weight in use, those of the prefetch window, and the launch that crosses the end of the window.
@@ -238,14 +236,6 @@ def _memory_of_fullest_rank(
     launch = max([SchedulePolicy.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
     sent = min(sum(slices) * model.reduce_nbytes, (model.max_inflight_reduce_scatters + 1) * launch)
     return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // replica.tp))
-
-
-def _slice_numel(weight: WeightSpec, tp: int) -> int:
-    """Elements of the gathered weight on a tp rank."""
-    if weight.tp_dim is None:
-        return weight.numel
-    rows = weight.shape[weight.tp_dim]
-    return weight.numel // rows * chunk_rows(rows, tp, weight.tp_block_size) if rows else 0
 
 
 class ReplicaSavePlanner(DefaultSavePlanner):

@@ -6,6 +6,7 @@ torch's styles cut rows as evenly as rows allow: 8 heads on 3 ranks would be cut
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from .replicas import check_size
 
 class _BlockParallel(ParallelStyle):
     """``nn.Linear`` whose weight is cut along ``dim``."""
+
+    # For torch's ``distribute_module``: (layer, inputs or output, mesh) to inputs or output.
+    _prepare_input: Callable[[Any, Any, DeviceMesh], Any]
+    _prepare_output: Callable[[Any, Any, DeviceMesh], Any]
 
     def __init__(self, block_size: int, dim: int, layouts: Placement | None) -> None:
         super().__init__()
@@ -54,12 +59,6 @@ class _BlockParallel(ParallelStyle):
 
         return distribute_module(module, device_mesh, partition, self._prepare_input, self._prepare_output)
 
-    def _prepare_input(self, linear: Any, inputs: Any, mesh: DeviceMesh) -> Any:
-        raise NotImplementedError
-
-    def _prepare_output(self, linear: Any, output: Any, mesh: DeviceMesh) -> Any:
-        raise NotImplementedError
-
 
 class BlockColwiseParallel(_BlockParallel):
     """``ColwiseParallel`` for ``nn.Linear`` whose output features are in blocks, e.g. heads. Its output is local.
@@ -73,8 +72,8 @@ class BlockColwiseParallel(_BlockParallel):
         input_layouts: Placement of an input that is no DTensor.
 
     Raises:
-        TypeError: Of ``parallelize_module``: the module is no ``nn.Linear``.
-        ValueError: Of ``parallelize_module``: blocks do not fill the features, or are fewer than ranks.
+        TypeError, ValueError: ``block_size`` is no positive int; by ``parallelize_module``: the module is no
+            ``nn.Linear``, blocks do not fill the features, or are fewer than ranks.
     """
 
     def __init__(self, block_size: int, *, input_layouts: Placement | None = None) -> None:

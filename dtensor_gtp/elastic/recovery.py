@@ -1,9 +1,9 @@
-"""The state of a job outlives some of its ranks: in memory of the ranks that are left, or in a checkpoint.
+"""The state of a job goes from the memory of the ranks that are left to a new layout, without a checkpoint on disk.
 
 ``hold_state`` keeps what a rank has, and where it belongs in the logical tensors. When the ranks that are left (and
 new ones, which have nothing) have built their new mesh and model, ``recover_state`` fills it, as ``dcp.load`` would
 from disk. Each rank copies what it has, and each missing part is sent once. ``leave_state`` and ``take_state`` hand the
-state over to a new process. ``ReplicaSavePlanner`` writes checkpoints.
+state over to a new process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from .plan import Box, Move, plan_moves
 
 # Keys and indices that lead to a value in nested dicts and lists.
 Keys = tuple[Any, ...]
-
-_FILE_PREFIX = "dtensor_gtp"
+_NEW = -1  # the step of a rank that holds nothing
 
 
 class StateLostError(RuntimeError):
@@ -39,17 +38,11 @@ class StateLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class HeldState:
-    """What one rank has of the state of a job. Made by :func:`hold_state`.
-
-    Args:
-        step: Optimizer steps that are done.
-        tensors: By keys in the state: where this rank's part lies in the logical tensor, and the part itself.
-        plain: All other values, by keys.
-    """
+    """What one rank has of the state of a job after ``step`` optimizer steps. Made by :func:`hold_state`."""
 
     step: int
-    tensors: dict[Keys, tuple[Box, Tensor]]
-    plain: dict[Keys, Any]
+    tensors: dict[Keys, tuple[Box, Tensor]]  # where this rank's part lies in the logical tensor, and the part
+    plain: dict[Keys, Any]  # all other values
 
 
 def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
@@ -81,9 +74,9 @@ class _Part(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others: the step that it is at (None if it is new), what it holds, what it is to have."""
+    """What a rank tells the others: what it holds and what it is to have."""
 
-    step: int | None
+    step: int
     held: dict[Keys, tuple[Box, torch.dtype]]
     wanted: dict[Keys, _Part]
 
@@ -112,36 +105,35 @@ def recover_state(
         StateLostError: A part of the state is on none of the ranks. Both are raised on all ranks.
     """
     wanted = {keys: value for keys, _, value in _leaves(state) if isinstance(value, DTensor)}
+    held = HeldState(_NEW, {}, {}) if held is None else held
     own = _Report(
-        held.step if held is not None else None,
-        {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()} if held is not None else {},
+        held.step,
+        {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()},
         {keys: _Part(_box_of(value), tuple(value.shape), value.dtype) for keys, value in wanted.items()},
     )
     # All reports in one exchange: then all ranks compute the same plan.
     reports: list[Any] = [None] * mesh.layout.num_ranks
     dist.all_gather_object(reports, own, group=mesh.world.get_group())
     step, moves = _latest_complete_step(reports, {rank: place.replica for rank, place in mesh.layout.places.items()})
-    if held is not None and held.step != step:
-        held = None
-    sources = held.tensors if held is not None else {}
+    if held.step != step:
+        held = HeldState(_NEW, {}, {})
     targets = {keys: (own.wanted[keys].box, compat.local_tensor(value)) for keys, value in wanted.items()}
     with torch.no_grad():
         for chunk in _chunks(moves, own.wanted, chunk_nbytes * len(reports)):
-            _exchange(chunk, sources, targets, mesh)
-    first = next(rank for rank, report in enumerate(reports) if report.step == step)
-    _fill_plain(state, held, first, mesh)
+            _exchange(chunk, held.tensors, targets, mesh)
+    _fill_plain(state, held.plain, [report.step for report in reports].index(step), mesh)
     return step
 
 
 def _latest_complete_step(
     reports: Sequence[_Report], replica_of: Mapping[int, int]
 ) -> tuple[int, dict[Keys, list[Move]]]:
-    ranks = [rank for rank, report in enumerate(reports) if report.step is not None]
-    if not ranks:
+    steps = {rank: report.step for rank, report in enumerate(reports) if report.step != _NEW}
+    if not steps:
         raise StateLostError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
     lost = ""
-    for step in sorted({report.step for report in reports if report.step is not None}, reverse=True):
-        sources = {rank: reports[rank].held for rank in ranks if reports[rank].step == step}
+    for step in sorted(set(steps.values()), reverse=True):
+        sources = {rank: reports[rank].held for rank, at in steps.items() if at == step}
         moves: dict[Keys, list[Move]] = {}
         known_plans: dict[Any, Any] = {}
         for keys, part in reports[0].wanted.items():
@@ -156,13 +148,13 @@ def _latest_complete_step(
             moves[keys], missing = known_plans[cut]
             if missing:
                 box = missing[0][1]
-                lost = f"part {box.offset}+{box.size} of {_format_keys(keys)} after step {step}"
+                lost = f"part {box.offset}+{box.size} of '{'.'.join(map(str, keys))}' after step {step}"
                 break
         else:
             return step, moves
     raise StateLostError(
         f"recover_state expects each part of the state on a rank that is left, but {lost} is on none of the ranks "
-        f"{ranks}. Load a checkpoint."
+        f"{list(steps)}. Load a checkpoint."
     )
 
 
@@ -177,7 +169,8 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
         got = f"parts {boxes} of {sorted(map(str, dtypes))}" if held else "nothing of it"
         raise ValueError(
             f"recover_state expects the state of the same model, but the model on the new mesh has "
-            f"{_format_keys(keys)} of shape {part.shape} and {part.dtype}, and the ranks that are left hold {got}."
+            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the ranks that are left hold "
+            f"{got}."
         )
 
 
@@ -230,17 +223,14 @@ def _exchange(
         part.copy_(values.view(part.shape))
 
 
-def _fill_plain(state: dict[str, Any], held: HeldState | None, first: int, mesh: ElasticMesh) -> None:
+def _fill_plain(state: dict[str, Any], own: dict[Keys, Any], first: int, mesh: ElasticMesh) -> None:
     """Values that are no DTensors: this rank's own, else those of rank ``first``."""
-    values = [held.plain if held is not None else None]
-    dist.broadcast_object_list(values, group=mesh.world.get_group(), group_src=first)
-    shared = values[0]
-    assert shared is not None
-    own = held.plain if held is not None else {}
+    shared = [own]
+    dist.broadcast_object_list(shared, group=mesh.world.get_group(), group_src=first)
     for keys, container, value in list(_leaves(state)):
         if isinstance(value, DTensor):
             continue
-        found = own.get(keys, shared.get(keys, value))
+        found = own.get(keys, shared[0].get(keys, value))
         are_tensors = isinstance(value, Tensor) and isinstance(found, Tensor)
         if are_tensors and value.shape == found.shape:
             with torch.no_grad():
@@ -263,19 +253,13 @@ def _box_of(tensor: DTensor) -> Box:
     return Box(offset, shape)
 
 
-def _format_keys(keys: Keys) -> str:
-    """``'model.norm.weight'``."""
-    return f"'{'.'.join(map(str, keys))}'"
-
-
 def handover_path(environment: Mapping[str, str] | None = None, directory: Path | None = None) -> Path | None:
     """Where a worker of ``torchrun`` leaves its state for the worker that takes its place on this host.
 
     ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later. That is time
-    enough to write what a rank holds to a file in host memory. Nothing is copied before a failure.
-
-    The name holds the process of the launcher, which stays when workers are started again, and the local rank. Files of
-    launchers that are gone are removed.
+    enough to write what a rank holds to a file in host memory. Nothing is copied before a failure. The name holds the
+    process of the launcher, which stays when workers are started again, and the local rank. Files of launchers that are
+    gone are removed.
 
     Args:
         environment: ``os.environ`` by default.
@@ -288,13 +272,12 @@ def handover_path(environment: Mapping[str, str] | None = None, directory: Path 
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     if directory is None:
-        memory = Path("/dev/shm")
-        directory = memory if memory.is_dir() else Path(tempfile.gettempdir())
-    for path in directory.glob(f"{_FILE_PREFIX}-*"):
+        directory = next(filter(Path.is_dir, (Path("/dev/shm"), Path(tempfile.gettempdir()))))
+    for path in directory.glob("dtensor_gtp-*"):
         launcher = path.name.split("-")[1]
         if launcher.isdigit() and not Path(f"/proc/{launcher}").exists() and Path("/proc/self").exists():
             path.unlink(missing_ok=True)
-    return directory / f"{_FILE_PREFIX}-{os.getppid()}-{environment['LOCAL_RANK']}.pt"
+    return directory / f"dtensor_gtp-{os.getppid()}-{environment['LOCAL_RANK']}.pt"
 
 
 def leave_state(held: HeldState, path: Path) -> None:

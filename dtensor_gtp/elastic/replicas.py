@@ -13,8 +13,7 @@ from functools import cached_property
 from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
-# Ranks that are printed of each replica.
-_MAX_RANKS = 16
+_MAX_RANKS = 16  # that are printed of each replica
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,8 @@ class ReplicaLayout:
             poorest, richest = surplus.index(min(surplus)), surplus.index(max(surplus))
             surplus[poorest] += 1
             surplus[richest] -= 1
-        return tuple(_split_evenly(r.gtp + extra, r.gtp) for r, extra in zip(self.replicas, surplus, strict=True))
+        totals = [(replica.gtp + extra, replica.gtp) for replica, extra in zip(self.replicas, surplus, strict=True)]
+        return tuple(tuple(total // gtp + (row < total % gtp) for row in range(gtp)) for total, gtp in totals)
 
     def batch_shares(self, global_batch: int) -> dict[int, BatchShare]:
         """The share of every rank, see :meth:`batch_counts`: consecutive samples, in the order of the replicas."""
@@ -175,12 +175,6 @@ class ReplicaLayout:
     def __str__(self) -> str:
         lines = [f"{count_of(len(self.replicas), 'replica')} of {count_of(self.num_ranks, 'rank')}"]
         return "\n".join(lines + [f"  replica {index}  {replica}" for index, replica in enumerate(self.replicas)])
-
-
-def _split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """``total`` in ``parts`` summands that differ by one at most, larger ones first."""
-    quotient, remainder = divmod(total, parts)
-    return tuple(quotient + (index < remainder) for index in range(parts))
 
 
 def plan_replicas(
@@ -202,7 +196,15 @@ def plan_replicas(
     sizes = {"replicate": replicate, "gtp": gtp, "tp": tp}
     for name, size in sizes.items():
         check_size("nonuniform_mesh", name, size)
-    lost = {_checked_coordinate(coordinate, tuple(sizes.values())) for coordinate in failed}
+    for place in failed:
+        if not isinstance(place, tuple) or len(place) != 3 or any(type(index) is not int for index in place):
+            raise TypeError(f"nonuniform_mesh expects (replica, gtp, tp) coordinates in failed, but got {place!r}.")
+        if any(not 0 <= index < size for index, size in zip(place, sizes.values(), strict=True)):
+            raise ValueError(
+                f"nonuniform_mesh expects coordinates within (replicate, gtp, tp) = {(replicate, gtp, tp)} in failed, "
+                f"but got {place}."
+            )
+    lost = set(failed)
     num_left = [gtp * tp - sum(replica == index for replica, _, _ in lost) for index in range(replicate)]
     replicas = [
         _make_replica(index, tuple(range(end - num, end)), gtp, tp, weights)
@@ -266,15 +268,9 @@ def choose_sizes(
     """(gtp, tp) of a replica that has ``num_ranks`` ranks left of ``gtp * tp``, and why.
 
     All ranks work, so tp must divide their number. tp never grows, because nothing says that the model can be cut more
-    finely. Tensor parallelism waits for the rank with most blocks (heads). The size that loses least time to this is
-    taken, where ``tp`` itself counts as losing none. Among equals the largest size is taken, because activations and
-    gathered weights grow when tp shrinks. The ranks that tp gives up move to gtp.
-
-    Args:
-        num_ranks: Ranks that are left.
-        gtp, tp: Sizes before.
-        weights: Those with a ``tp_dim`` say into how many blocks each may be cut.
-        what: The replica, for messages.
+    finely. Tensor parallelism waits for the rank with most blocks (heads) of those ``weights`` that have a ``tp_dim``.
+    The size that loses least time to this is taken, where ``tp`` itself counts as losing none. Among equals the largest
+    size is taken, because activations and gathered weights grow when tp shrinks. What tp gives up moves to gtp.
 
     Raises:
         ValueError: Blocks do not divide a weight, or ``tp`` was larger than their number to begin with.
@@ -327,17 +323,6 @@ def _check_blocks(cut: Sequence[WeightSpec], tp: int) -> None:
                 f"{rows} rows make {rows / weight.tp_block_size:g} blocks: no cut fits. Use a smaller tp or another "
                 "block size."
             )
-
-
-def _checked_coordinate(coordinate: tuple[int, int, int], sizes: tuple[int, ...]) -> tuple[int, int, int]:
-    if not isinstance(coordinate, tuple) or len(coordinate) != 3 or any(type(index) is not int for index in coordinate):
-        raise TypeError(f"nonuniform_mesh expects (replica, gtp, tp) coordinates in failed, but got {coordinate!r}.")
-    if any(not 0 <= index < size for index, size in zip(coordinate, sizes, strict=True)):
-        raise ValueError(
-            f"nonuniform_mesh expects coordinates within (replicate, gtp, tp) = {sizes} in failed, but got "
-            f"{coordinate}."
-        )
-    return coordinate
 
 
 def check_size(caller: str, name: str, size: object) -> None:
