@@ -28,12 +28,11 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
 
     Call it once on the root after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` leaves in
     ``.grad`` the mean over the whole batch, as it does on a (replicate, gtp) mesh: each rank sums the rows that it
-    holds with the ranks of other replicas that hold them, in buckets, behind backward.
+    holds with the ranks of other replicas that hold them, in buckets, behind backward. Replicas must hold equal values
+    (one seed, or one checkpoint): :meth:`ReplicaSync.check_values` compares them.
 
     Args:
-        module: The module that ``gtp_shard`` was called on; replicas must hold equal values (one seed, or one
-            checkpoint): :meth:`ReplicaSync.check_values` compares them.
-        mesh: The mesh whose ``weights`` the module was sharded over.
+        module, mesh: The module that ``gtp_shard`` was called on, and the mesh whose ``weights`` it was sharded over.
         bucket_nbytes: Gradients of one set of owners are sent when there are as many bytes.
 
     Returns:
@@ -121,13 +120,9 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
 
 
 def _spec_of(param: ManagedParam) -> WeightSpec:
-    tp_dim, tp_block_size = _tensor_parallel_cut(param)
-    dim, block_size = None, 1
-    if isinstance(param, ShardedWeight):
-        dim, block_size = param.layout.dim, param.layout.block_size
-    return WeightSpec(
-        param.fqn, tuple(param.param.shape), dim, block_size, tp_dim, tp_block_size, param.reduce_dtype.itemsize
-    )
+    dim, block_size = (param.layout.dim, param.layout.block_size) if isinstance(param, ShardedWeight) else (None, 1)
+    tp_cut, nbytes = _tensor_parallel_cut(param), param.reduce_dtype.itemsize
+    return WeightSpec(param.fqn, tuple(param.param.shape), dim, block_size, *tp_cut, nbytes)
 
 
 def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
@@ -172,9 +167,5 @@ def _merged(param: ManagedParam, specs: set[WeightSpec], mesh: ElasticMesh) -> W
             f"'{spec.name}' of shape {spec.shape} is cut by (dim, block_size) {cuts}. Use one parallelize plan for all."
         )
     box = box_of_rank(spec, mesh.layout, dist.get_rank())
-    if box.size != tuple(param.shard.shape):
-        raise AssertionError(
-            f"the plan gives rank {dist.get_rank()} a part of shape {box.size} of '{spec.name}', but its shard has "
-            f"shape {tuple(param.shard.shape)}"
-        )
+    assert box.size == param.shard.shape, f"'{spec.name}': planned {box.size}, but the shard is {param.shard.shape}"
     return spec

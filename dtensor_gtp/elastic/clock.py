@@ -9,17 +9,9 @@ from datetime import timedelta
 
 from .. import _torch_compat as compat
 
-
-def now() -> float:
-    return time.monotonic()
-
-
-def sleep(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-def wait(event: threading.Event, seconds: float) -> bool:
-    return event.wait(seconds)
+now = time.monotonic
+sleep = time.sleep
+wait = threading.Event.wait
 
 
 def wait_for_key(store: compat.Store, name: str, seconds: float) -> None:

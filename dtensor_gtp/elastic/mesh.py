@@ -26,11 +26,8 @@ from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, pla
 class ElasticMesh:
     """Replicas of unequal sizes. Made by :func:`nonuniform_mesh`; ``print(mesh)`` shows the replicas.
 
-    Args:
-        layout: All replicas, plain data.
-        replica: This rank's replica: 2-D, axes (gtp, tp).
-        world: All ranks, 1-D.
-        generation: Names the process groups of this mesh; the same on all ranks, another for each mesh.
+    ``replica`` is this rank's replica: 2-D, axes (gtp, tp). ``world`` has all ranks, 1-D. ``generation`` names the
+    process groups of this mesh: the same on all ranks, another for each mesh.
     """
 
     layout: ReplicaLayout
@@ -96,9 +93,6 @@ def nonuniform_mesh(
         weights: What will be sharded; tells where tensor parallelism may cut when it has to shrink.
         memory: Refuse replicas whose ranks do not have room for their part of ``weights``.
         backend, timeout: For ``init_process_group``, if there is no process group.
-
-    Returns:
-        This rank's mesh and the layout of all.
 
     Raises:
         TypeError, ValueError: Sizes, coordinates or replicas do not fit one another, the number of ranks, the blocks of
@@ -256,11 +250,8 @@ class ReplicaSavePlanner(DefaultSavePlanner):
         sizes = [len(replica.ranks) for replica in mesh.layout.replicas]
         self._is_writer = mesh.place.replica == sizes.index(max(sizes))
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, *args: Any, **options: Any) -> None:
         """Leave out what another replica writes."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        super().set_up_planner(*args, **options)
         if not self._is_writer:
-            state = self.state_dict
-            self.state_dict = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
+            self.state_dict = {key: value for key, value in self.state_dict.items() if not isinstance(value, DTensor)}

@@ -235,12 +235,8 @@ def plan_moves(
     """Who sends which part of one tensor to whom.
 
     Each part comes from the nearest rank that holds it: the target itself, a rank of its replica, then the replicas
-    after its own in turn, so that several replicas that are rebuilt do not all ask the same one.
-
-    Args:
-        held: What each rank has; ranks without are left out.
-        wanted: What each rank is to have.
-        replica_of: The replica that each rank is part of.
+    after its own in turn, so that several replicas that are rebuilt do not all ask the same one. Arguments are by rank:
+    what it has (ranks without are left out), what it is to have, and its replica.
 
     Returns:
         Moves that give every rank each element that it wants once, and, as (target, box), what no rank holds.

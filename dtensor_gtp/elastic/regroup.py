@@ -27,14 +27,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Survivors:
-    """Who is left, in new ranks.
+    """Who is left, in new ranks. ``rank`` is that of this process.
 
-    Args:
-        rank: This process's rank from now on.
-        replicas: For ``nonuniform_mesh(replicas=...)``: the ranks of each replica; an empty one is gone.
-        dead: The ranks that are gone, as they were counted before, and where they stood.
-        joined: New ranks that were not part of the job before: they hold nothing.
-        generation: For the next :func:`regroup`.
+    ``replicas`` are for ``nonuniform_mesh(replicas=...)``; an empty one is gone. ``dead`` are the ranks that are gone,
+    as they were counted before, and where they stood. ``joined`` are new ranks, which hold nothing. ``generation`` is
+    for the next :func:`regroup`.
     """
 
     rank: int
@@ -101,16 +98,13 @@ def regroup(
     Ranks that are lost while the new group is made are left out in turn.
 
     Args:
-        layout: The layout of before, ``mesh.layout``.
-        rank: This process's rank in it.
+        layout, rank: Of before: ``mesh.layout``, and this process's rank in it.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
         generation: 0 at first, then ``survivors.generation``.
-        grace: How long to wait at most for ranks that do not come. Without ``watch`` all ranks that are gone are waited
-            for that long. Then choose several times the time limit of the process group, because a rank without a
-            connection to them notices only then, and may have more than one collective in flight. Ranks that come later
-            are left behind.
-        backend: For ``init_process_group``; the one of before by default.
-        timeout: For ``init_process_group``.
+        grace: How long to wait at most for ranks that do not come; ranks that come later are left behind. Without
+            ``watch`` all ranks that are gone are waited for that long. Then choose several times the time limit of the
+            process group: a rank without a connection to them notices only then, for each collective in flight.
+        backend, timeout: For ``init_process_group``; the backend of before by default.
         num_replicas: Replicas to have, if ranks join: a joining rank goes to the smallest one, an empty one included.
         watch: Tells who is alive; only those are waited for. Watches over the new ranks afterwards.
 

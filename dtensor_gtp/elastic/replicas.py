@@ -51,13 +51,10 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Replica:
-    """Ranks that hold one full copy of the weights.
+    """Ranks that hold one full copy of the weights, in row-major order of their (gtp, tp) grid. They ascend along both.
 
-    Args:
-        ranks: In row-major order of the (gtp, tp) grid; ascending along both axes.
-        gtp: Ranks over which weights are split and gathered; they see different data.
-        tp: Tensor-parallel ranks; they see the same data.
-        reason: Why the sizes are not those that were asked for; empty if they are.
+    Weights are split and gathered over gtp, whose ranks see different data; tensor-parallel ranks see the same data.
+    ``reason`` says why the sizes are not those that were asked for; it is empty if they are.
     """
 
     ranks: tuple[int, ...]
@@ -124,11 +121,6 @@ class ReplicaLayout:
         return sum(replica.gtp for replica in self.replicas)
 
     @cached_property
-    def is_uniform(self) -> bool:
-        """Whether all replicas have the same sizes."""
-        return len({(replica.gtp, replica.tp) for replica in self.replicas}) == 1
-
-    @cached_property
     def places(self) -> dict[int, Place]:
         """Where each rank stands."""
         return {
@@ -144,8 +136,7 @@ class ReplicaLayout:
         Raises:
             TypeError, ValueError: ``global_batch`` is no int, or there are fewer samples than data ranks.
         """
-        if isinstance(global_batch, bool) or not isinstance(global_batch, int):
-            raise TypeError(f"rebalance_batch expects an int as global_batch, but got {global_batch!r}.")
+        check_size("rebalance_batch", "global_batch", global_batch)
         if global_batch < self.num_data_ranks:
             raise ValueError(
                 f"rebalance_batch expects a sample for each of the {self.num_data_ranks} ranks that see different "
@@ -334,16 +325,12 @@ def check_size(caller: str, name: str, size: object) -> None:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """``0-3,7`` for ranks in ascending order; others as they are, the first few of them."""
-    if list(ranks) == sorted(ranks):
-        numbered = groupby(enumerate(ranks), key=lambda numbered_rank: numbered_rank[1] - numbered_rank[0])
-        runs = [[rank for _, rank in run] for _, run in numbered]
-        parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-        noun = "more ranges"
-    else:
-        parts, noun = list(map(str, ranks)), "more"
+    """``0-3,7``: ranges of consecutive ranks, in the order of ``ranks``; the first few of them."""
+    numbered = groupby(enumerate(ranks), key=lambda numbered_rank: numbered_rank[1] - numbered_rank[0])
+    runs = [[rank for _, rank in run] for _, run in numbered]
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     more = len(parts) - _MAX_RANKS
-    return ",".join(parts[:_MAX_RANKS]) + (f" and {more} {noun}" if more > 0 else "")
+    return ",".join(parts[:_MAX_RANKS]) + (f" and {more} more ranges" if more > 0 else "")
 
 
 def count_of(number: int, noun: str) -> str:

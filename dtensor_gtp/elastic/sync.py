@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 from .._comm import collectives
 from .._comm.agreement import device_of
-from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.digest import digest
@@ -39,7 +38,7 @@ from .mesh import ElasticMesh
 from .plan import Bucket, SyncPlan, box_of_rank
 from .replicas import BatchShare
 
-_SUM = ReduceScale(dist.ReduceOp.SUM, None, None)
+_SUM = collectives.ReduceScale(dist.ReduceOp.SUM, None, None)
 
 
 @dataclass(eq=False)
@@ -213,8 +212,7 @@ class ReplicaSync:
         comm = self._comm
         with profiler_range("GTP::all_reduce", f"{len(parts)} segments"):
             comm.delay()
-            group = compat.resolve_group(channel.group_name)
-            work = collectives.all_reduce(flat, _SUM, group, comm.has_streams)
+            work = collectives.all_reduce(flat, _SUM, compat.resolve_group(channel.group_name), comm.has_streams)
         arrived = partial(self._arrived, bucket, None if is_alone else flat)
         if comm.has_streams:
             arrived()  # the stream orders it; the caller that sends the last gradient records the event
@@ -326,14 +324,8 @@ def clip_grad_norm_(
 
     Each replica holds all gradients, so its norm is that of the whole model; but replicas of other sizes add up in
     another order. So all replicas take the norm of the first one: else parameters would drift apart in the last bits.
-
-    Args:
-        parameters, max_norm: As in torch.
-        mesh: All replicas.
-        options: ``norm_type``, ``error_if_nonfinite`` and ``foreach`` as in torch.
-
-    Returns:
-        The norm before clipping.
+    Arguments beside ``mesh`` (options: ``norm_type``, ``error_if_nonfinite``, ``foreach``) and the result, the norm
+    before clipping, are those of torch.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     foreach = options.pop("foreach", None)

@@ -7,6 +7,7 @@ still for longer than the limit, by the reader's clock, is lost: the reader writ
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ import re
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,9 @@ from .replicas import Place, ReplicaLayout
 
 logger = logging.getLogger(__name__)
 
-# Without these, torch's watchdog of NCCL ends a process in which a collective has failed (at once, or when it has
+# Unless these are 0, torch's watchdog of NCCL ends a process in which a collective has failed (at once, or when it has
 # waited for a dump), or sleeps for a minute after the failure while leaving the process group waits for it.
-_WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
+_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 # Beats, and looks at the beats of others, within a limit.
 _BEATS_PER_LIMIT = 6
 # Ranks of the ring that each rank listens to: all ranks are found if at most so many neighbours fail together.
@@ -50,9 +46,7 @@ _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|time
 class RanksLostError(RuntimeError):
     """Ranks are gone. Take the state that is left with :func:`hold_state`, then :meth:`RankWatch.regroup`.
 
-    Args:
-        lost: Where the ranks stood that are gone.
-        reasons: What is known of each of them.
+    ``lost``: the ranks that are gone, and where they stood.
     """
 
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
@@ -87,7 +81,7 @@ class RankWatch:
         self.limit = limit.total_seconds()
         if self.limit <= 0:
             raise ValueError(f"RankWatch expects a positive limit, but got {limit}.")
-        missing = [f"{name}={value}" for name, value in _WATCHDOG.items() if os.environ.get(name) != value]
+        missing = [f"{name}=0" for name in _WATCHDOG if os.environ.get(name) != "0"]
         if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
             logger.warning(
                 "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may "
@@ -171,9 +165,7 @@ class RankWatch:
     def __enter__(self) -> RankWatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, RanksLostError):
             return
         # A peer that is gone is found within the limit.
@@ -209,11 +201,10 @@ class _Listener:
         self._thread.join()
 
     def _run(self) -> None:
-        number = 0
+        numbers = itertools.count(1)
         try:
             while not clock.wait(self._is_stopped, self._limit / _BEATS_PER_LIMIT):
-                number += 1
-                self._store.set(self._own_beat, str(number))
+                self._store.set(self._own_beat, str(next(numbers)))
                 self._look()
         except RuntimeError:
             # The store is gone, and with it the job.
@@ -272,10 +263,7 @@ def join(
     Args:
         store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
         grace: How long to wait for that, and then as for :func:`regroup` if ranks are lost meanwhile.
-        limit: Of the :class:`RankWatch` that is made for this rank, if the others have one.
-
-    Returns:
-        Who is there, and the watch.
+        limit: Of the :class:`RankWatch` that is made for this rank and returned, if the others have one.
 
     Raises:
         TimeoutError: Nobody took this process in.

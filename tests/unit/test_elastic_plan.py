@@ -270,7 +270,7 @@ rank 6: 12:14""",
     def test_too_small_a_batch(self) -> None:
         with self.assertRaisesRegex(ValueError, "a sample for each of the 3 ranks that see different data"):
             replicas_of([[0], [1, 2]]).batch_shares(2)
-        with self.assertRaisesRegex(TypeError, "an int as global_batch, but got 2.5"):
+        with self.assertRaisesRegex(TypeError, "an int as global_batch, but got float: 2.5"):
             replicas_of([[0]]).batch_shares(2.5)  # type: ignore[arg-type]
 
 
