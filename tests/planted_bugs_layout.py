@@ -236,15 +236,15 @@ LAYOUT = [
     Bug(
         "segment has another owner",
         "elastic/plan.py",
-        "replica.ranks[row * replica.tp + column]",
-        "replica.ranks[column * replica.gtp + row]",
+        "            holders[cell][replica].append(rank)",
+        "            holders[cell][replica].append(layout.replicas[replica].ranks[0])",
         ("tests/unit/test_elastic_plan.py::TestSegments::test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes",),
     ),
     Bug(
         "segment between unequal replicas is lost",
         "elastic/plan.py",
-        "        stop = min(interval.stop for interval in owners)",
-        "        stop = max(interval.stop for interval in owners)",
+        "for box in boxes.values()}",
+        "for rank, box in boxes.items() if rank in layout.replicas[0].ranks}",
         ("tests/unit/test_elastic_plan.py::TestSegments::test_printed_plan",),
     ),
     Bug(
@@ -257,8 +257,8 @@ LAYOUT = [
     Bug(
         "weights of unequal shares",
         "elastic/sync.py",
-        "        of_rank = own[self._place.gtp] * len(own) / total if total else 0.0",
-        "        of_rank = own[self._place.gtp] / total if total else 0.0",
+        "own[self._place.gtp] * len(own) / total if total else 0.0",
+        "own[self._place.gtp] / total if total else 0.0",
         ("tests/distributed/test_elastic.py::TestSixRanks::test_split_that_is_not_the_planned_one",),
     ),
     Bug(
@@ -271,29 +271,29 @@ LAYOUT = [
     Bug(
         "tensor-parallel bias counts once too often",
         "elastic/sync.py",
-        "= grad * tp",
+        "= grad * self._tp",
         "= grad",
         ("tests/distributed/test_elastic.py::TestSixRanks::test_tensor_parallel_replicas",),
     ),
     Bug(
         "each replica clips by its own norm",
         "elastic/sync.py",
-        "    dist.broadcast(total, group_src=mesh.layout.replicas[0].ranks[0], group=group)",
-        "    del group",
+        "    dist.broadcast(total, group_src=mesh.layout.replicas[0].ranks[0], group=mesh.world.get_group())",
+        "    del mesh",
         ("tests/distributed/test_elastic.py::TestSixRanks::test_clipping_keeps_replicas_equal_to_the_last_bit",),
     ),
     Bug(
         "rest of a box is lost",
-        "elastic/transfer.py",
-        "        if after:",
-        "        if after > 1:",
+        "elastic/plan.py",
+        "                if begin < end:",
+        "                if begin + 1 < end:",
         ("tests/unit/test_elastic_transfer.py::TestMoves::test_subtract_leaves_boxes_that_do_not_overlap",),
     ),
     Bug(
         "nearest rank is not asked",
-        "elastic/transfer.py",
-        "replicas = [(own + step) % num_replicas for step in range(num_replicas)]",
-        "replicas = list(range(num_replicas))",
+        "elastic/plan.py",
+        "((replica_of[rank] - replica) % num_replicas, rank)",
+        "(replica_of[rank], rank)",
         ("tests/unit/test_elastic_transfer.py::TestMoves::test_the_nearest_rank_sends",),
     ),
     Bug(
@@ -306,17 +306,17 @@ LAYOUT = [
     Bug(
         "oldest step is recovered",
         "elastic/recovery.py",
-        "for known in having.values()}, reverse=True):",
-        "for known in having.values()}):",
+        "in sorted(set(steps.values()), reverse=True):",
+        "in sorted(set(steps.values())):",
         (
             "tests/distributed/test_elastic_checkpoint.py::TestElasticCheckpoint::test_the_latest_step_that_is_complete_is_taken",
         ),
     ),
     Bug(
         "two replicas write a checkpoint",
-        "elastic/checkpoint.py",
-        "        self._is_writer = mesh.place.replica == writer",
-        "        self._is_writer = mesh.place.replica <= writer",
+        "elastic/mesh.py",
+        "mesh.place.replica == sizes.index(max(sizes))",
+        "mesh.place.replica <= sizes.index(max(sizes))",
         (
             "tests/distributed/test_elastic_checkpoint.py::TestElasticCheckpoint::test_from_unequal_replicas_to_any_layout",
         ),

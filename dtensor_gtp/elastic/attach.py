@@ -59,9 +59,8 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
         flags = sorted({str(param.flags) for param in runtime.params})
         # Tensor parallelism may have another size in each replica: its cuts are compared below.
         params = [
-            f"{replace(spec, tp_dim=None, tp_block_size=1)}, {param.param.dtype}, "
-            f"requires_grad={param.param.requires_grad}"
-            for spec, param in zip(specs, runtime.params, strict=True)
+            f"{replace(spec, tp_dim=None, tp_block_size=1)}, {p.param.dtype}, requires_grad={p.param.requires_grad}"
+            for spec, p in zip(specs, runtime.params, strict=True)
         ]
         return [f"bucket_nbytes={bucket_nbytes}", str(runtime.schedule), *policies.values(), *flags, *params]
 
@@ -147,13 +146,11 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
 
 
 def _specs_with_cuts(specs: list[WeightSpec], mesh: ElasticMesh) -> list[list[WeightSpec]]:
-    """The specs of each rank whose replica has tp: the others do not know how tensor parallelism cuts. If no replica
-    has tp, those of this rank."""
-    layout = mesh.layout
-    large = [rank for replica in layout.replicas if replica.tp > 1 for rank in replica.ranks]
+    """The specs of each rank whose replica has tp, or of this one: only those know how tensor parallelism cuts."""
+    large = [rank for replica in mesh.layout.replicas if replica.tp > 1 for rank in replica.ranks]
     if not large:
         return [specs]
-    gathered: list[Any] = [None] * layout.num_ranks
+    gathered: list[Any] = [None] * mesh.layout.num_ranks
     dist.all_gather_object(gathered, specs, group=mesh.world.get_group())
     return [gathered[rank] for rank in large]
 

@@ -101,19 +101,14 @@ def nonuniform_mesh(
     """
 
     def check() -> ReplicaLayout:
-        if replicas is not None:
-            if replicate is not None or gtp is not None or failed:
-                raise ValueError(
-                    "nonuniform_mesh expects either replicas or the sizes before the failure (replicate, gtp, failed), "
-                    "but got both. Pass one of them."
-                )
-            layout = replicas_of(replicas, tp=tp, weights=weights)
-        elif replicate is not None and gtp is not None:
+        if replicas is None and replicate is not None and gtp is not None:
             layout = plan_replicas(replicate=replicate, gtp=gtp, tp=tp, failed=failed, weights=weights)
+        elif replicas is not None and replicate is None and gtp is None and not failed:
+            layout = replicas_of(replicas, tp=tp, weights=weights)
         else:
             raise ValueError(
-                f"nonuniform_mesh expects replicate and gtp, or a list of replicas, but got replicate={replicate} and "
-                f"gtp={gtp}."
+                f"nonuniform_mesh expects either replicas or the sizes before the failure (replicate and gtp, failed), "
+                f"but got {replicas=}, {replicate=}, {gtp=} and {failed=}. Pass one of them."
             )
         if layout.num_ranks != world_size():
             raise ValueError(
@@ -161,8 +156,7 @@ class MemoryModel:
         budget: Memory of a rank.
         shard_nbytes: Bytes of each element that a rank holds: parameter, gradient and optimizer state. 16 for float32
             parameters and AdamW.
-        gathered_nbytes: Bytes of an element of a gathered weight.
-        reduce_nbytes: Bytes of an element of a gradient that is sent.
+        gathered_nbytes, reduce_nbytes: Bytes of an element of a gathered weight, and of a gradient that is sent.
         prefetch_depth, prefetch_nbytes, max_inflight_reduce_scatters: As in ``SchedulePolicy``.
         activation_nbytes: Activations of a rank at tensor-parallel size 1.
     """
@@ -199,7 +193,7 @@ def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: Me
     Raises:
         ValueError: A replica is too small for its ranks' memory.
     """
-    found = [_memory_of_fullest_rank(layout, replica, weights, model) for replica in layout.replicas]
+    found = [_memory(layout, replica, weights, model) for replica in layout.replicas]
     for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
         if memory.total > model.budget:
             raise ValueError(
@@ -211,10 +205,8 @@ def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: Me
     return found
 
 
-def _memory_of_fullest_rank(
-    layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpec], model: MemoryModel
-) -> RankMemory:
-    """Of the first rank: it has the largest chunk of every weight."""
+def _memory(layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpec], model: MemoryModel) -> RankMemory:
+    """Of the first rank, the fullest: it has the largest chunk of every weight."""
     rank = replica.ranks[0]
     shards = sum(box_of_rank(weight, layout, rank).numel for weight in weights) * model.shard_nbytes
     # Gathered weights: tensor parallelism alone cuts them.
@@ -238,11 +230,7 @@ class ReplicaSavePlanner(DefaultSavePlanner):
     Replicas of unequal sizes cut a weight at different rows. Their chunks overlap, and ``torch.distributed.checkpoint``
     (DCP) refuses such a checkpoint. So only the ranks of the largest replica write sharded tensors, because each of
     them has least to write. Everything else is written once for each key, as always. A load needs nothing: each rank
-    reads the rows that it holds.
-
-    Args:
-        mesh: The replicas that the state is sharded over.
-        options: As for torch's ``DefaultSavePlanner``.
+    reads the rows that it holds. ``options`` are those of torch's ``DefaultSavePlanner``.
     """
 
     def __init__(self, mesh: ElasticMesh, **options: Any) -> None:

@@ -33,16 +33,14 @@ class _BlockParallel(ParallelStyle):
         self.block_size, self._dim, self._layouts = block_size, dim, layouts or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        caller = type(self).__name__
+        style = type(self).__name__
         if not isinstance(module, nn.Linear):
-            raise TypeError(
-                f"{caller} expects an nn.Linear, but got {type(module).__name__}. Use another style for it."
-            )
+            raise TypeError(f"{style} expects an nn.Linear, but got {type(module).__name__}. Use another style for it.")
         name = ("out_features", "in_features")[self._dim]
         features: int = getattr(module, name)
         if features % self.block_size or features // self.block_size < device_mesh.size():
             raise ValueError(
-                f"{caller} expects blocks of {self.block_size} that fill {name}={features} and are at least as many as "
+                f"{style} expects blocks of {self.block_size} that fill {name}={features} and are at least as many as "
                 f"the {device_mesh.size()} ranks of tp, but they are {features / self.block_size:g}: no cut fits. Use "
                 "a smaller tp or another block_size."
             )
@@ -69,7 +67,7 @@ class BlockColwiseParallel(_BlockParallel):
 
     Args:
         block_size: Features that stay together: ``head_dim``.
-        input_layouts: Placement of an input that is no DTensor.
+        input_layouts: Placement of an input that is no DTensor, ``Replicate()`` by default.
 
     Raises:
         TypeError, ValueError: ``block_size`` is no positive int; by ``parallelize_module``: the module is no
@@ -96,9 +94,6 @@ class BlockRowwiseParallel(_BlockParallel):
     Args:
         block_size: As that of the layers before, in features of this layer's input.
         output_layouts: Placement of the output, ``Replicate()`` by default. The output is local.
-
-    Raises:
-        TypeError, ValueError: As for :class:`BlockColwiseParallel`.
     """
 
     def __init__(self, block_size: int, *, output_layouts: Placement | None = None) -> None:

@@ -22,10 +22,8 @@ from .._comm.debug import format_nbytes
 from ..placement import chunk_size_and_offset
 from .replicas import ReplicaLayout, WeightSpec, count_of, format_ranks
 
-# Segments that are printed of each weight.
-_MAX_SEGMENTS = 12
-# For each replica the ranks with a copy.
-Holders = tuple[tuple[int, ...], ...]
+_MAX_SEGMENTS = 12  # that are printed of each weight
+Holders = tuple[tuple[int, ...], ...]  # for each replica the ranks with a copy
 
 
 class Box(NamedTuple):
@@ -62,13 +60,10 @@ class Box(NamedTuple):
         left = []
         offset, size = list(self.offset), list(self.size)
         for dim, (start, length) in enumerate(zip(*common, strict=True)):
-            before = start - offset[dim]
-            after = offset[dim] + size[dim] - start - length
-            if before:
-                left.append(Box(tuple(offset), (*size[:dim], before, *size[dim + 1 :])))
-            if after:
-                behind = (*offset[:dim], start + length, *offset[dim + 1 :])
-                left.append(Box(behind, (*size[:dim], after, *size[dim + 1 :])))
+            for begin, end in ((offset[dim], start), (start + length, offset[dim] + size[dim])):
+                if begin < end:
+                    starts = (*offset[:dim], begin, *offset[dim + 1 :])
+                    left.append(Box(starts, (*size[:dim], end - begin, *size[dim + 1 :])))
             offset[dim], size[dim] = start, length
         return left
 
@@ -217,8 +212,8 @@ def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
             known[cut] = list(segments_of(weight, layout))
         for box, holders in known[cut]:
             segments.setdefault(holders, []).append((index, box))
-    buckets = [Bucket(holders, tuple(parts)) for holders, parts in sorted(segments.items())]
-    return SyncPlan(layout, tuple(weights), tuple(buckets))
+    buckets = tuple(Bucket(holders, tuple(parts)) for holders, parts in sorted(segments.items()))
+    return SyncPlan(layout, tuple(weights), buckets)
 
 
 class Move(NamedTuple):
@@ -236,10 +231,8 @@ def plan_moves(
 
     Each part comes from the nearest rank that holds it: the target itself, a rank of its replica, then the replicas
     after its own in turn, so that several replicas that are rebuilt do not all ask the same one. Arguments are by rank:
-    what it has (ranks without are left out), what it is to have, and its replica.
-
-    Returns:
-        Moves that give every rank each element that it wants once, and, as (target, box), what no rank holds.
+    what it has (ranks without are left out), what it is to have, and its replica. Returns moves that give every rank
+    each element that it wants once, and, as (target, box), what no rank holds.
     """
     num_replicas = max(replica_of.values(), default=0) + 1
 

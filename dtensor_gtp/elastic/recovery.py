@@ -27,8 +27,9 @@ from .._comm.agreement import device_of
 from .mesh import ElasticMesh
 from .plan import Box, Move, plan_moves
 
-# Keys and indices that lead to a value in nested dicts and lists.
-Keys = tuple[Any, ...]
+Keys = tuple[Any, ...]  # and indices: they lead to a value in nested dicts and lists
+Parts = dict[Keys, tuple[Box, Tensor]]  # where parts lie in their logical tensors, and the parts
+Moves = dict[Keys, list[Move]]
 _NEW = -1  # the step of a rank that holds nothing
 
 
@@ -41,19 +42,16 @@ class HeldState:
     """What one rank has of the state of a job after ``step`` optimizer steps. Made by :func:`hold_state`."""
 
     step: int
-    tensors: dict[Keys, tuple[Box, Tensor]]  # where this rank's part lies in the logical tensor, and the part
+    tensors: Parts
     plain: dict[Keys, Any]  # all other values
 
 
 def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
     """Keep this rank's part of ``state``. No communication, and no copy of DTensors: they are those of the job.
 
-    Call it when the job has failed, before its process groups are destroyed.
-
-    Args:
-        state: What would be saved: nested dicts and lists with DTensors (see the checkpointing guide), numbers, plain
-            tensors.
-        step: Number of optimizer steps that this rank has completed. Count it right after ``optimizer.step()``.
+    Call it when the job has failed, before its process groups are destroyed. ``state`` is what would be saved: nested
+    dicts and lists with DTensors (see the checkpointing guide), numbers, plain tensors. ``step`` is the number of
+    optimizer steps that this rank has completed: count it right after ``optimizer.step()``.
     """
     held = HeldState(step, {}, {})
     for keys, _, value in _leaves(state):
@@ -84,21 +82,17 @@ class _Report(NamedTuple):
 def recover_state(
     held: HeldState | None, state: dict[str, Any], mesh: ElasticMesh, *, chunk_nbytes: int = 256 << 20
 ) -> int:
-    """Fill ``state`` from what the ranks of ``mesh`` hold. Collective over all of them.
+    """Fill ``state`` from what the ranks of ``mesh``, the new one, hold. Collective over all of them.
 
     A failure may catch some ranks before the last optimizer step and some after it. The latest step of which nothing is
-    missing is taken, whole: replicas that did not complete it get it from those that did.
+    missing is taken, whole, and returned: replicas that did not complete it get it from those that did.
 
     Args:
         held: What this rank has, None if it is new.
         state: State of the job that was built on ``mesh``: as for ``dcp.load``, its tensors are written in place, other
             values are replaced. A value that is no DTensor is kept by ranks that have it of the step that is taken; the
             others get that of the lowest rank.
-        mesh: The new mesh.
         chunk_nbytes: Bytes that a rank exchanges at a time, about.
-
-    Returns:
-        The step that the state is of.
 
     Raises:
         ValueError: The held state is that of another model.
@@ -125,16 +119,14 @@ def recover_state(
     return step
 
 
-def _latest_complete_step(
-    reports: Sequence[_Report], replica_of: Mapping[int, int]
-) -> tuple[int, dict[Keys, list[Move]]]:
+def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, int]) -> tuple[int, Moves]:
     steps = {rank: report.step for rank, report in enumerate(reports) if report.step != _NEW}
     if not steps:
         raise StateLostError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
     lost = ""
     for step in sorted(set(steps.values()), reverse=True):
         sources = {rank: reports[rank].held for rank, at in steps.items() if at == step}
-        moves: dict[Keys, list[Move]] = {}
+        moves: Moves = {}
         known_plans: dict[Any, Any] = {}
         for keys, part in reports[0].wanted.items():
             wanted = {rank: report.wanted[keys].box for rank, report in enumerate(reports)}
@@ -174,11 +166,9 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
         )
 
 
-def _chunks(
-    moves: dict[Keys, list[Move]], wanted: Mapping[Keys, _Part], limit: int
-) -> Iterator[dict[Keys, list[Move]]]:
+def _chunks(moves: Moves, wanted: Mapping[Keys, _Part], limit: int) -> Iterator[Moves]:
     """The moves in portions of about ``limit`` bytes over all ranks; one dtype each."""
-    chunk: dict[Keys, list[Move]] = {}
+    chunk: Moves = {}
     nbytes, dtype = 0, None
     for keys, of_tensor in moves.items():
         if chunk and (nbytes >= limit or wanted[keys].dtype != dtype):
@@ -190,12 +180,7 @@ def _chunks(
         yield chunk
 
 
-def _exchange(
-    chunk: dict[Keys, list[Move]],
-    sources: Mapping[Keys, tuple[Box, Tensor]],
-    targets: Mapping[Keys, tuple[Box, Tensor]],
-    mesh: ElasticMesh,
-) -> None:
+def _exchange(chunk: Moves, sources: Parts, targets: Parts, mesh: ElasticMesh) -> None:
     """Copy what stays on this rank; all-to-all of the rest, in the order (keys, move) between any two ranks."""
     rank = dist.get_rank()
     sent: list[list[Tensor]] = [[] for _ in mesh.layout.places]
@@ -259,14 +244,10 @@ def handover_path(environment: Mapping[str, str] | None = None, directory: Path 
     ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later. That is time
     enough to write what a rank holds to a file in host memory. Nothing is copied before a failure. The name holds the
     process of the launcher, which stays when workers are started again, and the local rank. Files of launchers that are
-    gone are removed.
+    gone are removed. Outside of ``torchrun`` the result is None.
 
-    Args:
-        environment: ``os.environ`` by default.
-        directory: A folder in memory, ``/dev/shm`` by default; where there is none, the folder of temporary files.
-
-    Returns:
-        None outside of ``torchrun``.
+    By default ``environment`` is ``os.environ``, and ``directory`` is ``/dev/shm`` (memory); where there is none, it is
+    the folder of temporary files.
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in environment:

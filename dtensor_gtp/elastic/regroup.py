@@ -187,13 +187,11 @@ def start_regrouped(
 ) -> bool:
     """Make the default group; False if some of its ranks are lost by now."""
     compat.restart_group_names()
-    group_store = compat.PrefixStore("group", _shared(store, members.generation))
+    store, size = compat.PrefixStore("group", _shared(store, members.generation)), members.layout.num_ranks
     try:
-        dist.init_process_group(
-            backend, store=group_store, rank=rank, world_size=members.layout.num_ranks, timeout=timeout
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
-        _LOG.warning("rank %d of %d could not connect to the others: %s", rank, members.layout.num_ranks, error)
+        _LOG.warning("rank %d of %d could not connect to the others: %s", rank, size, error)
         if dist.is_initialized():
             compat.leave_process_groups()
         return False

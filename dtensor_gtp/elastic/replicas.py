@@ -21,8 +21,7 @@ class WeightSpec:
     """What the planner must know of a parameter.
 
     Args:
-        name: Fully qualified name.
-        shape: Logical shape.
+        name, shape: Fully qualified name and logical shape.
         dim: The dim that gtp cuts; None for a parameter that stays whole.
         block_size: Rows of ``dim`` that stay together on one rank.
         tp_dim: The dim that tensor parallelism cuts, before gtp cuts the slice; None if it does not.
@@ -121,6 +120,11 @@ class ReplicaLayout:
         return sum(replica.gtp for replica in self.replicas)
 
     @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all replicas have the same sizes."""
+        return len({(replica.gtp, replica.tp) for replica in self.replicas}) == 1
+
+    @cached_property
     def places(self) -> dict[int, Place]:
         """Where each rank stands."""
         return {
@@ -213,8 +217,7 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
     Args:
         ranks: Ranks of each replica, in any order. Rows of ``tp`` consecutive ones form the tensor-parallel groups if
             ``tp`` divides their number.
-        tp: Largest size of the tp axis.
-        weights: What is to be sharded, see :func:`choose_sizes`.
+        tp, weights: Largest size of the tp axis, and what is to be sharded, see :func:`choose_sizes`.
 
     Raises:
         TypeError, ValueError: Replicas overlap or leave ranks out, a rank is no int, or no cut fits ``weights``.

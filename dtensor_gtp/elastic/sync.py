@@ -118,11 +118,8 @@ class ReplicaSync:
 
         The gradient is that of ``sum(count * loss) / sum(count)`` over all ranks that see different data. It holds for
         all backwards until the next call; with gradient accumulation call it before the first microbatch, or before
-        each if the shares change and each backward reduces.
-
-        Args:
-            share: What :meth:`ElasticMesh.rebalance_batch` returned, or a number, which is then exchanged: collective
-                over all ranks. 0 drops this rank's gradient.
+        each if the shares change and each backward reduces. ``share`` is what :meth:`ElasticMesh.rebalance_batch`
+        returned, or a number, which is then exchanged: collective over all ranks. 0 drops this rank's gradient.
 
         Raises:
             ValueError: The numbers are negative, all 0, or differ along tp.

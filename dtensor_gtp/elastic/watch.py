@@ -29,25 +29,19 @@ logger = logging.getLogger(__name__)
 # Unless these are 0, torch's watchdog of NCCL ends a process in which a collective has failed (at once, or when it has
 # waited for a dump), or sleeps for a minute after the failure while leaving the process group waits for it.
 _WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-# Beats, and looks at the beats of others, within a limit.
-_BEATS_PER_LIMIT = 6
-# Ranks of the ring that each rank listens to: all ranks are found if at most so many neighbours fail together.
-_NUM_NEIGHBOURS = 2
+_BEATS_PER_LIMIT = 6  # and looks at the beats of others
+_NUM_NEIGHBOURS = 2  # that each rank listens to: all ranks are found if at most so many neighbours fail together
 # Values in the store: a last beat, the begin of a reason, and decisions about an update.
 _DONE = b"done"
 _SILENT, _CLOSED = "was silent", "has closed its watch"
 _UPDATE, _KEEP = "update", "keep"
-# Key of the last rank that is done.
-_ENDED = "ended"
+_ENDED = "ended"  # key of the last rank that is done
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
 _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
 
 
 class RanksLostError(RuntimeError):
-    """Ranks are gone. Take the state that is left with :func:`hold_state`, then :meth:`RankWatch.regroup`.
-
-    ``lost``: the ranks that are gone, and where they stood.
-    """
+    """Ranks are gone: those in ``lost``. Take what is left with :func:`hold_state`, then :meth:`RankWatch.regroup`."""
 
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
@@ -107,8 +101,7 @@ class RankWatch:
         self._is_lost = self._listener.is_lost
 
     def is_alive(self, rank: int) -> bool:
-        """Whether ``rank`` has beaten within the limit, and no other rank has reported it as silent or closed. For one
-        thread."""
+        """Whether ``rank`` has beaten within the limit, and no rank has reported it as silent or closed."""
         lost = f"lost/{rank}"
         if self._own.check([lost]) and self._own.get(lost).decode().startswith((_SILENT, _CLOSED)):
             return False

@@ -435,8 +435,11 @@ class TestSixRanks(GlooTest):
                 r"replicas of 6 ranks \(WORLD_SIZE\), but got \[4, 3\]",
                 {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}},
             ),
-            ("either replicas or the sizes before", {"replicate": 2, "replicas": [[0, 1, 2], [3, 4, 5]]}),
-            ("replicate and gtp, or a list of replicas", {"replicate": 2}),
+            (
+                r"either replicas or the sizes before .*, but got replicas=\[.*\], replicate=2, gtp=None",
+                {"replicate": 2, "replicas": [[0, 1, 2], [3, 4, 5]]},
+            ),
+            (r"\(replicate and gtp, failed\), but got replicas=None, replicate=2, gtp=None", {"replicate": 2}),
             ("do not overlap, but rank 3", {"replicas": [[0, 1, 2, 3], [3, 4, 5]]}),
         ):
             with self.assertRaisesRegex(ValueError, message):
