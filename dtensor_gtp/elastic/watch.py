@@ -101,7 +101,7 @@ class RankWatch:
         self._is_lost = self._listener.is_lost
 
     def is_alive(self, rank: int) -> bool:
-        """Whether ``rank`` has beaten within the limit, and no rank has reported it as silent or closed."""
+        """Whether ``rank`` beat within the limit and nobody has reported it as silent or closed. For one thread."""
         lost = f"lost/{rank}"
         if self._own.check([lost]) and self._own.get(lost).decode().startswith((_SILENT, _CLOSED)):
             return False
