@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.record_again import SUMS
-from dtensor_gtp.graphs.record_step import read_values, write_values
+from dtensor_gtp.graphs.record_again import SUMS, read_values, write_values
 
 
 class OnHost:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
 from dtensor_gtp._params import gather
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.checks import check_capturable, check_inputs, check_state
+from dtensor_gtp.graphs.checks import check_inputs, check_optimizer, check_state
 
 BF16 = torch.bfloat16
 
@@ -307,8 +307,8 @@ class TestCaptureStep:
 def test_optimizers_that_cannot_be_captured_are_named() -> None:
     params = [nn.Parameter(torch.ones(2, device="meta"))]
     with pytest.raises(ValueError, match=r"group 0 of AdamW has capturable=False. Create it with capturable=True"):
-        check_capturable(torch.optim.AdamW(params))
-    check_capturable(torch.optim.SGD(params, momentum=0.9))
+        check_optimizer(torch.optim.AdamW(params), nn.ParameterList(params))
+    check_optimizer(torch.optim.SGD(params, momentum=0.9), nn.ParameterList(params))
     device = torch.device("meta")
     adagrad = torch.optim.Adagrad(params)
     with pytest.raises(ValueError, match=r"whose state is on 'meta', but 'step' of Adagrad is on 'cpu'"):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.record_again import Addresses, Surroundings, addresses, changed
+from dtensor_gtp.graphs.record_again import Surroundings
 from dtensor_gtp.quant import Float8Tensorwise, quantize_
 from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 
@@ -55,7 +55,7 @@ class TestGradients:
         step = setting.captured(warmup_steps=2)
         for index in range(300):
             step(rows(0, 1), float(index))
-        assert len(step._seen) < 300
+        assert len(step._calls.seen) < 300
 
     def test_gradients_that_are_dropped_at_the_begin_of_a_step_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
         """Each call finds others: it runs eagerly, and says why, once."""
@@ -236,19 +236,19 @@ class TestOptimizers:
         gtp_shard(model, mesh, schedule=ALL)
         optimizer = MasterOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
-        def take_step() -> tuple[Addresses, torch.Tensor, Surroundings]:
+        def take_step() -> tuple[torch.Tensor, Surroundings]:
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             around = Surroundings(model, [optimizer], [runtime_of(model)])
-            return addresses(model, [optimizer]), optimizer.state[model[0].weight]["master"], around
+            return optimizer.state[model[0].weight]["master"], around
 
-        at, master, around = take_step()
-        now, other, _ = take_step()
+        master, around = take_step()
+        other, _ = take_step()
         assert master is not other
-        assert changed(at, now) is None
+        assert around.moved() is None
         assert around.is_in_place()
         optimizer.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(master)
-        assert changed(at, addresses(model, [optimizer])) == "'momentum_buffer' in the state of MasterOptimizer"
+        assert around.moved() == "'momentum_buffer' in the state of MasterOptimizer"
         assert not around.is_in_place()
 
     def test_states_in_containers_and_states_that_are_moved_away(self) -> None:
@@ -269,7 +269,7 @@ class TestOptimizers:
             put()
             assert not around.is_in_place()
             del kept
-            around = around.moved()
+            around = around.with_new_addresses()
         moved = weakref.ref(optimizer.state[param].pop("last"))
         assert moved() is None, "whoever moves a state away wants its memory"
 
