@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from .. import _torch_compat as compat
 
+aten = torch.ops.aten
+
 
 @functools.cache
 def install() -> None:
     """Replace DTensor's handler of the op, once in a process."""
-    compat.set_dtensor_handler(compat.unscale_grads_op, unscale)
+    compat.set_dtensor_handler(aten._amp_foreach_non_finite_check_and_unscale_.default, unscale)
 
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,30 +7,33 @@ release it is for. Code and tests call ``compat.name``, so that a test can put s
 
 from __future__ import annotations
 
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _will_engine_execute_node as is_node_awaited
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
+from torch._C._autograd import _profiler_enabled as is_profiling
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
+from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_tensors_hooks_enabled  # type: ignore[attr-defined]
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.cuda import _sleep as sleep_stream
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing_dtensors
 from torch.distributed.tensor import _redistribute as redistribute_module
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.optim._muon import _adjust_lr as muon_adjust_lr
+from torch.optim._muon import _zeropower_via_newtonschulz as muon_orthogonalize
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .autograd import (
     PackHook,
     UnpackHook,
     accumulate_node,
-    current_graph_task_id,
     grad_dtype,
     ignored_saved_weight,
     in_func_transform,
     is_awaited,
-    is_node_awaited,
-    is_profiling,
-    pop_saved_tensors_hooks,
     post_accumulate_grad_hooks,
-    push_saved_tensors_hooks,
     queue_backward_callback,
-    saved_tensors_hooks_enabled,
     tensor_hooks,
     top_saved_tensors_hooks,
 )
@@ -65,7 +68,6 @@ from .dtensor import (
     set_dtensor_handler,
     stock_dtensor_dispatch,
     stock_rule,
-    unscale_grads_op,
     wrap_local,
     wrap_sharding_propagation,
 )
@@ -107,9 +109,6 @@ from .tensors import (
     assert_on_device,
     copy_all,
     make_wrapper_subclass,
-    muon_adjust_lr,
-    muon_orthogonalize,
-    sleep_stream,
     storage_use_count,
     without_torch_function,
     wrapper_tensor,

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import _will_engine_execute_node as is_node_awaited
 from torch.autograd import Variable
 
 PackHook = Callable[[Tensor], Any]
@@ -14,17 +15,12 @@ UnpackHook = Callable[[Any], Tensor]
 
 
 def ignored_saved_weight() -> object:
-    """What a saved-tensor hook has made of the weight of a convolution whose input needs no gradient, if that is the
-    node of autograd's graph that runs now: it unpacks the weight, and does not look at the values. None elsewhere."""
+    """What a saved-tensor hook has made of the weight of a convolution whose input needs no gradient, if its node of
+    autograd's graph runs now, which unpacks the weight but does not read its values. None elsewhere."""
     node = torch._C._current_autograd_node()
     if node is None or not node.name().startswith("ConvolutionBackward") or node.next_functions[0][0] is not None:
         return None
     return getattr(node._raw_saved_weight, "data", None)  # type: ignore[attr-defined]
-
-
-def current_graph_task_id() -> int:
-    """Id of the autograd graph task that runs on this thread, -1 outside of backward."""
-    return torch._C._current_graph_task_id()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -33,7 +29,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """That of ``param.grad``: as a rule the parameter's, but ``fully_shard`` of torch 2.15 wants its reduction's."""
+    """Of ``param.grad``: the parameter's dtype, but ``fully_shard`` of torch 2.15 wants that of its reduction."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
     return param.dtype if dtype is None else dtype
 
@@ -46,7 +42,7 @@ def is_awaited(ctx: Any, index: int) -> bool:
         ctx: Context of a ``torch.autograd.Function`` in its backward.
         index: Index of the leaf among the tensor arguments of its forward; the leaf needs a gradient.
     """
-    return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+    return is_node_awaited(ctx.next_functions[index][0])
 
 
 def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
@@ -55,44 +51,20 @@ def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
         return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-def is_node_awaited(node: torch.autograd.graph.Node) -> bool:
-    """Whether the backward that runs now comes to ``node``; as :func:`is_awaited`, without a context."""
-    return bool(torch._C._will_engine_execute_node(node))
-
-
-def push_saved_tensors_hooks(pack: PackHook, unpack: UnpackHook) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def pop_saved_tensors_hooks() -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
 def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:
     """The innermost active pair of saved-tensor hooks, or None."""
     return cast("tuple[PackHook, UnpackHook] | None", torch._C._autograd._top_saved_tensors_default_hooks(False))
 
 
-def saved_tensors_hooks_enabled() -> bool:
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-
-
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """Hooks registered with ``Tensor.register_post_accumulate_grad_hook``, in order."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-    return list(hooks.values()) if hooks else []
+    """In the order of their registration, as those of ``tensor_hooks``."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Hooks registered with ``Tensor.register_hook``, in order."""
-    hooks = getattr(tensor, "_backward_hooks", None)
-    return list(hooks.values()) if hooks else []
+    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
 
 
 def in_func_transform() -> bool:
     """Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-# Whether a profiler records: ``record_function`` costs microseconds also when none does.
-is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled

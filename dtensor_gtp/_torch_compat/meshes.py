@@ -8,6 +8,10 @@ from typing import Any, cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute as redistribute_module
 
+root_mesh = DeviceMesh._get_root_mesh
+# Makes the 1-D mesh, with a name, of the ranks of a mesh in row-major order; a sub-mesh of the same root.
+flatten_mesh = DeviceMesh._flatten
+
 
 def mesh_coordinate(mesh: DeviceMesh, axis: int) -> Any:
     """This rank's coordinate on one axis of ``mesh``; symbolic where torch traces or simulates several ranks."""
@@ -30,7 +34,7 @@ def _accept_unsorted_axes() -> None:
     """Let DTensor redistribute over a mesh whose axes stand in another order than in its root mesh.
 
     Before it merges collectives over several axes, torch (2.11, 2.13) looks for a flattened mesh of these axes. In such
-    a mesh the lookup raises a KeyError, where all that it has to say is that there is none.
+    a mesh the lookup raises a KeyError instead of saying that there is none.
     """
     lookup = getattr(redistribute_module, "_get_flattened_mesh_by_layout", None)
     if lookup is None:
@@ -49,12 +53,3 @@ def _accept_unsorted_axes() -> None:
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """``mesh``, which is 1-D, with its one axis split into several; a sub-mesh of the same root."""
     return mesh._unflatten(0, sizes, names)
-
-
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """1-D mesh of the ranks of ``mesh``, in row-major order; a sub-mesh of the same root."""
-    return mesh._flatten(name)
-
-
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh._get_root_mesh()

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint as checkpoint_module
 
-# What is active in the forward, and in the recomputation, of a checkpoint with a policy.
+# Active in the forward, and in the recomputation, of a checkpoint with a policy.
 POLICY_MODES: tuple[type[Any], ...] = (
     checkpoint_module._CachingTorchDispatchMode,
     checkpoint_module._CachedTorchDispatchMode,
@@ -22,6 +22,9 @@ _NOTHING = nullcontext()
 
 # Of this thread; 0 almost always, and quick to ask.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+# Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
+set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def asks_checkpoint_policy() -> bool:
@@ -41,7 +44,7 @@ def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
 
 
 def is_tracing() -> bool:
-    """Whether the ops that run now are recorded in a graph by the compiler."""
+    """Whether the compiler records the ops that run now in a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -53,22 +56,18 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 @contextmanager
 def _without_checkpoint_modes(modes: list[Any]) -> Iterator[None]:
     others = [mode for mode in modes if not isinstance(mode, POLICY_MODES)]
-    _replace_dispatch_modes(len(modes), others)
+    _replace_dispatch_modes(modes, others)
     try:
         yield
     finally:
-        _replace_dispatch_modes(len(others), modes)
+        _replace_dispatch_modes(others, modes)
 
 
-def _replace_dispatch_modes(num_modes: int, modes: list[Any]) -> None:
-    for _ in range(num_modes):
+def _replace_dispatch_modes(before: list[Any], after: list[Any]) -> None:
+    for _ in before:
         python_dispatch._pop_mode()
-    for mode in modes:
+    for mode in after:
         python_dispatch._push_mode(mode)
-
-
-# Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
-set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def skip_code(code: CodeType, *, recursive: bool = False) -> None:

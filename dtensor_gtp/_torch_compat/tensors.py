@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -11,24 +10,19 @@ from torch import Tensor
 
 _T = TypeVar("_T", bound=Tensor)
 
+# Makes a tensor of a class and a shape without memory of its own; the options are strides, dtype and device.
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+
 
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` as if no argument had a ``__torch_function__``; what it returns is not converted to a subclass."""
+    """Call ``func`` as if no argument had a ``__torch_function__``. The result is not converted to a subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def make_wrapper_subclass(cls: type[Tensor], shape: tuple[int, ...], **options: Any) -> Any:
-    """A tensor of class ``cls`` that has no memory of its own; the options are strides, dtype and device."""
-    return Tensor._make_wrapper_subclass(cls, shape, **options)
-
-
 def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
-    """A contiguous tensor of class ``cls``, a subclass of Tensor, without memory of its own, on the device of ``like``.
-
-    Args:
-        like: If it has that shape, its strides count as well.
-    """
+    """A contiguous tensor of class ``cls`` without memory of its own, on the device of ``like``, whose strides it gets
+    if that has its shape."""
     stride = like.stride() if like.shape == shape else torch.empty(shape, device="meta").stride()
     return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
 
@@ -53,25 +47,6 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail if ``condition`` is false: at once on a CPU, when the device comes to it elsewhere.
-
-    Kernels take messages of less than 255 characters: what is beyond is left out.
-    """
+    """Fail if ``condition`` is false: at once on a CPU, elsewhere when the device comes to it. Kernels take messages of
+    less than 255 characters."""
     torch._assert_async(condition, message[:254])
-
-
-def sleep_stream(cycles: int) -> None:
-    """Make the current CUDA stream spin for ``cycles`` of the SM clock."""
-    torch.cuda._sleep(cycles)
-
-
-def muon_orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """``torch.optim.Muon``'s Newton-Schulz iteration on a whole matrix; the result is bfloat16."""
-    module: Any = import_module("torch.optim._muon")  # here, not at the top: a release may move it
-    result: Tensor = module._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
-    return result
-
-
-def muon_adjust_lr(lr: Any, adjust_lr_fn: str | None, shape: torch.Size) -> Any:
-    """``torch.optim.Muon``'s learning rate for a matrix of ``shape``."""
-    return cast("Any", import_module("torch.optim._muon"))._adjust_lr(lr, adjust_lr_fn, shape)
