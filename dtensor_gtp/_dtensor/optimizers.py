@@ -1,4 +1,4 @@
-"""What DTensor must learn for optimizers: gradient scaling over shards."""
+"""Gradient scaling over shards: what ``torch.amp.GradScaler`` runs on all gradients at once."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ def install() -> None:
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale local shards in place; ``found_inf`` is the maximum over every axis on which any gradient is sharded.
-
-    Args:
-        args: ``(grads, found_inf, inv_scale)`` as the op takes them; ``grads`` may lie on different meshes.
-    """
+    ``args`` are ``(grads, found_inf, inv_scale)`` as the op takes them; ``grads`` may lie on different meshes."""
     grads, found_inf, inv_scale = args
     op([compat.local_part(grad) for grad in grads], found_inf, inv_scale)
     groups: dict[str, dist.ProcessGroup] = {}
     for grad in grads:
-        if not isinstance(grad, DTensor):
-            continue
-        for axis, placement in enumerate(grad.placements):
+        for axis, placement in enumerate(grad.placements if isinstance(grad, DTensor) else ()):
             if not isinstance(placement, Replicate) and grad.device_mesh.size(axis) > 1:
                 group = grad.device_mesh.get_group(axis)
                 groups[group.group_name] = group
