@@ -173,17 +173,15 @@ def check_placements(spec: DTensorSpec) -> None:
 def _check_strided(placement: _StridedGTPShard, axis: int, spec: DTensorSpec, shape: torch.Size) -> None:
     dim = placement.dim
     before = [spec.mesh.size(i) for i, p in enumerate(spec.placements[:axis]) if _shards(p, dim)]
-    divisor = placement.split_factor * math.prod(before)
-    slice_rows, rest = divmod(shape[dim], divisor)
+    slice_rows, rest = divmod(shape[dim], placement.split_factor * math.prod(before))
     num_chunks = spec.mesh.size(axis)
     is_cut_again = any(_shards(p, dim) for p in spec.placements[axis + 1 :])
     has_own_chunks = chunk_rows(slice_rows, num_chunks, placement.block_size) != chunk_rows(slice_rows, num_chunks)
     if has_own_chunks or (rest != 0 and (is_cut_again or placement.block_size > 1)):
         raise ValueError(
             f"{placement!r} on mesh axis {axis} of size {num_chunks} cannot shard dim {dim} of shape {tuple(shape)}: "
-            f"DTensor reads it as {placement.split_factor} equal slices that are each cut as torch.chunk does. Put the "
-            f"axis that cuts first to the left in the mesh: (Shard({dim}), GTPShard({dim}, "
-            f"block_size={placement.block_size}))."
+            f"DTensor reads it as {placement.split_factor} equal slices, each cut as by torch.chunk. Put the axis that "
+            f"cuts first to the left: (Shard({dim}), GTPShard({dim}, block_size={placement.block_size}))."
         )
 
 
@@ -207,39 +205,32 @@ def sharded_dim(placement: Placement) -> int:
 
 
 def wrap_planner() -> None:
-    stock = redistribute_module._gen_transform_infos_non_cached
-    stock_cached = redistribute_module._gen_transform_infos
-    make_step = redistribute_module._TransformInfo
+    stock: Callable[..., Steps] = redistribute_module._gen_transform_infos_non_cached
+    stock_cached: Any = redistribute_module._gen_transform_infos
 
     def plan(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
         if has_block(src) or has_block(dst):
-            return plan_block_redistribution(make_step, lambda *specs: stock(*specs, *args, **kwargs), src, dst)
-        return cast(Steps, stock(src, dst, *args, **kwargs))
+            return plan_block_redistribution(lambda *specs: stock(*specs, *args, **kwargs), src, dst)
+        return stock(src, dst, *args, **kwargs)
 
     plan_cached = functools.cache(plan)
 
     def plan_or_stock(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
-        chosen = plan_cached if has_block(src) or has_block(dst) else stock_cached
-        return cast(Steps, chosen(src, dst, *args, **kwargs))
+        chosen: Callable[..., Steps] = plan_cached if has_block(src) or has_block(dst) else stock_cached
+        return chosen(src, dst, *args, **kwargs)
 
     plan_or_stock.cache_clear = stock_cached.cache_clear  # type: ignore[attr-defined]
     redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
     redistribute_module._gen_transform_infos = plan_or_stock  # type: ignore[assignment]
 
 
-def plan_block_redistribution(
-    make_step: Callable[..., Any],
-    plan_stock: Callable[[DTensorSpec, DTensorSpec], Steps],
-    src: DTensorSpec,
-    dst: DTensorSpec,
-) -> Steps:
+def plan_block_redistribution(plan_stock: Callable[..., Steps], src: DTensorSpec, dst: DTensorSpec) -> Steps:
     """Steps from ``src`` to ``dst`` when one of them holds a block placement.
 
     Block placements of ``src`` are gathered, torch plans the other axes, block placements of ``dst`` are cut. This
     order is right because a block placement is the last that cuts its dim (``check_placements``).
     """
-    gathers: Steps = []
-    cuts: Steps = []
+    make_step, gathers, cuts = redistribute_module._TransformInfo, [], []
     middle_src, middle_dst = list(src.placements), list(dst.placements)
     for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
         if isinstance(p, _BlockGTPShard) and p == q and not _is_recut(p.dim, axis, src, dst):

@@ -35,7 +35,7 @@ from .._torch_compat import (
     stock_rule,
 )
 from ..placement import GTPShard, _BlockGTPShard
-from .block_layout import has_block, is_sharding, is_whole_scalar, map_specs, on_dim, sharded_dim
+from .block_layout import has_block, is_sharding, is_whole_scalar, map_specs, on_dim, sharded_dim, with_placements
 
 # Ops that treat each element by itself, beside those that torch tags as pointwise and their in-place variants.
 _ELEMENTWISE = frozenset(
@@ -244,9 +244,8 @@ def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputShar
 
 def _has_equal_lists(schema: OpSchema) -> bool:
     """Whether a list op has lists of one length that hold tensors only, and any other op has none."""
-    lists = [
-        v for v in schema.args_schema if isinstance(v, list | tuple) and any(isinstance(i, DTensorSpec) for i in v)
-    ]
+    lists = [value for value in schema.args_schema if isinstance(value, list | tuple)]
+    lists = [items for items in lists if any(isinstance(item, DTensorSpec) for item in items)]
     is_full = all(isinstance(item, DTensorSpec) for items in lists for item in items)
     return bool(lists) == _is_list_op(schema.op) and is_full and len({len(items) for items in lists}) <= 1
 
@@ -263,16 +262,11 @@ def _goes_with(op: Any, operand: Operand, leader: DTensorSpec) -> bool:
         is_shared = not operand.is_mutated  # out= is one more element, lr= a number for all
     else:
         is_shared = _is_list_op(op) and operand.element is None
-    return spec.tensor_meta is not None and not is_shared and _lies_like(spec, leader)
+    return spec.tensor_meta is not None and not is_shared and _layout(spec) == _layout(leader)
 
 
-def _lies_like(spec: DTensorSpec, leader: DTensorSpec) -> bool:
-    return (
-        spec.placements == leader.placements
-        and spec.shape == leader.shape
-        and spec.shard_order == leader.shard_order
-        and spec.use_strided_shard_as_shard_order == leader.use_strided_shard_as_shard_order
-    )
+def _layout(spec: DTensorSpec) -> tuple[Any, ...]:
+    return spec.placements, spec.shape, spec.shard_order, spec.use_strided_shard_as_shard_order
 
 
 def _has_known_layout(spec: DTensorSpec) -> bool:
@@ -281,8 +275,7 @@ def _has_known_layout(spec: DTensorSpec) -> bool:
         return False
     if not all(isinstance(p, GTPShard) or type(p) in (Shard, StridedShard, Replicate) for p in spec.placements):
         return False
-    usual = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
-    return usual.placements == spec.placements and _lies_like(spec, usual)
+    return _layout(spec) == _layout(with_placements(spec, spec.placements))
 
 
 def _of_stock_class(placement: Placement) -> Placement:

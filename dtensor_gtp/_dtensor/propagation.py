@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
@@ -160,7 +160,9 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Op
         except NotElementwiseError:
             logger.debug("%s on %s gathers its block placements", op, [o.spec for o in operands])
     elif op in _REDUCTIONS or op in _TRANSPOSES:
-        sharding = None if _is_undefined_when_empty(schema, operands) else _propagate_rowwise(stock, schema, operands)
+        needs_rows = op in _EXTREMA or needs_rows_for_norm(schema)
+        is_undefined = needs_rows and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
+        sharding = None if is_undefined else _propagate_rowwise(stock, schema, operands)
         if sharding is not None:
             return sharding
     return _propagate_gathered(stock, schema, operands)
@@ -192,11 +194,6 @@ def _put_back(spec: DTensorSpec, output: DTensorSpec) -> DTensorSpec | None:
             return None
         placements[axis] = on_dim(p, q.dim)
     return with_placements(output, placements)
-
-
-def _is_undefined_when_empty(schema: OpSchema, operands: Iterable[Operand]) -> bool:
-    needs_rows = schema.op in _EXTREMA or needs_rows_for_norm(schema)
-    return needs_rows and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
 
 
 def _propagate_gathered(stock: Propagate, schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding:

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -139,9 +138,3 @@ def stock_dtensor_dispatch(op: Any) -> Iterator[None]:
         yield
     finally:
         handlers[op] = handler
-
-
-def seed_dtensor_rng(seed: int, mesh: DeviceMesh) -> None:
-    """Give DTensor its RNG tracker for the device of ``mesh`` now, and seed torch with ``seed``. Else DTensor's first
-    random op makes the tracker, and overwrites every rank's state with that of rank 0."""
-    dtensor_random.manual_seed(seed, mesh)

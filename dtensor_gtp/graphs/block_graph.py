@@ -34,31 +34,25 @@ class Block(NamedTuple):
 
 
 class Reached:
-    """Which differentiable outputs of eager calls have got a gradient. What only the others depend on gets none, so a
-    graph must not make zeros for it."""
+    """Which differentiable outputs of eager calls have got a gradient; None before a backward. What only the others
+    depend on gets none, so a graph must not make zeros for it."""
 
     def __init__(self) -> None:
-        self.num_outputs = 0
-        self.indices: set[int] = set()
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self.indices) or self.num_outputs == 0
+        self.indices: set[int] | None = None
 
     def observed(self, leaves: list[Any]) -> list[Any]:
         """The outputs for the caller: views, so that a gradient from within the block does not count."""
-        self.num_outputs, outputs = 0, []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf = leaf.view_as(leaf)
-                leaf.register_hook(partial(self._note, self.num_outputs))
-                self.num_outputs += 1
-            outputs.append(leaf)
+        outputs = [leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+        differentiable = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for index, leaf in enumerate(differentiable):
+            leaf.register_hook(partial(self._note, index))
+        if not differentiable:
+            self.indices = set()
         return outputs
 
     def _note(self, index: int, grad: Tensor | None) -> None:
         if grad is not None:
-            self.indices.add(index)
+            self.indices = {index, *(self.indices or ())}
 
 
 class BlockGraph:
@@ -81,7 +75,8 @@ class BlockGraph:
         self.num_calls = 0
         try:
             self.replay_forward, (self.outputs, self._spec) = block.recorder.record(self._run_forward)
-            self.grad_outputs = {index: torch.empty_like(self._differentiable[index]) for index in reached.indices}
+            indices = reached.indices or ()
+            self.grad_outputs = {index: torch.empty_like(self._differentiable[index]) for index in indices}
             self.replay_backward, self.grads = block.recorder.record(self._run_backward)
         except Exception as error:
             raise RuntimeError(

@@ -1,22 +1,21 @@
 """Blocks of a model as CUDA graphs of their own: ``capture_blocks``.
 
-[Note: what is recorded of a block]
-The compute of its forward and of its backward, a graph each, without communication. Around a replay, eager code gathers
-the block's weights into buffers at fixed addresses, by the plan as ever, and reduces the gradients that the graph has
-left in others (see [Note: fixed buffers] in ``block_recording.py``). So gathers and reductions overlap with graphs as
-they overlap with ops. Any gather backend and any kind of reduce-scatter works. The sequence of collectives is that of
-eager code, so some ranks may replay what others run eagerly.
+The compute of a block's forward and of its backward is recorded, a graph each, without communication. Around a replay,
+eager code gathers the weights into buffers at fixed addresses, by the plan as ever, and reduces the gradients that the
+graph has left in others (see [Note: fixed buffers] in ``block_recording.py``). So gathers and reductions overlap with
+graphs as with ops, any gather backend and any kind of reduce-scatter works, and the sequence of collectives is that of
+eager code: some ranks may replay what others run eagerly.
 
 [Note: memory of a recorded block]
-Forward and backward are recorded one after the other. What forward saves stays allocated, because graphs of other
-blocks share the pool; only memory that one graph uses and frees is shared. A forward that comes before the backward of
-the last one would overwrite what that one has saved: it runs eagerly.
+What forward saves for backward stays allocated, because graphs of other blocks share the pool: they share only memory
+that one graph uses and frees. A forward that comes before the backward of the last one would overwrite what that one
+has saved, so it runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from .block_graph import Block, BlockGraph, Reached
 from .block_recording import Rings
-from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of
+from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of, weights_of
 from .record_again import KnownCalls, signature
 from .recorder import CudaRecorder
 
@@ -93,11 +91,14 @@ class CapturedBlocks:
                 f"blocks, but got {[names.get(block, type(block).__name__) for block in blocks]}."
             )
         check_blocks(blocks, names)
-        # Of each runtime, because a runtime knows who holds a fixed buffer among its own gathers and reductions only.
-        rings = {runtime: Rings() for runtime in runtimes_of(module, "capture_blocks")}
-        self._blocks = [
-            _CapturedBlock(b, names[b], rings, recorder, KnownCalls(warmup_calls, max_graphs)) for b in blocks
-        ]
+        # One for each runtime, which knows who holds a fixed buffer among its own gathers and reductions only.
+        rings: defaultdict[Runtime, Rings] = defaultdict(Rings)
+        self._blocks = []
+        for block in blocks:
+            runtime = runtimes_of(block, "capture_blocks")[0]
+            rings[runtime].assign(weights_of(block))
+            own = Block(names[block], block.forward, params_of(block), runtime, recorder)
+            self._blocks.append(_CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs)))
 
     @property
     def num_graphs(self) -> int:
@@ -129,22 +130,11 @@ class CapturedBlocks:
 class _CapturedBlock:
     """Takes the place of a block's ``forward``: runs it eagerly, or replays one of its graphs."""
 
-    def __init__(
-        self,
-        block: nn.Module,
-        name: str,
-        rings: Mapping[Runtime, Rings],
-        recorder: CudaRecorder,
-        calls: KnownCalls[BlockGraph],
-    ) -> None:
-        runtime, params = runtimes_of(block, "capture_blocks")[0], params_of(block)
-        self.own = Block(name, block.forward, params, runtime, recorder)
-        self.calls = calls
-        self._block = block
-        self._weights = [param for param in params if isinstance(param, ShardedWeight)]
+    def __init__(self, block: nn.Module, own: Block, calls: KnownCalls[BlockGraph]) -> None:
+        self.own, self.calls = own, calls
+        self._block, self._weights = block, weights_of(block)
         self._binding: Hashable = None  # what all graphs find beside their inputs
         self._had_forward = "forward" in block.__dict__
-        rings[runtime].assign(self._weights)
         block.forward = self
 
     def remove(self) -> None:
@@ -170,7 +160,7 @@ class _CapturedBlock:
         graph = calls.graphs.get(kind)
         if graph is None:
             check_places(leaves, own.runtime.device, f"A recorded block ('{own.name}')")
-            if not calls.may_record(kind) or not calls.seen[kind].is_known:
+            if not calls.may_record(kind) or calls.seen[kind].indices is None:
                 outputs, spec = compat.tree_flatten(own.forward(*args, **kwargs))
                 return compat.tree_unflatten(calls.note_eager(kind, Reached()).observed(outputs), spec)
             graph = calls.graphs[kind] = BlockGraph(own, leaves, spec, calls.seen[kind])

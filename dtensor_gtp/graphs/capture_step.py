@@ -1,8 +1,6 @@
 """A whole training step as a CUDA graph: ``capture_step``.
 
-[Note: warm-up]
-Training itself is the warm-up. The first calls run the step eagerly, as steps of the training. Then one call records
-the graph, which computes nothing, and replays it. So n calls leave what n eager steps leave, with nothing to restore.
+A recording computes nothing, so the call that records replays, too: n calls leave what n eager steps leave.
 
 [Note: what a graph has baked in]
 A graph has baked in addresses (of inputs, parameters, buffers, optimizer states, gradients that exist before the step),

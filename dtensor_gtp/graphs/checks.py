@@ -34,31 +34,21 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
     runtimes = list(dict.fromkeys(binding.group.runtime for binding in bindings))
     if not runtimes:
         raise ValueError(
-            f"{caller} expects a module that gtp_shard was called on, or one around it, but got a "
-            f"{type(module).__name__} without. Call gtp_shard first."
+            f"{caller} expects a module that gtp_shard was called on, or one around it, but got a plain "
+            f"{type(module).__name__}. Call gtp_shard first."
         )
     for runtime in runtimes:
         if any(param.is_cut_again for param in runtime.params):
-            raise NotImplementedError(
-                f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh in its place."
-            )
+            raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
         if runtime.grads.replicas is not None:
             raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
     return runtimes
 
 
 def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
-    owners: dict[ManagedParam, nn.Module] = {}
+    owners: dict[ManagedParam, str] = {}
     for block in blocks:
-        _check_block(names[block], block)
-    for block in blocks:
-        # Blocks may have modules in common, such as a table of rotary embeddings, but no parameters.
-        for param in params_of(block):
-            if (other := owners.setdefault(param, block)) is not block:
-                raise NotImplementedError(
-                    f"capture_blocks does not support block '{names[block]}', a {type(block).__name__}: its parameter "
-                    f"'{param.fqn}' is one of '{names[other]}', too. Use capture_step."
-                )
+        _check_block(names[block], block, owners)
     schedule = runtimes_of(blocks[0], "capture_blocks")[0].schedule
     nbytes = max(sum(weight.kept_nbytes for weight in weights_of(block)) for block in blocks)
     if schedule.prefetch_depth and schedule.prefetch_nbytes < nbytes:
@@ -70,7 +60,7 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
         )
 
 
-def _check_block(name: str, block: nn.Module) -> None:
+def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -> None:
     if not weights_of(block):
         raise ValueError(f"capture_blocks expects blocks with sharded weights, but '{name}' has none.")
     where = f"capture_blocks does not support block '{name}', a {type(block).__name__}"
@@ -85,28 +75,25 @@ def _check_block(name: str, block: nn.Module) -> None:
             raise NotImplementedError(f"{where}: nobody manages its parameter '{fqn}', whose gradient would be lost.")
     check_buffers(f"capture_blocks, of block '{name}',", block, runtimes[0].device)
     for managed in params_of(block):
-        if (obstacle := _obstacle(managed)) is not None:
-            raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {obstacle}. Use capture_step.")
-
-
-def _obstacle(param: ManagedParam) -> str | None:
-    if getattr(param, "tp_spec", None) is not None:
-        return "is tensor-parallel"
-    if not isinstance(param, ShardedWeight):
-        return None
-    if param.wire is not None:
-        return "is quantized for its gather"
-    if param.fixed is not None:
-        return "belongs to another recorded block"
-    return "is on the meta device" if param.shard.is_meta else None
+        weight = managed if isinstance(managed, ShardedWeight) else None
+        # Blocks may have modules in common, such as a table of rotary embeddings, but no parameters.
+        first = owners.setdefault(managed, name)
+        obstacles = {
+            "is tensor-parallel": getattr(managed, "tp_spec", None) is not None,
+            "is quantized for its gather": weight is not None and weight.wire is not None,
+            "belongs to another recorded block": weight is not None and weight.fixed is not None,
+            "is on the meta device": weight is not None and weight.shard.is_meta,
+            f"is one of '{first}', too": first != name,
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {obstacle}. Use capture_step.")
 
 
 def check_on_gpu(caller: str, module: nn.Module, device: torch.device) -> None:
     if device.type != "cuda":
-        raise RuntimeError(
-            f"{caller} records CUDA graphs, but the weights of the {type(module).__name__} are on '{device.type}'. Run "
-            f"the model without {caller} there."
-        )
+        what = f"the weights of the {type(module).__name__} are on '{device.type}'"
+        raise RuntimeError(f"{caller} records CUDA graphs, but {what}. Train without it there.")
 
 
 def check_at_least(caller: str, **numbers: tuple[Any, int]) -> None:
@@ -132,17 +119,18 @@ def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: A
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """Refuse an optimizer that is not capturable, or that steps sharded parameters outside of ``module``, whose runtime
     would not know of the graph."""
+    name = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable") is False:
             raise ValueError(
-                f"capture_step expects optimizers that can be captured, but group {index} of "
-                f"{type(optimizer).__name__} has capturable=False. Create it with capturable=True."
+                f"capture_step expects optimizers that can be captured, but group {index} of {name} has "
+                "capturable=False. Create it with capturable=True."
             )
     for param in params_outside(module, [optimizer]):
         if any(isinstance(placement, GTPShard) for placement in getattr(param, "placements", ())):
             raise ValueError(
-                f"capture_step expects a module that contains all sharded parameters of {type(optimizer).__name__}, "
-                f"but one of shape {tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
+                f"capture_step expects a module that contains all sharded parameters of {name}, but one of shape "
+                f"{tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
             )
 
 
@@ -155,8 +143,8 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
                 where = "a Python number" if is_number else f"on '{value.device.type}'"
                 raise ValueError(
                     f"capture_step expects optimizers whose state is on '{device.type}', but '{name}' of "
-                    f"{type(optimizer).__name__} is {where}: a graph would repeat one step's value. Use an optimizer "
-                    "with capturable=True, or step it outside of the captured function."
+                    f"{type(optimizer).__name__} is {where}: a graph would repeat one value. Use an optimizer with "
+                    "capturable=True, or step it outside of the captured function."
                 )
 
 
@@ -174,9 +162,8 @@ def check_none_in_flight(runtimes: Sequence[Runtime], when: str) -> None:
         runtime.drop_broken_backward()
     if any(runtime.has_gradients_in_flight for runtime in runtimes):
         raise RuntimeError(
-            f"capture_step expects a step without gradients in flight {when}, but set_is_last_backward(False) has "
-            "left some, which a graph would neither add to its own nor complete. Run the last backward of these "
-            "microbatches eagerly, or all of them within the step."
+            f"capture_step expects a step without gradients in flight {when}, but set_is_last_backward(False) has left "
+            "some. Run the last backward of these microbatches eagerly, or all of them within the step."
         )
 
 
@@ -184,15 +171,12 @@ def check_inputs(leaves: list[Any], device: torch.device) -> None:
     check_places(leaves, device, "A captured step")
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise ValueError(
-                f"A captured step expects inputs that need no gradient, but one of shape {tuple(leaf.shape)} does. "
-                "Pass it detached."
-            )
+            shape = tuple(leaf.shape)
+            raise ValueError(f"A captured step expects inputs that need no gradient, but one of shape {shape} does.")
 
 
 def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
-    """Refuse arguments that a replay would not see: values on the host, and tensors within other objects. ``what`` is
-    called with them."""
+    """Refuse arguments of ``what`` that a replay would not see: values on the host, and tensors in other objects."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             _check_hides_none(leaf, what)
@@ -210,9 +194,8 @@ def _check_hides_none(leaf: Any, what: str) -> None:
     for name, value in attributes.items():
         if any(True for _ in tensors_in(value)):
             raise ValueError(
-                f"{what} expects tensors in lists, tuples, dicts, or other containers that torch.utils._pytree knows, "
-                f"but got a {type(leaf).__name__} with one as '{name}', where nobody would see that it is another. "
-                "Pass its tensors."
+                f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree knows, but got a "
+                f"{type(leaf).__name__} with one as '{name}', where nobody would see that it changes. Pass its tensors."
             )
 
 
@@ -220,6 +203,6 @@ def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers():
         if buffer.device.type != device.type:
             raise ValueError(
-                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}': a graph "
-                "repeats the value that it finds when it is recorded. Move it, or let it be a Python number."
+                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}', whose value a"
+                " graph would not read again. Move it, or let it be a Python number."
             )

@@ -16,16 +16,6 @@ from .record_again import Surroundings, hyperparameters, read_values, stepped_pa
 from .recorder import CudaRecorder
 
 
-class _Updates:
-    """Ids of the parameters that optimizers have stepped; a watcher of ``optimizer_steps``."""
-
-    def __init__(self) -> None:
-        self.ids: set[int] = set()
-
-    def note_step(self, updated: set[int]) -> None:
-        self.ids |= updated
-
-
 class RecordedStep:
     """The step ``fn`` as one graph, for arguments with these leaves and this spec, with everything that must live as
     long as the graph. See the notes in ``capture_step.py``."""
@@ -40,6 +30,7 @@ class RecordedStep:
         args, kwargs = compat.tree_unflatten(with_tensors(leaves, self._inputs), spec)
         self._hyperparameters = hyperparameters(around.optimizers)
         self._written: set[int] = set()  # ids of the parameters that the step writes to
+        self._stepped: set[int] = set()  # and of those that optimizers step, whichever module has them
         self._grads_before = read_values(around.places)  # the graph adds to them
         drop_kept(around.runtimes)
         for runtime in around.runtimes:
@@ -48,28 +39,31 @@ class RecordedStep:
             self._record(lambda: fn(*args, **kwargs), recorder)
         self._grads_after = read_values(around.places)
 
+    def note_step(self, updated: set[int]) -> None:
+        """An optimizer has stepped these parameters during the recording."""
+        self._stepped |= updated
+
     def _record(self, step: Callable[[], Any], recorder: CudaRecorder) -> None:
-        updates, versions = _Updates(), versions_of(self._inputs)
-        optimizer_steps().tell(updates)
+        versions = versions_of(self._inputs)
+        optimizer_steps().tell(self)
         try:
-            self._replay, (self._outputs, self._spec) = recorder.record(lambda: self._run(step))
+            self._replay, self._outputs = recorder.record(lambda: self._run(step))
         except Exception as error:
             raise RuntimeError(
                 f"capture_step could not record the step: {type(error).__name__}: {error}. A step that is recorded "
                 "must not wait for the GPU (item(), print of a tensor, GradScaler, copies from the host), draw from "
                 "generators of its own, or leave gradients in flight (set_is_last_backward(False))."
             ) from error
-        trained = {id(param) for param in self._around.module.parameters()}
-        if updates.ids & trained - stepped_params(self._around.optimizers).keys():
-            raise ValueError("capture_step expects the optimizers that the step steps: pass them as optimizer.")
+        finally:
+            optimizer_steps().forget(self)
         self._check_recorded(versions)
 
-    def _run(self, step: Callable[[], Any]) -> tuple[list[Any], Any]:
-        """What is recorded. Returns the flattened outputs."""
+    def _run(self, step: Callable[[], Any]) -> Any:
+        """What is recorded. Returns the outputs, detached."""
         runtimes = self._around.runtimes
         before = _param_versions(runtimes)
         try:
-            outputs, spec = compat.tree_flatten(step())
+            outputs = compat.tree_map_only(Tensor, Tensor.detach, step())
             check_none_in_flight(runtimes, "when it ends")
             drop_kept(runtimes)  # here, because its events can be waited for in the recording only
         except Exception:
@@ -81,16 +75,15 @@ class RecordedStep:
         # An optimizer may leave no trace in versions.
         written = {number for number, *_ in _param_versions(runtimes) - before}
         self._written = written | stepped_params(self._around.optimizers).keys()
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], spec
+        return outputs
 
     def _check_recorded(self, versions: list[int]) -> None:
-        """Raises:
-        RuntimeError: The step has changed a number that the graph has baked in, or replaced a tensor.
-        ValueError: It has written to its inputs, which had these versions.
-        """
+        """Refuse a step that a replay would not repeat; its inputs had these versions before."""
+        trained = {id(param) for param in self._around.module.parameters()}
+        if self._stepped & trained - stepped_params(self._around.optimizers).keys():
+            raise ValueError("capture_step expects the optimizers that the step steps: pass them as optimizer.")
         self._check_constant("within the step")
-        moved = self._around.moved()
-        if moved is not None:
+        if (moved := self._around.moved()) is not None:
             raise RuntimeError(
                 f"capture_step expects a step that writes to the tensors that are there, but this one has put {moved} "
                 "to another place, which no replay would do, and each would find the old one. Write to it in place, "
@@ -129,8 +122,7 @@ class RecordedStep:
         write_values(around.places, self._grads_after)
         for runtime in around.runtimes:
             runtime.note_step(self._written)
-        outputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._outputs]
-        return compat.tree_unflatten(outputs, self._spec)
+        return compat.tree_map_only(Tensor, Tensor.clone, self._outputs)
 
 
 def drop_kept(runtimes: Sequence[Runtime]) -> None:

@@ -17,6 +17,7 @@ import torch.nn as nn
 from common import ALL
 from runtime_common import Raw, local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._schedule.runtime import Runtime
@@ -75,7 +76,7 @@ class OnHost:
         found = read_values(places)
         written = [*self.tensors(), *(local(grad) for grad in found if grad is not None)]
         values = [tensor.clone() for tensor in written]
-        outputs, spec = step()
+        outputs = step()
         self.check_nothing_is_kept()
         left = read_values(places)
         for tensor, value in zip(written, values, strict=True):
@@ -87,12 +88,13 @@ class OnHost:
             # No hook of an optimizer runs in a replay, no version tells of it, and the runtime's state is not touched.
             versions = torch.autograd._unsafe_preserve_version_counter((*self.model.parameters(), *written))
             with mock.patch.object(Runtime, "note_step"), versions, self.runtime_unchanged():
-                again, _ = step()
-            for target, source in zip([*outputs, *left], [*again, *read_values(places)], strict=True):
+                again = step()
+            targets, sources = [*tree_leaves(outputs), *left], [*tree_leaves(again), *read_values(places)]
+            for target, source in zip(targets, sources, strict=True):
                 if target is not None and target is not source:
                     local(target).copy_(local(source))
 
-        return replay, (outputs, spec)
+        return replay, outputs
 
 
 class Setting:
