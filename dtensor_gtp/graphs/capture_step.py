@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +36,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from .. import _torch_compat as compat
-from .._schedule.runtime import Runtime
 from .checks import (
     check_arguments,
     check_buffers,
@@ -116,31 +114,22 @@ def capture_step(
     check_buffers("capture_step", module, device)
     for each in optimizers:
         check_optimizer(each, module)
-    return CapturedStep(fn, module, optimizers, runtimes, CudaRecorder(device), warmup_steps, max_graphs)
+    around = Surroundings(module, optimizers, runtimes)
+    return CapturedStep(fn, around, CudaRecorder(device), warmup_steps, max_graphs)
 
 
 class CapturedStep(Generic[P, R]):
     """What :func:`capture_step` returns: call it as the function that was passed."""
 
     def __init__(
-        self,
-        fn: Callable[P, R],
-        module: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        runtimes: list[Runtime],
-        recorder: CudaRecorder,
-        warmup_steps: int,
-        max_graphs: int,
+        self, fn: Callable[P, R], around: Surroundings, recorder: CudaRecorder, warmup_steps: int, max_graphs: int
     ) -> None:
-        self._fn = fn
-        self._make_surroundings = partial(Surroundings, module, optimizers, runtimes)
-        self._device = runtimes[0].device
-        self._recorder = recorder
+        self._fn, self._around, self._recorder = fn, around, recorder
+        self._device = around.runtimes[0].device
         self._calls: KnownCalls[RecordedStep] = KnownCalls(warmup_steps, max_graphs)
-        self._around: Surroundings | None = None  # what all graphs find beside their inputs
         self._num_unlike = 0  # eager steps in a row that were like none before
         this = weakref.ref(self)
-        for optimizer in optimizers:
+        for optimizer in around.optimizers:
             # Loaded states have other addresses.
             optimizer.register_load_state_dict_post_hook(lambda _: _reset(this()))
 
@@ -158,17 +147,16 @@ class CapturedStep(Generic[P, R]):
         """
         leaves, spec = compat.tree_flatten((args, kwargs))
         check_inputs(leaves, self._device)
-        around = self._around
-        if around is None or not (around.has_same_binding() and around.is_in_place()):
+        if not self._around.has_same_binding() or not self._around.is_in_place():
             self.reset()
-            around = self._around = self._make_surroundings()
+        around = self._around
         # By reference, because the id of a gradient that is gone may be that of another one.
         grads = tuple((i, WeakIdRef(grad)) for i, grad in enumerate(read_values(around.places)) if grad is not None)
         kind = (str(spec), tuple(map(signature, leaves)), grads, describe_modes(self._device))
         recorded = self._calls.graphs.get(kind)
         if recorded is None:
             if not self._calls.may_record(kind):
-                return self._run_eagerly(kind, leaves, spec, around)
+                return self._run_eagerly(kind, leaves, spec)
             recorded = self._calls.graphs[kind] = RecordedStep(self._fn, leaves, spec, around, self._recorder)
             logger.info("capture_step: graph %d recorded", self.num_graphs)
         result: R = recorded.replay(leaves)
@@ -179,11 +167,11 @@ class CapturedStep(Generic[P, R]):
         cannot be seen, such as another value of a Python variable that the step reads."""
         self._calls.forget()
         self._num_unlike = 0
-        self._around = None
+        self._around = self._around.renewed()
 
-    def _run_eagerly(self, kind: tuple[Hashable, ...], leaves: list[Any], spec: Any, around: Surroundings) -> R:
+    def _run_eagerly(self, kind: tuple[Hashable, ...], leaves: list[Any], spec: Any) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
-        calls = self._calls
+        calls, around = self._calls, self._around
         is_warm, is_new = calls.num_eager + 1 >= calls.num_warmup, kind not in calls.seen
         is_full = len(calls.graphs) >= calls.max_graphs
         if is_warm and is_new and is_full:
@@ -197,7 +185,8 @@ class CapturedStep(Generic[P, R]):
             check_state(optimizer, self._device)
         if not around.is_in_place():  # a parameter got its state, or a table has grown: graphs read the old one
             calls.graphs.clear()
-            self._around = around.with_new_addresses()
+            self._around = around.renewed()
+            self._around.binding = around.binding
         self._warn_if_never_recorded(kind)
         calls.note_eager(kind)  # not if the step raised: it may not have come to where optimizers make their state
         return result

@@ -71,7 +71,7 @@ class Surroundings:
             for name, value in held.items()
             for part, tensor in enumerate(tensors_in(value))
         }
-        self._binding = self._describe()
+        self.binding = self._describe()
         # Where a step finds and leaves gradients.
         self.places: list[Place] = [(param, "grad") for param in self._params]
         for runtime in runtimes:
@@ -79,22 +79,19 @@ class Surroundings:
 
     def has_same_binding(self) -> bool:
         """Whether the same parameters are trained in the same way."""
-        return self._describe() == self._binding
+        return self._describe() == self.binding
 
     def is_in_place(self) -> bool:
         """Whether all tensors that a graph reads are there, at the same addresses."""
         now = [address(t) for *_, held in self._dicts() for value in held.values() for t in tensors_in(value)]
         return now == list(self._addresses.values())
 
-    def with_new_addresses(self) -> Surroundings:
-        """With the tensors that are there now, but the binding of before."""
-        now = Surroundings(self.module, self.optimizers, self.runtimes)
-        now._binding = self._binding
-        return now
+    def renewed(self) -> Surroundings:
+        return Surroundings(self.module, self.optimizers, self.runtimes)
 
     def moved(self) -> str | None:
         """For people: a tensor that has come, gone, or moved to another address; None if there is none."""
-        before, now = self._addresses, self.with_new_addresses()._addresses
+        before, now = self._addresses, self.renewed()._addresses
         if before == now:
             return None
         kind, name, where, _ = next(key for key in before | now if before.get(key) != now.get(key))

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.record_again import SUMS, read_values, write_values
+from dtensor_gtp.graphs.record_again import SUMS, Surroundings, read_values, write_values
 
 
 class OnHost:
@@ -97,6 +97,12 @@ class OnHost:
         return replay, outputs
 
 
+def captured_step(
+    fn: Any, module: nn.Module, optimizers: Any, runtimes: Any, recorder: Any, warmup_steps: int, max_graphs: int
+) -> CapturedStep[..., Any]:
+    return CapturedStep(fn, Surroundings(module, optimizers, runtimes), recorder, warmup_steps, max_graphs)
+
+
 class Setting:
     """A model, its optimizer and the same in plain torch."""
 
@@ -137,7 +143,7 @@ class Setting:
 
         optimizers = [self.optimizers[1]] if self.is_stepping else []
         arguments = {"warmup_steps": 3, "max_graphs": 8} | options
-        return CapturedStep(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
+        return captured_step(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
 
     def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         want = self.run(self.plain, self.optimizers[0], x, *(args or [1.0]), **kwargs)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from capture_common import OnHost, Setting, rows
+from capture_common import OnHost, Setting, captured_step, rows
 from common import ALL, fake_world
 from runtime_common import local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +35,7 @@ def world() -> Iterator[None]:
 
 def capture(setting: Setting, step: Step, warmup_steps: int = 2) -> CapturedStep[..., Any]:
     runtimes = [runtime_of(setting.model)]
-    return CapturedStep(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, warmup_steps, 8)
+    return captured_step(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, warmup_steps, 8)
 
 
 class TestGradients:
@@ -85,12 +85,12 @@ class TestGradients:
             setting.optimizers[which].zero_grad()
 
         recorders = [OnHost(setting.model, [setting.optimizers[1]]) for _ in range(2)]
-        micro = CapturedStep(
+        micro = captured_step(
             lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0),
             *(setting.model, [], runtimes, recorders[0], 2, 8),
         )
         arguments = (setting.model, [setting.optimizers[1]], runtimes, recorders[1], 2, 8)
-        step = CapturedStep(lambda: update(1), *arguments)
+        step = captured_step(lambda: update(1), *arguments)
         for outer in range(12):
             for index in range(2):
                 micro(rows(10 * outer + index))
@@ -221,7 +221,7 @@ class TestOptimizers:
             optimizer.step()
             setting.model.zero_grad()
 
-        step = CapturedStep(run, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
+        step = captured_step(run, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
         for seed in range(2):
             step(rows(seed))
         average = optimizer.state[param]["average"]
@@ -269,7 +269,7 @@ class TestOptimizers:
             put()
             assert not around.is_in_place()
             del kept
-            around = around.with_new_addresses()
+            around = around.renewed()
         moved = weakref.ref(optimizer.state[param].pop("last"))
         assert moved() is None, "whoever moves a state away wants its memory"
 
@@ -312,7 +312,7 @@ class Beside:
         self.recorder = Around(self.model, [self.optimizers[1]])
         runtimes = [runtime_of(self.model.trunk)]
         optimizers = [self.optimizers[1]]
-        self.step = CapturedStep(lambda x: self.run(1, x), self.model, optimizers, runtimes, self.recorder, 3, 8)
+        self.step = captured_step(lambda x: self.run(1, x), self.model, optimizers, runtimes, self.recorder, 3, 8)
 
     def run(self, which: int, x: torch.Tensor) -> torch.Tensor:
         loss = (self.plain, self.model)[which](x).square().mean()
@@ -441,7 +441,7 @@ class TestSteps:
                     param -= param.grad
             setting.model.zero_grad()
 
-        step = CapturedStep(run, setting.model, [], [runtime], setting.recorder, 2, 8)
+        step = captured_step(run, setting.model, [], [runtime], setting.recorder, 2, 8)
         for seed in range(6):
             step(rows(seed))
             output = setting.model(rows(7))

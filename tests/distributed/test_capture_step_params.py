@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn as nn
-from capture_common import Setting, rows
+from capture_common import Setting, captured_step, rows
 from common import fake_world
 from runtime_common import runtime_of
 
-from dtensor_gtp.graphs.capture_step import CapturedStep
 from dtensor_gtp.graphs.checks import check_optimizer
 
 
@@ -33,7 +32,7 @@ def test_parameters_of_the_optimizer_outside_of_the_module() -> None:
         if fails[0] and setting.recorder.events[-1] == "record":
             raise RuntimeError("in vain")
 
-    captured = CapturedStep(step, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
+    captured = captured_step(step, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
     for seed in range(3):
         captured(rows(seed))
         optimizer.zero_grad()
