@@ -86,14 +86,14 @@ LAYOUT = [
     ),
     Bug(
         "whole parameters are summed in the norm",
-        "_dtensor/norms.py",
+        "_dtensor/gradients.py",
         "        return OutputSharding(output, map_specs(op_schema, _replicated), needs_redistribute=True)",
         "        return OutputSharding(output)",
         ("tests/distributed/test_gtp_shard_norms.py::TestNorms::test_r10_submodule_with_a_mesh_of_its_own",),
     ),
     Bug(
         "overflow of one rank",
-        "_dtensor/optimizers.py",
+        "_dtensor/gradients.py",
         "        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)",
         "        pass",
         (

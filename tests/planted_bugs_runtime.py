@@ -379,7 +379,7 @@ RUNTIME = [
     ),
     Bug(
         "second use in a recorded block",
-        "graphs/block_recording.py",
+        "graphs/record_block.py",
         "        is_first = all(weight is not other.weight for other in self.written)",
         "        is_first = True",
         ("tests/distributed/test_capture_blocks.py::TestCaptureBlocks::test_replays_are_eager_steps",),

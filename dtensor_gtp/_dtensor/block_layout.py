@@ -23,8 +23,7 @@ from .._torch_compat import (
 )
 from ..placement import GTPShard, _BlockGTPShard, _StridedGTPShard, chunk_rows, chunk_size_and_offset
 
-# A list of torch's _TransformInfo: what happens on one mesh axis, in order.
-Steps = list[Any]
+Steps = list[Any]  # torch's _TransformInfo: what happens on one mesh axis, in order
 
 
 def has_block(spec: DTensorSpec) -> bool:

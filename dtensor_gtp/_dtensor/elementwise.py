@@ -11,7 +11,7 @@ as torch would. It leaves to torch:
 * an op whose rule is not torch's own, and a rank outside of the mesh;
 * what the compiler traces, because comparisons would specialize symbolic shapes.
 
-It does not run the op on fake tensors either where dtypes and strides can only be those of the operands.
+Nor does it run the op on fake tensors where dtypes and strides can only be those of the operands.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from .elementwise import (
     propagate_elementwise,
     unsupported,
 )
-from .norms import NORMS, needs_rows_for_norm
+from .gradients import NORMS, needs_rows_for_norm
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[Op
     specs = [outputs] if isinstance(outputs, DTensorSpec) else list(outputs)
     if len(specs) != len(operands):
         return None
-    # A whole scalar among them may count as lying on the mesh of another (``norms.py``).
+    # A whole scalar among them may count as lying on the mesh of another (``gradients.py``).
     pairs = zip(operands, specs, strict=True)
     restored = [_put_back(operand.spec, spec) if has_block(operand.spec) else spec for operand, spec in pairs]
     if any(spec is None for spec in restored):

@@ -3,8 +3,7 @@
 DTensor draws each shard by itself. On CUDA the values differ from those of the unsharded tensor; on CPU, where DTensor
 has no generator, every rank even draws the same values. Here each rank draws the whole of a tensor on a mesh that
 ``gtp_shard`` shards over, from the generator that an unsharded tensor would use, and keeps its part. With ranks seeded
-alike, ``to_empty`` and ``reset_parameters`` on a sharded module give the parameters of the unsharded module, and leave
-the generator in the same state.
+alike, ``to_empty`` and ``reset_parameters`` give the parameters and the generator's state of the unsharded module.
 """
 
 from __future__ import annotations

@@ -29,13 +29,11 @@ from torch.optim._muon import _adjust_lr as muon_adjust_lr
 from torch.optim._muon import _zeropower_via_newtonschulz as muon_orthogonalize
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from .autograd import *
 from .collectives import *
 from .driver import *
 from .dtensor import *
 from .groups import *
 from .memory import *
-from .meshes import *
 from .modes import *
 from .parallelism import *
 from .tensors import *

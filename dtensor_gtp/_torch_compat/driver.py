@@ -1,9 +1,8 @@
 """Operations of streams (CUDA driver API): signals between GPUs, and copies.
 
 A kernel that waits for a peer needs a place on an SM before it can tell the peer that it is there. Beside a GEMM that
-fills the GPU it has to wait for that, on every rank for another time. Signals take no SM: the front end of the GPU
-executes them in the order of the stream. NCCL (2.28) orders its copy-engine collectives with them. A CUDA graph can
-record them.
+fills the GPU each rank waits for that, for a different time. Signals take no SM: the front end of the GPU executes them
+in the order of the stream. NCCL (2.28) orders its copy-engine collectives with them. CUDA graphs can record them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _IN_ORDER_OF_STREAM = 1  # CUmemcpySrcAccessOrder
 _NOT_SUPPORTED = 801  # CUresult
 _DEFAULT_KIND = ctypes.c_int(4)  # cudaMemcpyKind: by the addresses
 
-# Target, source and number of bytes: from an address of GPU memory, of this or another GPU of the host, to one of this
-# GPU. (A class with names takes the host longer to make.)
+# Target on this GPU, source on any GPU of the host, number of bytes. (A named tuple takes the host longer to make.)
 Copy = tuple[int, int, int]
 
 
@@ -131,11 +129,7 @@ class SignalBarrier:
     flags are 1, and sets them to 0. A peer may come to the next barrier before this rank has cleared the flags of this
     one, so two sets take turns. The peer cannot come to the one after that, because the one in between waits for this
     rank. Since values are constant, graphs can record barriers, and replay them in any order if each holds an even
-    number of them.
-
-    Args:
-        flags: Address of each rank's flags, ``num_flag_bytes(len(flags))`` bytes that are zero.
-        rank: This one.
+    number of them. ``flags`` are the addresses of each rank's flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
     """
 
     def __init__(self, flags: Sequence[int], rank: int) -> None:

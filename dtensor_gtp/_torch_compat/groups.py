@@ -1,7 +1,8 @@
-"""Process groups: how they are made, named and left."""
+"""Process groups: how they are made, named and left. Device meshes: their axes, and where this rank stands."""
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import _redistribute as redistribute_module
 
@@ -20,7 +22,9 @@ from .dtensor import op_dispatcher
 
 _HOST_BACKENDS = frozenset({"gloo", "fake"})
 
-
+root_mesh = DeviceMesh._get_root_mesh
+# Makes the 1-D mesh, with a name, of the ranks of a mesh in row-major order; a sub-mesh of the same root.
+flatten_mesh = DeviceMesh._flatten
 # The live process group of a name.
 resolve_group = cast("Callable[[str], dist.ProcessGroup]", _resolve_process_group)
 
@@ -110,3 +114,45 @@ def leave_process_groups() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute_module._gen_transform_infos.cache_clear()
     redistribute_module.clear_redistribute_planner_cache()
+
+
+def mesh_coordinate(mesh: DeviceMesh, axis: int) -> Any:
+    """This rank's coordinate on one axis of ``mesh``; symbolic where torch traces or simulates several ranks."""
+    return mesh._sym_get_coordinate(axis)
+
+
+def is_real_rank(mesh: DeviceMesh) -> bool:
+    """Whether this process is one rank of ``mesh``; not so in a mode that simulates several ranks in one process."""
+    return all(type(index) is int for index in mesh.get_coordinate() or ())
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose axes are those of ``meshes`` in order; they must be sub-meshes of one root mesh."""
+    _accept_unsorted_axes()
+    return DeviceMesh._concatenate(meshes)
+
+
+@functools.cache
+def _accept_unsorted_axes() -> None:
+    """Let DTensor redistribute over a mesh whose axes stand in another order than in its root mesh.
+
+    Before it merges collectives over several axes, torch (2.11, 2.13) looks for a flattened mesh of these axes. In such
+    a mesh the lookup raises a KeyError instead of saying that there is none.
+    """
+    lookup = getattr(redistribute_module, "_get_flattened_mesh_by_layout", None)
+    if lookup is None:
+        return
+
+    @functools.wraps(lookup)
+    def lookup_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
+        try:
+            return cast("DeviceMesh | None", lookup(mesh, mesh_dims))
+        except KeyError:
+            return None
+
+    redistribute_module._get_flattened_mesh_by_layout = lookup_or_none
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """``mesh``, which is 1-D, with its one axis split into several; a sub-mesh of the same root."""
+    return mesh._unflatten(0, sizes, names)

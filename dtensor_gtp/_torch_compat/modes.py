@@ -22,22 +22,19 @@ _NOTHING = nullcontext()
 
 # Of this thread; 0 almost always, and quick to ask.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
 # Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
 set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
-    depth = torch._C._len_torch_dispatch_stack()
+    depth = num_dispatch_modes()
     return depth > 0 and any(isinstance(torch._C._get_dispatch_stack_at(i), POLICY_MODES) for i in range(depth))
 
 
 def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
-    """A context whose ops selective activation checkpointing neither counts nor caches nor skips.
-
-    It expects a recomputation to run the very ops of the forward, which is not so for ops that serve later uses.
-    """
+    """A context whose ops selective activation checkpointing neither counts nor caches nor skips: it expects a
+    recomputation to run the ops of the forward, but ops that serve later uses are others."""
     if not asks_checkpoint_policy():
         return _NOTHING
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())

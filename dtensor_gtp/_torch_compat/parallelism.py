@@ -18,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .dtensor import local_tensor
 
+# Has ``DistributedDataParallel`` around a module leave the parameters with these names alone.
+ignore_in_ddp: Callable[..., None] = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+
 
 def fully_shard_group_class() -> Any:
     """The class of the parameter groups of ``fully_shard`` and ``replicate``, None if a release has another."""
@@ -82,11 +85,6 @@ def fully_shard_params() -> list[Tensor]:
         of_state = getattr(ref(), "_fsdp_param_groups", None)  # torch 2.13
         groups += [getattr(ref(), "_fsdp_param_group", None)] if of_state is None else of_state
     return [param.sharded_param for group in groups if group is not None for param in group.fsdp_params]
-
-
-def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
-    """Have ``DistributedDataParallel`` around ``module`` leave parameters alone."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def localizing_module() -> Any:

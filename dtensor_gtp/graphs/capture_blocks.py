@@ -2,7 +2,7 @@
 
 The compute of a block's forward and of its backward is recorded, a graph each, without communication. Around a replay,
 eager code gathers the weights into buffers at fixed addresses, by the plan as ever, and reduces the gradients that the
-graph has left in others (see [Note: fixed buffers] in ``block_recording.py``). So gathers and reductions overlap with
+graph has left in others (see [Note: fixed buffers] in ``record_block.py``). So gathers and reductions overlap with
 graphs as with ops, any gather backend and any kind of reduce-scatter works, and the sequence of collectives is that of
 eager code: some ranks may replay what others run eagerly.
 
@@ -23,11 +23,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._params.sharded_weight import FixedBuffers, ShardedWeight
 from .._schedule.runtime import Runtime
-from .block_graph import Block, BlockGraph, Reached
-from .block_recording import Rings
 from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of, weights_of
 from .record_again import KnownCalls, signature
+from .record_block import Block, BlockGraph, Reached
 from .recorder import CudaRecorder
 
 
@@ -74,6 +74,25 @@ def capture_blocks(
     device = runtimes_of(module, "capture_blocks")[0].device
     check_on_gpu("capture_blocks", module, device)
     return CapturedBlocks(module, blocks, CudaRecorder(device), warmup_calls, max_graphs)
+
+
+class Rings:
+    """Fixed buffers of the blocks of one model: two sets for each kind of block, in turn."""
+
+    def __init__(self) -> None:
+        self._num_blocks: Counter[tuple[object, ...]] = Counter()
+        self._buffers: dict[tuple[object, ...], FixedBuffers] = {}
+
+    def assign(self, weights: Sequence[ShardedWeight]) -> None:
+        """Give the weights of the next block their buffers."""
+        kind = tuple((w.layout.buffer_shape, w.compute_dtype, w.reduce_dtype, w.shard.device) for w in weights)
+        turn = self._num_blocks[kind] % 2
+        self._num_blocks[kind] += 1
+        for position, weight in enumerate(weights):
+            key = (kind, turn, position)
+            if key not in self._buffers:
+                self._buffers[key] = FixedBuffers(weight.new_buffer(), weight.send_buffer())
+            weight.fixed = self._buffers[key]
 
 
 class CapturedBlocks:
@@ -181,11 +200,11 @@ class _CapturedBlock:
         )
 
     def _describe(self) -> Hashable:
-        exchanges = [w.fqn for w in self._weights if w.lookups is not None or w.losses is not None]
-        if exchanges:
+        exchanged = next((w.fqn for w in self._weights if w.lookups is not None or w.losses is not None), None)
+        if exchanged is not None:
             raise NotImplementedError(
-                f"capture_blocks does not support block '{self.own.name}': it exchanges activations for "
-                f'\'{exchanges[0]}\'. Use capture_step, or SchedulePolicy(embedding="gather", head="gather").'
+                f"capture_blocks does not support block '{self.own.name}': it exchanges activations for '{exchanged}'. "
+                'Use capture_step, or SchedulePolicy(embedding="gather", head="gather").'
             )
         params = []
         for param in self.own.params:

@@ -36,16 +36,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from .. import _torch_compat as compat
-from .checks import (
-    check_arguments,
-    check_buffers,
-    check_inputs,
-    check_on_gpu,
-    check_optimizer,
-    check_state,
-    runtimes_of,
-)
-from .record_again import KnownCalls, Surroundings, describe_modes, read_values, signature
+from .checks import check_inputs, check_state, check_step
+from .record_again import KnownCalls, Surroundings, read_values, signature
 from .record_step import RecordedStep, drop_kept
 from .recorder import CudaRecorder
 
@@ -107,15 +99,9 @@ def capture_step(
         NotImplementedError: An outer ``fully_shard``, or unequal replicas.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    check_arguments(fn, module, optimizers, warmup_steps, max_graphs)
-    runtimes = runtimes_of(module)
-    device = runtimes[0].device
-    check_on_gpu("capture_step", module, device)
-    check_buffers("capture_step", module, device)
-    for each in optimizers:
-        check_optimizer(each, module)
+    runtimes = check_step(fn, module, optimizers, warmup_steps, max_graphs)
     around = Surroundings(module, optimizers, runtimes)
-    return CapturedStep(fn, around, CudaRecorder(device), warmup_steps, max_graphs)
+    return CapturedStep(fn, around, CudaRecorder(runtimes[0].device), warmup_steps, max_graphs)
 
 
 class CapturedStep(Generic[P, R]):
@@ -152,7 +138,10 @@ class CapturedStep(Generic[P, R]):
         around = self._around
         # By reference, because the id of a gradient that is gone may be that of another one.
         grads = tuple((i, WeakIdRef(grad)) for i, grad in enumerate(read_values(around.places)) if grad is not None)
-        kind = (str(spec), tuple(map(signature, leaves)), grads, describe_modes(self._device))
+        device = self._device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+        kind = (str(spec), tuple(map(signature, leaves)), grads, modes)
         recorded = self._calls.graphs.get(kind)
         if recorded is None:
             if not self._calls.may_record(kind):

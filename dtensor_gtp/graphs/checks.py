@@ -21,7 +21,7 @@ logger = logging.getLogger("dtensor_gtp")
 
 
 def params_of(block: nn.Module) -> list[ManagedParam]:
-    bindings = [binding for module in block.modules() if (binding := binding_of(module)) is not None]
+    bindings = filter(None, map(binding_of, block.modules()))
     return list(dict.fromkeys(param for binding in bindings for param in binding.params.values()))
 
 
@@ -30,7 +30,7 @@ def weights_of(block: nn.Module) -> list[ShardedWeight]:
 
 
 def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
-    bindings = [binding for m in module.modules() if (binding := binding_of(m)) is not None]
+    bindings = filter(None, map(binding_of, module.modules()))
     runtimes = list(dict.fromkeys(binding.group.runtime for binding in bindings))
     if not runtimes:
         raise ValueError(
@@ -105,7 +105,8 @@ def check_at_least(caller: str, **numbers: tuple[Any, int]) -> None:
             raise ValueError(f"{caller} expects {name} >= {least}, but got {value}.")
 
 
-def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> None:
+def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> list[Runtime]:
+    """Refuse arguments of ``capture_step``. Returns the runtimes of ``module``."""
     if not callable(fn):
         raise TypeError(f"capture_step expects a function as fn, but got {type(fn).__name__}.")
     if not isinstance(module, nn.Module):
@@ -114,6 +115,12 @@ def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: A
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"capture_step expects optimizers as optimizer, but got {type(optimizer).__name__}.")
     check_at_least("capture_step", warmup_steps=(warmup_steps, 2), max_graphs=(max_graphs, 1))
+    runtimes = runtimes_of(module)
+    check_on_gpu("capture_step", module, runtimes[0].device)
+    check_buffers("capture_step", module, runtimes[0].device)
+    for optimizer in optimizers:
+        check_optimizer(optimizer, module)
+    return runtimes
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:

@@ -232,10 +232,3 @@ def signature(leaf: Any) -> Hashable:
             f"{type(leaf).__name__}."
         ) from None
     return type(leaf), leaf
-
-
-def describe_modes(device: torch.device) -> Hashable:
-    """What is switched on around a step."""
-    is_autocast = torch.is_autocast_enabled(device.type)
-    autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast

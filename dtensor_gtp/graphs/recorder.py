@@ -38,8 +38,7 @@ class CudaRecorder:
     def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
         """Run ``step`` once without computing. Returns what replays it, and its result, to be read after a replay."""
         if not self._graphs:
-            # The allocator refuses a pool that no graph uses any more while memory in it, such as a gradient that a
-            # graph has left, is still in use.
+            # The allocator refuses a pool without graphs while memory in it is in use, such as a gradient.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:

@@ -1,7 +1,7 @@
-"""Stock ``clip_grad_norm_`` on sharded parameters, also of several meshes.
+"""Stock ``clip_grad_norm_`` and ``GradScaler`` on sharded parameters, also of several meshes.
 
-It takes the norm of each gradient, stacks the norms, and scales the gradients by one coefficient. DTensor (torch 2.11
-to 2.13) fails at two places, which get rules of sharding propagation here:
+``clip_grad_norm_`` takes the norm of each gradient, stacks the norms, and scales the gradients by one coefficient.
+DTensor (torch 2.11 to 2.13) fails at two places, which get rules of sharding propagation here:
 
 * It refuses a stack of scalars of different meshes, and a product with a coefficient of another mesh. Here each scalar
   is first reduced on its own mesh. A scalar that every rank of its mesh holds whole goes with ops on any other mesh.
@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
-from .._torch_compat import DTensorSpec, OpSchema, OutputSharding, Propagate, TensorMeta, wrap_sharding_propagation
+from .. import _torch_compat as compat
+from .._torch_compat import DTensorSpec, OpSchema, OutputSharding, Propagate, TensorMeta
 from .block_layout import has_empty_shard, is_whole_scalar, map_specs, with_placements
 from .elementwise import operands_of
 
@@ -30,8 +33,9 @@ NORMS = frozenset(
 
 @functools.cache
 def install() -> None:
-    """Wrap DTensor's sharding propagation, once in a process."""
-    wrap_sharding_propagation(_propagate)
+    """Wrap DTensor's sharding propagation, and replace its handler of what ``GradScaler`` runs; once in a process."""
+    compat.wrap_sharding_propagation(_propagate)
+    compat.set_dtensor_handler(aten._amp_foreach_non_finite_check_and_unscale_.default, unscale)
 
 
 def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
@@ -72,3 +76,18 @@ def needs_rows_for_norm(schema: OpSchema) -> bool:
         return False
     order = schema.args_schema[1]
     return isinstance(order, int | float) and (math.isinf(order) or order < 0)
+
+
+def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale local shards in place; ``found_inf`` is the maximum over every axis on which any gradient is sharded.
+    ``args`` are ``(grads, found_inf, inv_scale)`` as the op takes them; ``grads`` may lie on different meshes."""
+    grads, found_inf, inv_scale = args
+    op([compat.local_part(grad) for grad in grads], found_inf, inv_scale)
+    groups: dict[str, dist.ProcessGroup] = {}
+    for grad in grads:
+        for axis, placement in enumerate(grad.placements if isinstance(grad, DTensor) else ()):
+            if not isinstance(placement, Replicate) and grad.device_mesh.size(axis) > 1:
+                group = grad.device_mesh.get_group(axis)
+                groups[group.group_name] = group
+    for group in groups.values():
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
