@@ -1,9 +1,8 @@
 """The only place that imports private torch symbols.
 
 Everything else in the package takes them from here, so that a torch release that moves one of them is handled in one
-place. Tested on torch 2.11 and 2.13. A symbol that a release lacks has its replacement beside the import, with the
-release it is for. Code and tests call ``compat.name``, so that a test can put something else in its place. The files
-below hand on all their public names.
+place. Tested on torch 2.11 and 2.13. A replacement for a symbol that a release lacks stands beside the import. The
+files below hand on all their public names. Code and tests call ``compat.name``, so that tests can replace it.
 """
 
 from __future__ import annotations

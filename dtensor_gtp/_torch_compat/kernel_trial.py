@@ -24,12 +24,8 @@ def decided(
 ) -> tuple[T, str]:
     """What runs, and why it is not Triton (empty if it is).
 
-    Args:
-        verdicts: Earlier results, filled here, by all that a kernel is compiled for.
-        key: That of this one.
-        otherwise: Does the same without Triton.
-        attempt: Compiles, loads and compares the kernels.
-        warn: Called once with the reason.
+    ``verdicts`` has earlier results by ``key``: all that a kernel is compiled for. ``attempt`` compiles, loads and
+    compares the kernels, ``otherwise`` does the same without Triton, ``warn`` is called once with the reason.
     """
     found = verdicts.get(key)
     if found is None:

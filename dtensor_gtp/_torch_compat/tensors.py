@@ -102,6 +102,5 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail if ``condition`` is false: at once on a CPU, elsewhere when the device comes to it. Kernels take messages of
-    less than 255 characters."""
-    torch._assert_async(condition, message[:254])
+    """Fail if ``condition`` is false: at once on a CPU, elsewhere when the device comes to it."""
+    torch._assert_async(condition, message[:254])  # kernels take no longer messages

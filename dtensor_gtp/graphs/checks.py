@@ -124,8 +124,7 @@ def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, m
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that is not capturable, or that steps sharded parameters outside of ``module``, whose runtime
-    would not know of the graph."""
+    """Refuse an optimizer that is not capturable, or steps sharded parameters of runtimes outside of ``module``."""
     name = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable") is False:
