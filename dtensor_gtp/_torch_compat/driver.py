@@ -95,9 +95,9 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
         address, size = ctypes.c_uint64 * number, ctypes.c_size_t * number
         targets, sources, sizes = zip(*copies, strict=True)
         attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
-        what = address(*targets), address(*sources), size(*sizes), ctypes.c_size_t(number)
-        how = ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
-        code = driver.cuMemcpyBatchAsync_v2(*what, *how, handle)
+        arrays = address(*targets), address(*sources), size(*sizes), ctypes.c_size_t(number)
+        of_all = ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
+        code = driver.cuMemcpyBatchAsync_v2(*arrays, *of_all, handle)
         if not code:
             return
         if code != _NOT_SUPPORTED:

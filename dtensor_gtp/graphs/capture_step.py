@@ -81,9 +81,9 @@ def capture_step(
 
     A step must not wait for the GPU (``item()``, ``print`` of a tensor, ``GradScaler``, data-dependent branches). Other
     work of Python in it (counting, ``LRScheduler.step``) happens only when it is recorded: keep it outside. A learning
-    rate that changes must be a tensor on the GPU. Call ``zero_grad`` at the end of the step, or outside: before the
-    forward it would leave other gradients to each call. All ranks must call with inputs of the same shapes: else some
-    ranks replay what others run, which does not work with exchanges of activations.
+    rate that changes must be a tensor on the GPU. Call ``zero_grad`` at the end of the step, or outside: if at its
+    begin, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same shapes:
+    else some ranks replay what others run, which does not work with exchanges of activations.
 
     Args:
         fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other values, which are

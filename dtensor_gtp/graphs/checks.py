@@ -177,8 +177,8 @@ def check_inputs(leaves: list[Any], device: torch.device) -> None:
     check_places(leaves, device, "A captured step")
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            shape = tuple(leaf.shape)
-            raise ValueError(f"A captured step expects inputs that need no gradient, but one of shape {shape} does.")
+            what = f"one of shape {tuple(leaf.shape)} does"
+            raise ValueError(f"A captured step expects inputs that need no gradient, but {what}. Pass it detached.")
 
 
 def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
