@@ -103,8 +103,8 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
         if code != _NOT_SUPPORTED:
             raise RuntimeError(f"cuMemcpyBatchAsync failed with CUresult {code}")
     for target, source, nbytes in copies:
-        places = ctypes.c_uint64(target), ctypes.c_uint64(source)
-        if code := driver.cuMemcpyAsync(*places, ctypes.c_size_t(nbytes), handle):
+        code = driver.cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), handle)
+        if code:
             raise RuntimeError(f"cuMemcpyAsync failed with CUresult {code}")
 
 
