@@ -43,15 +43,15 @@ LAYOUT = [
     Bug(
         "maximum of a shard without rows",
         "_dtensor/propagation.py",
-        "    needs_rows = schema.op in _EXTREMA or needs_rows_for_norm(schema)",
-        "    needs_rows = needs_rows_for_norm(schema)",
+        "        needs_rows = op in _EXTREMA or needs_rows_for_norm(schema)",
+        "        needs_rows = needs_rows_for_norm(schema)",
         ("tests/distributed/test_gtp_placement_ops.py::test_other_ops_give_right_values",),
     ),
     Bug(
         "shape before another axis",
         "_dtensor/block_layout.py",
-        "            index = mesh_coordinate(spec.mesh, i)",
-        "            index = mesh_coordinate(spec.mesh, axis)",
+        "spec.mesh.size(i), mesh_coordinate(spec.mesh, i))",
+        "spec.mesh.size(i), mesh_coordinate(spec.mesh, axis))",
         ("tests/distributed/test_gtp_placement.py::test_redistribute_to_every_layout_and_back",),
     ),
     Bug(
@@ -77,23 +77,23 @@ LAYOUT = [
     ),
     Bug(
         "sum of one shard counts for all",
-        "_dtensor/norms.py",
-        "    return spec.ndim == 0 and spec.is_replicated()",
-        "    return spec.ndim == 0",
+        "_dtensor/block_layout.py",
+        "    return spec.tensor_meta is not None and spec.ndim == 0 and spec.is_replicated()",
+        "    return spec.tensor_meta is not None and spec.ndim == 0",
         (
             "tests/distributed/test_gtp_shard_norms.py::TestNorms::test_a_sum_of_another_mesh_is_reduced_before_it_counts",
         ),
     ),
     Bug(
         "whole parameters are summed in the norm",
-        "_dtensor/norms.py",
-        "    return OutputSharding(output, map_specs(schema, _replicated), needs_redistribute=True)",
-        "    return OutputSharding(output)",
+        "_dtensor/gradients.py",
+        "        return OutputSharding(output, map_specs(op_schema, _replicated), needs_redistribute=True)",
+        "        return OutputSharding(output)",
         ("tests/distributed/test_gtp_shard_norms.py::TestNorms::test_r10_submodule_with_a_mesh_of_its_own",),
     ),
     Bug(
         "overflow of one rank",
-        "_dtensor/optimizers.py",
+        "_dtensor/gradients.py",
         "        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)",
         "        pass",
         (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +23,7 @@ from .._torch_compat import (
 )
 from ..placement import GTPShard, _BlockGTPShard, _StridedGTPShard, chunk_rows, chunk_size_and_offset
 
-# A list of torch's _TransformInfo: what happens on one mesh axis, in order.
-Steps = list[Any]
+Steps = list[Any]  # torch's _TransformInfo: what happens on one mesh axis, in order
 
 
 def has_block(spec: DTensorSpec) -> bool:
@@ -33,16 +34,30 @@ def is_sharding(placement: Placement) -> bool:
     return isinstance(placement, Shard | StridedShard)
 
 
-def _replace_blocks(placements: Iterable[Placement], replacement: Callable[[_BlockGTPShard], Placement]) -> list[Any]:
-    return [replacement(p) if isinstance(p, _BlockGTPShard) else p for p in placements]
+def is_whole_scalar(spec: DTensorSpec) -> bool:
+    return spec.tensor_meta is not None and spec.ndim == 0 and spec.is_replicated()
+
+
+def with_placements(spec: DTensorSpec, placements: Iterable[Placement]) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def _gathered(placements: Iterable[Placement]) -> list[Placement]:
+    """Replicate() in the place of each block placement."""
+    return [Replicate() if isinstance(p, _BlockGTPShard) else p for p in placements]
+
+
+def _stock_siblings(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """A plain Shard in the place of each block placement: the same dims, not the same layout."""
+    return tuple(Shard(p.dim) if isinstance(p, _BlockGTPShard) else p for p in placements)
 
 
 def gathered(spec: DTensorSpec) -> DTensorSpec:
-    """``spec`` with Replicate() for each block placement."""
-    if not has_block(spec):
-        return spec
-    placements = _replace_blocks(spec.placements, lambda p: Replicate())
-    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+    return with_placements(spec, _gathered(spec.placements)) if has_block(spec) else spec
+
+
+def stock_sibling(spec: DTensorSpec) -> DTensorSpec:
+    return with_placements(spec, _stock_siblings(spec.placements)) if has_block(spec) else spec
 
 
 def map_specs(schema: OpSchema, function: Callable[[DTensorSpec], DTensorSpec]) -> OpSchema:
@@ -63,28 +78,13 @@ def has_empty_shard(spec: DTensorSpec) -> bool:
     sizes = [{size} for size in spec.shape]
     for axis, placement in enumerate(spec.placements):
         if is_sharding(placement):
-            num_chunks = spec.mesh.size(axis)
-            dim = sharded_dim(placement)
-            sizes[dim] = {
-                placement._local_shard_size_and_offset(size, num_chunks, index)[0]  # type: ignore[attr-defined]
-                for size in sizes[dim]
-                for index in range(num_chunks)
-            }
+            dim, num_chunks = sharded_dim(placement), spec.mesh.size(axis)
+            sizes[dim] = {_chunk_size(placement, n, num_chunks, i) for n in sizes[dim] for i in range(num_chunks)}
     return any(0 in of_dim for of_dim in sizes)
 
 
-def stock_sibling(spec: DTensorSpec) -> DTensorSpec:
-    """``spec`` with a plain Shard for each block placement: the same dims, not the same layout."""
-    if not has_block(spec):
-        return spec
-    placements = _replace_blocks(spec.placements, lambda p: Shard(p.dim))
-    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
-
-
-class _Placements(NamedTuple):
-    """Stands in for a DTensorSpec whose shard order is verified: only this attribute is read."""
-
-    placements: tuple[Placement, ...]
+def _chunk_size(placement: Any, rows: int, num_chunks: int, index: Any) -> int:
+    return placement._local_shard_size_and_offset(rows, num_chunks, index)[0]  # type: ignore[no-any-return]
 
 
 def wrap_spec() -> None:
@@ -98,28 +98,26 @@ def wrap_spec() -> None:
             return
         self.placements = placements = as_torch_chunks(self)
         check_placements(self)
-        self.placements = tuple(_replace_blocks(placements, lambda p: Shard(p.dim)))
+        self.placements = _stock_siblings(placements)
         stock_post_init(self)
         self.placements = placements
 
     @functools.wraps(stock_verify)
     def verify(self: DTensorSpec, shard_order: Any) -> None:
-        if has_block(self):
-            stand_in = _Placements(tuple(_replace_blocks(self.placements, lambda p: Shard(p.dim))))
-            stock_verify(cast(DTensorSpec, stand_in), shard_order)
-        else:
-            stock_verify(self, shard_order)
+        # It reads nothing but the placements.
+        spec: Any = SimpleNamespace(placements=_stock_siblings(self.placements)) if has_block(self) else self
+        stock_verify(spec, shard_order)
 
     DTensorSpec.__post_init__ = post_init  # type: ignore[method-assign]
     DTensorSpec._verify_shard_order = verify  # type: ignore[method-assign]
 
 
 def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
-    """The placements of ``spec``, in torch's own terms where that names the same layout and blocks would not do.
+    """The placements of ``spec``, in torch's own terms where these name the same layout.
 
-    ``fully_shard`` outside of ``gtp_shard`` cuts a dim once more and says so with a strided placement to the left. What
-    a block placement does to the dim has no such name; but where its chunks are those of torch, ``GTPShard(dim)`` is
-    one. An axis of one rank cuts nothing.
+    ``fully_shard`` outside of ``gtp_shard`` cuts a dim once more, and expresses that by a strided placement to the
+    left, which cannot stand beside a block placement. A block placement whose chunks are those of torch becomes
+    ``GTPShard(dim)``. An axis of one rank cuts nothing.
     """
     placements = list(spec.placements)
     for axis, placement in enumerate(placements):
@@ -135,17 +133,14 @@ def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
 
 
 def has_torch_chunks(spec: DTensorSpec, axis: int) -> bool:
-    """Whether the ``GTPShard`` on mesh axis ``axis`` cuts its dim just where ``torch.chunk`` would.
-
-    Plain shardings to the left have cut the dim before, strided ones cut it afterwards.
-    """
+    """Whether the ``GTPShard`` on mesh axis ``axis`` cuts its dim where ``torch.chunk`` would."""
     placement = spec.placements[axis]
     assert isinstance(placement, GTPShard)
     if placement.block_size == 1:
         return True
     if spec.tensor_meta is None:
         return False
-    slices = {spec.tensor_meta.shape[placement.dim]}
+    slices = {spec.tensor_meta.shape[placement.dim]}  # plain shardings to the left cut before, strided ones afterwards
     for i, other in enumerate(spec.placements[:axis]):
         if _shards(other, placement.dim) and not isinstance(other, StridedShard):
             num = spec.mesh.size(i)
@@ -158,39 +153,34 @@ def check_placements(spec: DTensorSpec) -> None:
     """Refuse placements whose layout DTensor would read in two ways.
 
     Raises:
-        NotImplementedError: another placement cuts the same tensor dim after a block placement did.
-        ValueError: a ``split_factor > 1`` whose slices, or whose chunks with this ``block_size``, are not torch's.
+        NotImplementedError: Another placement cuts the same tensor dim after a block placement.
+        ValueError: The slices of a ``split_factor > 1``, or its chunks with this ``block_size``, are not torch's.
     """
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, _BlockGTPShard):
-            for other_axis, other in enumerate(spec.placements):
-                if other_axis == axis or not _shards(other, placement.dim):
-                    continue
-                if other_axis > axis or isinstance(other, StridedShard | _BlockGTPShard):
-                    raise NotImplementedError(
-                        f"GTPShard with block_size > 1 must be the last to cut its tensor dim, but got placements "
-                        f"{spec.placements}. Put its mesh axis to the right of the other axes that shard dim "
-                        f"{placement.dim}, or use block_size=1."
-                    )
+            others = [(i, p) for i, p in enumerate(spec.placements) if i != axis and _shards(p, placement.dim)]
+            if any(i > axis or isinstance(p, StridedShard | _BlockGTPShard) for i, p in others):
+                raise NotImplementedError(
+                    f"GTPShard with block_size > 1 must be the last to cut its tensor dim, but got placements "
+                    f"{spec.placements}. Put its mesh axis to the right of the other axes that shard dim "
+                    f"{placement.dim}, or use block_size=1."
+                )
         elif isinstance(placement, _StridedGTPShard) and spec.tensor_meta is not None:
             _check_strided(placement, axis, spec, spec.tensor_meta.shape)
 
 
 def _check_strided(placement: _StridedGTPShard, axis: int, spec: DTensorSpec, shape: torch.Size) -> None:
     dim = placement.dim
-    divisor = placement.split_factor
-    for p, size in zip(spec.placements[:axis], spec.mesh.shape[:axis], strict=True):
-        divisor *= size if _shards(p, dim) else 1
-    slice_rows, rest = divmod(shape[dim], divisor)
+    before = [spec.mesh.size(i) for i, p in enumerate(spec.placements[:axis]) if _shards(p, dim)]
+    slice_rows, rest = divmod(shape[dim], placement.split_factor * math.prod(before))
     num_chunks = spec.mesh.size(axis)
     is_cut_again = any(_shards(p, dim) for p in spec.placements[axis + 1 :])
     has_own_chunks = chunk_rows(slice_rows, num_chunks, placement.block_size) != chunk_rows(slice_rows, num_chunks)
     if has_own_chunks or (rest != 0 and (is_cut_again or placement.block_size > 1)):
         raise ValueError(
             f"{placement!r} on mesh axis {axis} of size {num_chunks} cannot shard dim {dim} of shape {tuple(shape)}: "
-            f"DTensor reads it as {placement.split_factor} equal slices that are each cut as torch.chunk does. Put the "
-            f"axis that cuts first to the left in the mesh: (Shard({dim}), GTPShard({dim}, "
-            f"block_size={placement.block_size}))."
+            f"DTensor reads it as {placement.split_factor} equal slices, each cut as by torch.chunk. Put the axis that "
+            f"cuts first to the left: (Shard({dim}), GTPShard({dim}, block_size={placement.block_size}))."
         )
 
 
@@ -214,39 +204,32 @@ def sharded_dim(placement: Placement) -> int:
 
 
 def wrap_planner() -> None:
-    stock = redistribute_module._gen_transform_infos_non_cached
-    stock_cached = redistribute_module._gen_transform_infos
-    make_step = redistribute_module._TransformInfo
+    stock: Callable[..., Steps] = redistribute_module._gen_transform_infos_non_cached
+    stock_cached: Any = redistribute_module._gen_transform_infos
 
     def plan(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
         if has_block(src) or has_block(dst):
-            return plan_block_redistribution(make_step, lambda *specs: stock(*specs, *args, **kwargs), src, dst)
-        return cast(Steps, stock(src, dst, *args, **kwargs))
+            return plan_block_redistribution(lambda *specs: stock(*specs, *args, **kwargs), src, dst)
+        return stock(src, dst, *args, **kwargs)
 
     plan_cached = functools.cache(plan)
 
     def plan_or_stock(src: DTensorSpec, dst: DTensorSpec, *args: Any, **kwargs: Any) -> Steps:
-        chosen = plan_cached if has_block(src) or has_block(dst) else stock_cached
-        return cast(Steps, chosen(src, dst, *args, **kwargs))
+        chosen: Callable[..., Steps] = plan_cached if has_block(src) or has_block(dst) else stock_cached
+        return chosen(src, dst, *args, **kwargs)
 
     plan_or_stock.cache_clear = stock_cached.cache_clear  # type: ignore[attr-defined]
     redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
     redistribute_module._gen_transform_infos = plan_or_stock  # type: ignore[assignment]
 
 
-def plan_block_redistribution(
-    make_step: Callable[..., Any],
-    plan_stock: Callable[[DTensorSpec, DTensorSpec], Steps],
-    src: DTensorSpec,
-    dst: DTensorSpec,
-) -> Steps:
+def plan_block_redistribution(plan_stock: Callable[..., Steps], src: DTensorSpec, dst: DTensorSpec) -> Steps:
     """Steps from ``src`` to ``dst`` when one of them holds a block placement.
 
-    Block placements of ``src`` are gathered, torch plans the other axes, block placements of ``dst`` are cut. That is
-    in order because a block placement is the last that cuts its dim (``check_placements``).
+    Block placements of ``src`` are gathered, torch plans the other axes, block placements of ``dst`` are cut. This
+    order is right because a block placement is the last that cuts its dim (``check_placements``).
     """
-    gathers: Steps = []
-    cuts: Steps = []
+    make_step, gathers, cuts = redistribute_module._TransformInfo, [], []
     middle_src, middle_dst = list(src.placements), list(dst.placements)
     for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
         if isinstance(p, _BlockGTPShard) and p == q and not _is_recut(p.dim, axis, src, dst):
@@ -259,12 +242,11 @@ def plan_block_redistribution(
             before = p if p.is_partial() else Replicate()  # a partial value is reduced and scattered in one step
             cuts.append(make_step(axis, (before, q), list(src.shape)))
             middle_dst[axis] = before
-    middle = [DTensorSpec(src.mesh, tuple(p), tensor_meta=src.tensor_meta) for p in (middle_src, middle_dst)]
-    return [*gathers, *plan_stock(*middle), *cuts]
+    return [*gathers, *plan_stock(with_placements(src, middle_src), with_placements(src, middle_dst)), *cuts]
 
 
 def _is_recut(dim: int, axis: int, src: DTensorSpec, dst: DTensorSpec) -> bool:
-    """True if an axis to the left changes how it cuts ``dim``: then the rows of ``axis`` are others afterwards."""
+    """True if an axis to the left changes how it cuts ``dim``, so that ``axis`` gets other rows."""
     changed = [pair for pair in zip(src.placements[:axis], dst.placements[:axis], strict=True) if pair[0] != pair[1]]
     return any(_shards(p, dim) for pair in changed for p in pair)
 
@@ -275,16 +257,13 @@ def _shape_before(axis: int, spec: DTensorSpec) -> list[int]:
     for i, placement in enumerate(spec.placements[:axis]):
         if is_sharding(placement):
             dim = sharded_dim(placement)
-            index = mesh_coordinate(spec.mesh, i)
-            shape[dim], _ = placement._local_shard_size_and_offset(  # type: ignore[attr-defined]
-                shape[dim], spec.mesh.size(i), index
-            )
+            shape[dim] = _chunk_size(placement, shape[dim], spec.mesh.size(i), mesh_coordinate(spec.mesh, i))
     return shape
 
 
 def wrap_distribute_tensor() -> None:
     modules = distribute_tensor_modules()
-    stock = modules[0].distribute_tensor
+    stock: Callable[..., DTensor] = modules[0].distribute_tensor
 
     @functools.wraps(stock)
     def distribute_tensor(
@@ -294,13 +273,12 @@ def wrap_distribute_tensor() -> None:
         *,
         src_data_rank: int | None = 0,
     ) -> DTensor:
-        if placements is None or not any(isinstance(p, _BlockGTPShard) for p in placements):
-            return cast(DTensor, stock(tensor, device_mesh, placements, src_data_rank=src_data_rank))
-        if isinstance(tensor, DTensor):  # torch checks that it has these placements and returns it
-            return cast(DTensor, stock(tensor, device_mesh, placements, src_data_rank=src_data_rank))
+        is_block = placements is not None and any(isinstance(p, _BlockGTPShard) for p in placements)
+        # If it is a DTensor, torch checks that it has these placements and returns it.
+        if placements is None or not is_block or isinstance(tensor, DTensor):
+            return stock(tensor, device_mesh, placements, src_data_rank=src_data_rank)
         targets = [on_dim(p, sharded_dim(p) % tensor.ndim) if is_sharding(p) else p for p in placements]
-        without_blocks = _replace_blocks(targets, lambda p: Replicate())
-        result = cast(DTensor, stock(tensor, device_mesh, without_blocks, src_data_rank=src_data_rank).detach())
+        result: Any = stock(tensor, device_mesh, _gathered(targets), src_data_rank=src_data_rank).detach()
         return cast(DTensor, result.redistribute(placements=targets).requires_grad_(tensor.requires_grad))
 
     for module in modules:

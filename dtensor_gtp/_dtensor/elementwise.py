@@ -1,24 +1,23 @@
 """Elementwise ops on DTensors: which ops these are, and how their operands and outputs are sharded.
 
 [Note: operands that lie alike]
-torch finds the sharding of an op by search: it lists the combinations of placements that the op allows on each mesh
-axis, over all axes, and computes what each would cost. On four axes that takes up to a second for each new op and
-shape. But an elementwise op whose operands have one shape and the same placements on the same mesh moves nothing, and
-its output lies as they do. ``propagate_alike`` says so at once. It gives the very answer that torch would give; where
-that takes more thought, it gives none and torch searches:
+torch finds the sharding of an op by search over all combinations of placements, with the cost of each. On four axes
+that takes up to a second for each new op and shape. But an elementwise op whose operands have one shape and the same
+placements on the same mesh moves nothing, and its output lies as they do. ``propagate_alike`` answers so at once, just
+as torch would. It leaves to torch:
 
-* another shape or other placements, but for scalars that each rank holds whole;
-* partial values, placements of other libraries, another order of shards than the default one;
+* another shape or other placements, except scalars that each rank holds whole;
+* partial values, placements of other libraries, shards in another order than the default one;
 * an op whose rule is not torch's own, and a rank outside of the mesh;
-* what the compiler traces: shapes may be symbols, which comparisons would specialize.
+* what the compiler traces, because comparisons would specialize symbolic shapes.
 
-Nor does it run the op on fake tensors to find dtypes and strides, where they can only be those of the operands.
+Nor does it run the op on fake tensors where dtypes and strides can only be those of the operands.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -36,48 +35,37 @@ from .._torch_compat import (
     stock_rule,
 )
 from ..placement import GTPShard, _BlockGTPShard
-from .block_layout import has_block, is_sharding, on_dim, sharded_dim
-
-logger = logging.getLogger(__name__)
-
-
-aten = torch.ops.aten
-
+from .block_layout import has_block, is_sharding, is_whole_scalar, map_specs, on_dim, sharded_dim, with_placements
 
 # Ops that treat each element by itself, beside those that torch tags as pointwise and their in-place variants.
 _ELEMENTWISE = frozenset(
     {
-        aten._to_copy.default,
-        aten.alias.default,
-        aten.bernoulli.default,
-        aten.bernoulli_.float,
-        aten.clone.default,
-        aten.copy_.default,
-        aten.detach.default,
-        aten.empty_like.default,
-        aten.equal.default,
-        aten.fill_.Scalar,
-        aten.fill_.Tensor,
-        aten.full_like.default,
-        aten.native_dropout.default,
-        aten.normal_.default,
-        aten.ones_like.default,
-        aten.rand_like.default,
-        aten.randint_like.default,
-        aten.randint_like.low_dtype,
-        aten.randn_like.default,
-        aten.uniform_.default,
-        aten.zero_.default,
-        aten.zeros_like.default,
+        "_to_copy.default", "alias.default", "bernoulli.default", "bernoulli_.float", "clone.default", "copy_.default",
+        "detach.default", "empty_like.default", "equal.default", "fill_.Scalar", "fill_.Tensor", "full_like.default",
+        "native_dropout.default", "normal_.default", "ones_like.default", "rand_like.default", "randint_like.default",
+        "randint_like.low_dtype", "randn_like.default", "uniform_.default", "zero_.default", "zeros_like.default",
     }
-)
+)  # fmt: skip
 
+# Ops whose output has the dtype of their operands where these are floats of one dtype. In place, or with out=, it has
+# the dtype of what they write to, which holds any real number if it is a float.
+_KEEPS_FLOAT = frozenset(
+    {
+        "_to_copy", "abs", "add", "addcdiv", "addcmul", "alias", "clamp", "clamp_max", "clamp_min", "clone", "copy",
+        "detach", "div", "empty_like", "exp", "fill", "full_like", "lerp", "log", "maximum", "minimum", "mul", "neg",
+        "normal", "ones_like", "pow", "rand_like", "randn_like", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid",
+        "sign", "sqrt", "sub", "tanh", "uniform", "zero", "zeros_like",
+    }
+)  # fmt: skip
 
 _LIST_OPS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
 
+# The argument of the fused Adams that may lie on a mesh of its own: the numbers of steps.
+_FUSED_STEPS = 5
+
 
 class Operand(NamedTuple):
-    """A tensor argument of an op: argument position or name, element number if it stands in a list, and its spec."""
+    """A tensor argument of an op: position or name of the argument, index if it stands in a list, and its spec."""
 
     argument: int | str
     element: int | None
@@ -91,36 +79,17 @@ class NotElementwiseError(Exception):
 
 
 def operands_of(schema: OpSchema) -> Iterator[Operand]:
+    """In the order of ``map_specs``."""
     arguments = schema.op._schema.arguments
-    by_name = {a.name: a for a in arguments}
-    values: list[tuple[int | str, Any, Any]] = [
-        (i, value, arguments[i]) for i, value in enumerate(schema.args_schema) if i < len(arguments)
-    ]
+    by_name = {argument.name: argument for argument in arguments}
+    values: list[tuple[int | str, Any, Any]] = [*zip(count(), schema.args_schema, arguments, strict=False)]
     values += [(name, value, by_name.get(name)) for name, value in schema.kwargs_schema.items()]
     for argument, value, declared in values:
-        alias = declared.alias_info if declared is not None else None
-        flags = (alias is not None and alias.is_write, alias is not None and not alias.is_write)
-        if isinstance(value, DTensorSpec):
-            yield Operand(argument, None, value, *flags)
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                if isinstance(item, DTensorSpec):
-                    yield Operand(argument, index, item, *flags)
-
-
-def _with_specs(schema: OpSchema, specs: dict[tuple[int | str, int | None], DTensorSpec]) -> OpSchema:
-    """``schema`` with other specs for the operands in ``specs``, keyed by argument and index."""
-
-    def replaced(argument: int | str, value: Any) -> Any:
-        if isinstance(value, DTensorSpec):
-            return specs.get((argument, None), value)
-        if isinstance(value, list | tuple):
-            return type(value)(specs.get((argument, i), item) for i, item in enumerate(value))
-        return value
-
-    args = tuple(replaced(i, value) for i, value in enumerate(schema.args_schema))
-    kwargs = {name: replaced(name, value) for name, value in schema.kwargs_schema.items()}
-    return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
+        alias = getattr(declared, "alias_info", None)
+        is_mutated, is_aliased = alias is not None and alias.is_write, alias is not None and not alias.is_write
+        for element, item in enumerate(value) if isinstance(value, list | tuple) else ((None, value),):
+            if isinstance(item, DTensorSpec):
+                yield Operand(argument, element, item, is_mutated, is_aliased)
 
 
 def unsupported(op: Any, operands: Iterable[Operand], why: str) -> NotImplementedError:
@@ -137,7 +106,7 @@ def _is_list_op(op: Any) -> bool:
 
 
 def _groups(op: Any, operands: Sequence[Operand]) -> list[list[Operand]]:
-    """The operands that the op combines: of a list op, those of each element of its lists and those of all."""
+    """The operands that the op combines: for a list op, those of each element of its lists with those of all."""
     if not _is_list_op(op):
         return [list(operands)]
     shared = [o for o in operands if o.element is None]
@@ -151,15 +120,13 @@ def _groups(op: Any, operands: Sequence[Operand]) -> list[list[Operand]]:
 def is_elementwise(op: Any) -> bool:
     if _is_list_op(op):
         return stock_rule(op) is StockRule.POINTWISE  # others reduce or multiply the tensors of the lists
-    return op in _ELEMENTWISE or torch.Tag.pointwise in op.tags or torch.Tag.pointwise in _tags_out_of_place(op)
-
-
-def _tags_out_of_place(op: Any) -> Iterable[Any]:
-    """Tags of ``aten::foo.bar`` for ``aten::foo_.bar``: torch leaves some in-place variants untagged."""
+    if torch.Tag.pointwise in op.tags or str(op).removeprefix("aten.") in _ELEMENTWISE:
+        return True
+    # torch leaves some in-place variants untagged: ask for aten::foo.bar what aten::foo_.bar does.
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name.endswith("_") else None
     overload = getattr(packet, op._overloadname, None)
-    return () if overload is None else overload.tags
+    return overload is not None and torch.Tag.pointwise in overload.tags
 
 
 def propagate_elementwise(schema: OpSchema, operands: Sequence[Operand], out_meta: Any) -> OutputSharding:
@@ -171,25 +138,27 @@ def propagate_elementwise(schema: OpSchema, operands: Sequence[Operand], out_met
         leaders.append(leader)
         for operand in group:
             specs[operand.argument, operand.element] = _aligned(schema.op, operand, leader)
-    changed = [o for o in operands if specs[o.argument, o.element].placements != o.spec.placements]
+    aligned = [specs[o.argument, o.element] for o in operands]
+    changed = [o for o, spec in zip(operands, aligned, strict=True) if spec.placements != o.spec.placements]
     if any(isinstance(o.argument, str) for o in changed):
         raise unsupported(schema.op, operands, "DTensor cannot redistribute a keyword argument")
-    output = _elementwise_outputs(leaders, out_meta, _is_list_op(schema.op))
-    return OutputSharding(output, _with_specs(schema, specs) if changed else None, needs_redistribute=bool(changed))
+    remaining = iter(aligned)
+    suggested = map_specs(schema, lambda _: next(remaining)) if changed else None
+    output = _outputs(leaders, out_meta, _is_list_op(schema.op))
+    return OutputSharding(output, suggested, needs_redistribute=bool(changed))
 
 
 def _leading_spec(op: Any, group: Sequence[Operand]) -> DTensorSpec:
     """The spec that the others follow: of the tensor written to, else of the first with block placements, else any."""
     leader = next((o for o in group if o.is_mutated), None)
     if leader is None:
-        ranked = sorted(group, key=lambda o: (not has_block(o.spec), not o.spec.is_sharded()))
-        leader = ranked[0]
+        leader = min(group, key=lambda o: (not has_block(o.spec), not o.spec.is_sharded()))
     spec = leader.spec
     if not any(p.is_partial() for p in spec.placements):
         return spec
     if leader.is_mutated:
         raise unsupported(op, group, f"it would write to a tensor with partial values, {spec}")
-    return _spec_like(spec, [Replicate() if p.is_partial() else p for p in spec.placements], spec.tensor_meta)
+    return _with_placements(spec, [Replicate() if p.is_partial() else p for p in spec.placements], spec.tensor_meta)
 
 
 def _aligned(op: Any, operand: Operand, leader: DTensorSpec) -> DTensorSpec:
@@ -203,7 +172,7 @@ def _aligned(op: Any, operand: Operand, leader: DTensorSpec) -> DTensorSpec:
         return spec
     if operand.is_mutated:
         raise unsupported(op, [operand, operand._replace(spec=leader)], "it writes to tensors with unlike placements")
-    return _spec_like(spec, placements, spec.tensor_meta)
+    return _with_placements(spec, placements, spec.tensor_meta)
 
 
 def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.Size) -> list[Placement]:
@@ -225,42 +194,25 @@ def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.
     return result
 
 
-def _spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
+def _with_placements(spec: DTensorSpec, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
     is_order = spec.use_strided_shard_as_shard_order if any(isinstance(p, StridedShard) for p in placements) else None
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=is_order)
 
 
-def _elementwise_outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_op: bool) -> Any:
+def _outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_op: bool) -> Any:
     def output(leader: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
         if meta is None:
             return None
-        return _spec_like(leader, _broadcast(leader.placements, leader.shape, meta.shape), meta)
+        return _with_placements(leader, _broadcast(leader.placements, leader.shape, meta.shape), meta)
 
     if out_meta is None:
         return None
     if isinstance(out_meta, TensorMeta):
         return output(leaders[0], out_meta)
-    if not is_list_op:
-        return tuple(output(leaders[0], meta) for meta in out_meta)
-    if len(out_meta) != len(leaders):
+    if is_list_op and len(out_meta) != len(leaders):
         raise NotElementwiseError
-    return tuple(output(leader, meta) for leader, meta in zip(leaders, out_meta, strict=True))
-
-
-# The argument of the fused Adams that may lie on a mesh of its own: the numbers of steps.
-_FUSED_STEPS = 5
-
-
-# Ops whose output has the type of their operands where these are floats of one type. In place, or with out=, it has the
-# type of what they write to, which holds any real number if it is a float.
-_KEEPS_FLOAT = frozenset(
-    {
-        "_to_copy", "abs", "add", "addcdiv", "addcmul", "alias", "clamp", "clamp_max", "clamp_min", "clone", "copy",
-        "detach", "div", "empty_like", "exp", "fill", "full_like", "lerp", "log", "maximum", "minimum", "mul", "neg",
-        "normal", "ones_like", "pow", "rand_like", "randn_like", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid",
-        "sign", "sqrt", "sub", "tanh", "uniform", "zero", "zeros_like",
-    }
-)  # fmt: skip
+    of_each = leaders if is_list_op else [leaders[0]] * len(out_meta)
+    return tuple(output(leader, meta) for leader, meta in zip(of_each, out_meta, strict=True))
 
 
 def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding | None:
@@ -269,10 +221,11 @@ def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputShar
     rule = stock_rule(op) if is_elementwise(op) and not is_tracing_dtensors() else None
     if rule is None or not _has_equal_lists(schema):
         return None
-    leaders: list[DTensorSpec] = []
+    leaders = []
     for group in _groups(op, operands):
-        leader = _common_layout(op, group)
-        if leader is None:
+        # Scalars that each rank holds whole follow the others.
+        leader = next((o.spec for o in group if not is_whole_scalar(o.spec)), group[0].spec)
+        if not _has_known_layout(leader) or not all(_goes_with(op, operand, leader) for operand in group):
             return None
         leaders.append(leader)
     returns = [str(value.type) for value in op._schema.returns]
@@ -282,57 +235,38 @@ def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputShar
         return None
     out_meta = _out_meta(schema, operands, leaders)
     if rule is not StockRule.WHOLE_MESH:
-        leaders = [_spec_like(s, [_of_stock_class(p) for p in s.placements], s.tensor_meta) for s in leaders]
+        leaders = [_with_placements(s, [_of_stock_class(p) for p in s.placements], s.tensor_meta) for s in leaders]
     try:
-        return OutputSharding(_elementwise_outputs(leaders, out_meta, _is_list_op(op)))
+        return OutputSharding(_outputs(leaders, out_meta, _is_list_op(op)))
     except NotElementwiseError:
         return None
 
 
 def _has_equal_lists(schema: OpSchema) -> bool:
     """Whether a list op has lists of one length that hold tensors only, and any other op has none."""
-    lists = [
-        v for v in schema.args_schema if isinstance(v, list | tuple) and any(isinstance(i, DTensorSpec) for i in v)
-    ]
-    if not lists:
-        return not _is_list_op(schema.op)
+    lists = [value for value in schema.args_schema if isinstance(value, list | tuple)]
+    lists = [items for items in lists if any(isinstance(item, DTensorSpec) for item in items)]
     is_full = all(isinstance(item, DTensorSpec) for items in lists for item in items)
-    return _is_list_op(schema.op) and is_full and len({len(items) for items in lists}) == 1
-
-
-def _common_layout(op: Any, group: Sequence[Operand]) -> DTensorSpec | None:
-    """The spec of all operands but whole scalars, where they lie alike and torch would leave them there."""
-    wide = [o for o in group if not _is_whole_scalar(o.spec)] or group
-    leader = wide[0].spec
-    if not _has_known_layout(leader):
-        return None
-    if not all(_goes_with(op, operand, leader) for operand in group):
-        return None
-    return leader
+    return bool(lists) == _is_list_op(schema.op) and is_full and len({len(items) for items in lists}) <= 1
 
 
 def _goes_with(op: Any, operand: Operand, leader: DTensorSpec) -> bool:
+    """Whether ``operand`` lies as ``leader``, or is a whole scalar, so that torch would leave it where it is."""
     spec = operand.spec
-    is_scalar = _is_whole_scalar(spec)
+    is_scalar = is_whole_scalar(spec)
     if spec.mesh != leader.mesh:
-        is_number_of_steps = operand.argument == _FUSED_STEPS and op._schema.name.startswith("aten::_fused_")
-        return is_scalar and is_number_of_steps
+        return is_scalar and operand.argument == _FUSED_STEPS and op._schema.name.startswith("aten::_fused_")
     if is_scalar:
         return leader.ndim == 0 or not operand.is_mutated
     if isinstance(operand.argument, str):
         is_shared = not operand.is_mutated  # out= is one more element, lr= a number for all
     else:
         is_shared = _is_list_op(op) and operand.element is None
-    return spec.tensor_meta is not None and not is_shared and _lies_like(spec, leader)
+    return spec.tensor_meta is not None and not is_shared and _layout(spec) == _layout(leader)
 
 
-def _lies_like(spec: DTensorSpec, leader: DTensorSpec) -> bool:
-    return (
-        spec.placements == leader.placements
-        and spec.shape == leader.shape
-        and spec.shard_order == leader.shard_order
-        and spec.use_strided_shard_as_shard_order == leader.use_strided_shard_as_shard_order
-    )
+def _layout(spec: DTensorSpec) -> tuple[Any, ...]:
+    return spec.placements, spec.shape, spec.shard_order, spec.use_strided_shard_as_shard_order
 
 
 def _has_known_layout(spec: DTensorSpec) -> bool:
@@ -341,16 +275,11 @@ def _has_known_layout(spec: DTensorSpec) -> bool:
         return False
     if not all(isinstance(p, GTPShard) or type(p) in (Shard, StridedShard, Replicate) for p in spec.placements):
         return False
-    usual = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
-    return usual.placements == spec.placements and _lies_like(spec, usual)
-
-
-def _is_whole_scalar(spec: DTensorSpec) -> bool:
-    return spec.tensor_meta is not None and spec.ndim == 0 and spec.is_replicated()
+    return _layout(spec) == _layout(with_placements(spec, spec.placements))
 
 
 def _of_stock_class(placement: Placement) -> Placement:
-    """``placement`` as torch's rules name it; but a block placement, which torch has no name for, stays itself."""
+    """``placement`` as torch's rules name it; they have no name for a block placement, which stays itself."""
     if isinstance(placement, _BlockGTPShard):
         return placement
     if isinstance(placement, StridedShard):
@@ -362,17 +291,19 @@ def _out_meta(schema: OpSchema, operands: Sequence[Operand], leaders: Sequence[D
     """Shapes, strides and dtypes of the outputs; from fake tensors where they may not be those of the operands."""
     op = schema.op
     if op._schema.name.removeprefix("aten::").removeprefix("_foreach_").removesuffix("_") in _KEEPS_FLOAT:
-        written = [o.spec.tensor_meta for o in operands if o.is_mutated]
+        given: list[Any] = [o.spec.tensor_meta for o in operands]
+        written: list[Any] = [o.spec.tensor_meta for o in operands if o.is_mutated]
         metas = written or [leader.tensor_meta for leader in leaders]
-        is_alike = bool(written) or _are_contiguous_alike(operands)
-        if is_alike and metas[0] is not None and _can_only_be(metas[0].dtype, schema, operands):
+        # A new tensor is contiguous if all operands are.
+        is_alike = written or (len({meta.dtype for meta in given}) == 1 and all(map(_is_contiguous, given)))
+        if is_alike and _can_only_be(metas[0].dtype, schema, given):
             return metas if _is_list_op(op) else metas[0]
     return op_dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
 
 
-def _can_only_be(dtype: torch.dtype, schema: OpSchema, operands: Sequence[Operand]) -> bool:
-    """Whether ``dtype`` is a float, and no argument asks for a complex or other type, or for strides of its own."""
-    if not dtype.is_floating_point or any(meta.dtype.is_complex for o in operands if (meta := o.spec.tensor_meta)):
+def _can_only_be(dtype: torch.dtype, schema: OpSchema, given: Iterable[TensorMeta]) -> bool:
+    """Whether ``dtype`` is a float, and no argument asks for a complex or other dtype, or for strides of its own."""
+    if not dtype.is_floating_point or any(meta.dtype.is_complex for meta in given):
         return False
     harmless = (None, dtype, torch.strided, torch.preserve_format, torch.contiguous_format)
     values: list[Any] = []
@@ -380,12 +311,6 @@ def _can_only_be(dtype: torch.dtype, schema: OpSchema, operands: Sequence[Operan
         values.extend(value if isinstance(value, list | tuple) else [value])
     kinds = DTensorSpec | int | float | str | torch.device | torch.Generator
     return all(isinstance(value, kinds) or value in harmless for value in values)
-
-
-def _are_contiguous_alike(operands: Sequence[Operand]) -> bool:
-    """Whether all operands have one dtype, and the strides of a new tensor."""
-    metas = [o.spec.tensor_meta for o in operands if o.spec.tensor_meta is not None]
-    return len({meta.dtype for meta in metas}) == 1 and all(_is_contiguous(meta) for meta in metas)
 
 
 def _is_contiguous(meta: TensorMeta) -> bool:

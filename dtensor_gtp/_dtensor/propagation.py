@@ -1,31 +1,30 @@
-"""What DTensor has to know about ``GTPShard``: sharding propagation, and layouts that are not torch's.
+"""How DTensor shards ops on tensors with a ``GTPShard``, and the installation of all that it must know.
 
-Sharding propagation asks here first, from the first ``GTPShard`` on. Elementwise ops on DTensors of ours that lie alike
-are answered at once ([Note: operands that lie alike] in ``_dtensor_elementwise``), ops on block placements
-(``block_size > 1``) by the rules below, all others by torch.
+Sharding propagation asks here first, from the first ``GTPShard`` on. ``elementwise.propagate_alike`` answers for
+elementwise ops on DTensors of ours that lie alike, the rules below for ops on block placements (``block_size > 1``),
+torch for all others.
 
 [Note: block placements in DTensor]
-DTensor assumes in four places that the dim of a ``Shard`` says everything about its layout. Each gets one wrapper that
-is installed when the first such placement is made, sharding propagation's with the first ``GTPShard``. They hand every
-case without such a placement to torch's own code.
+DTensor assumes in four places that the dim of a ``Shard`` says everything about its layout. Each gets a wrapper when
+the first block placement is made, sharding propagation with the first ``GTPShard``. The wrappers leave every case
+without a block placement to torch.
 
-* ``DTensorSpec`` compares each placement with ``Shard(dim)``. The wrapper lets it look at stock siblings instead, and
-  refuses combinations whose layout DTensor would misread.
-* The redistribution planner takes two shardings of the same tensor dim for the same layout, and makes placements from
-  a dim alone. The wrapper plans every change of a block placement through ``Replicate()`` on its mesh axis, and leaves
-  the other axes to torch.
+* ``DTensorSpec`` compares each placement with ``Shard(dim)``. The wrapper shows it plain shards instead, and refuses
+  combinations whose layout DTensor would misread.
+* The redistribution planner takes two shardings of a tensor dim for the same layout, and makes placements from a dim
+  alone. The wrapper plans each change of a block placement through ``Replicate()`` on its mesh axis.
 * ``distribute_tensor`` makes placements from dims, too. The wrapper cuts block placements with ``redistribute``. Code
-  that imported the function before keeps torch's and gets a plain ``Shard``: other chunks, but a correct DTensor.
-* Sharding propagation hands out plain ``Shard`` for the output of an op on a sharded input: right rows, wrong offsets.
-  The wrapper knows three kinds of ops that keep rows apart (elementwise ops, reductions, transposes). For any other op
-  the block placements are gathered first; an op that would write to a gathered copy raises.
+  that imported the function before gets a plain ``Shard``: other chunks, but a correct DTensor.
+* Sharding propagation gives plain ``Shard`` to the output of an op on a sharded input: right rows, wrong offsets. The
+  wrapper knows three kinds of ops that keep rows apart: elementwise ops, reductions, transposes. Any other op gets
+  gathered operands; an op that would write to a gathered copy raises.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
@@ -41,6 +40,7 @@ from .block_layout import (
     map_specs,
     on_dim,
     stock_sibling,
+    with_placements,
     wrap_distribute_tensor,
     wrap_planner,
     wrap_spec,
@@ -54,10 +54,9 @@ from .elementwise import (
     propagate_elementwise,
     unsupported,
 )
-from .norms import NORMS, needs_rows_for_norm
+from .gradients import NORMS, needs_rows_for_norm
 
 logger = logging.getLogger(__name__)
-
 
 aten = torch.ops.aten
 
@@ -71,10 +70,10 @@ def prepare() -> None:
 
 @functools.cache
 def install() -> None:
-    """Wrap what else has to know block placements, once in a process. See [Note: block placements in DTensor].
+    """Install the wrappers of [Note: block placements in DTensor], once in a process.
 
     Raises:
-        NotImplementedError: this torch's DTensor has other internals.
+        NotImplementedError: The DTensor of this torch has other internals.
     """
     try:
         wrap_spec()
@@ -90,21 +89,14 @@ def install() -> None:
 
 
 def _support_fused_sgd() -> None:
-    """Let DTensors run ``torch.optim.SGD(fused=True)``: torch (2.11 to 2.13) knows only the fused Adams.
-
-    Both are elementwise ops on lists of tensors, for which torch's strategy counts no arguments: it serves for both.
-    """
+    """Let DTensors run ``torch.optim.SGD(fused=True)`` by the strategy of the fused AdamW, which serves for any
+    elementwise op on lists of tensors. torch (2.11 to 2.13) has it for the fused Adams only."""
     propagator = op_dispatcher().sharding_propagator
-    for sgd, adamw in (
-        (aten._fused_sgd_.default, aten._fused_adamw_.default),
-        (aten._fused_sgd_.tensor_lr, aten._fused_adamw_.tensor_lr),
-    ):
-        for table in (
-            propagator.op_strategy_funcs,
-            propagator.op_single_dim_strategy_funcs,
-            propagator.op_to_schema_info,
-            propagator.op_to_schema_info_for_single_dim_strategy,
-        ):
+    strategies = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs)
+    infos = (propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy)
+    for table in (*strategies, *infos):
+        for overload in ("default", "tensor_lr"):
+            sgd, adamw = getattr(aten._fused_sgd_, overload), getattr(aten._fused_adamw_, overload)
             if adamw in table:
                 table.setdefault(sgd, table[adamw])
 
@@ -114,7 +106,6 @@ _EXTREMA = frozenset(
     {aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
 )
 
-
 # Reductions whose result over unequal shards is the reduction of the shards' results. mean, var and the like are not.
 _REDUCTIONS = (
     NORMS
@@ -122,52 +113,40 @@ _REDUCTIONS = (
     | {aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList}
 )
 
-
 _TRANSPOSES = frozenset({aten.permute.default, aten.t.default, aten.transpose.int})
-
 
 # They read only the metadata of their tensor.
 _FACTORIES = frozenset(
     {
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-        aten.new_full.default,
-        aten.new_ones.default,
+        aten.new_empty.default, aten.new_empty_strided.default, aten.new_full.default, aten.new_ones.default,
         aten.new_zeros.default,
     }
-)
+)  # fmt: skip
 
 
 class _Propagation:
-    """Sharding propagation of ops on DTensors of ours; it hands those on other people's to torch.
-
-    A DTensor of ours holds a ``GTPShard``, or lies on a mesh on which another one did: what most ops compute from a
-    ``GTPShard(0)`` counts as a plain ``Shard(0)``.
-    """
+    """Sharding propagation of ops on DTensors of ours, which have a ``GTPShard`` or lie on a mesh where another one had
+    it, because most ops make a plain ``Shard(0)`` of a ``GTPShard(0)``."""
 
     def __init__(self) -> None:
         self._meshes: WeakSet[DeviceMesh] = WeakSet()
 
     def __call__(self, stock: Propagate, schema: OpSchema) -> OutputSharding:
         operands = list(operands_of(schema))
-        self._note_meshes(operands)
+        for operand in operands:
+            if any(isinstance(placement, GTPShard) for placement in operand.spec.placements):
+                self._meshes.add(operand.spec.mesh)
         if any(has_block(o.spec) for o in operands):
             return propagate_block_op(stock, schema, operands)
         is_ours = any(o.spec.mesh in self._meshes for o in operands)
         return (propagate_alike(schema, operands) if is_ours else None) or stock(schema)
 
-    def _note_meshes(self, operands: Iterable[Operand]) -> None:
-        for operand in operands:
-            if any(isinstance(placement, GTPShard) for placement in operand.spec.placements):
-                self._meshes.add(operand.spec.mesh)
-
 
 def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding:
     """Sharding of the inputs and outputs of an op that has a block placement among its inputs."""
-    dispatcher = op_dispatcher()
+    dispatcher, op = op_dispatcher(), schema.op
     propagator = dispatcher.sharding_propagator
-    op = schema.op
-    # torch's own handlers ask for the sharding, but do not move data as it says
+    # torch's own handlers ask for the sharding, but do not move data as it says.
     handler = dispatcher._custom_op_handlers.get(op)
     if handler is not None and handler.__module__.startswith("torch."):
         raise unsupported(op, operands, "it has a handler of its own in DTensor")
@@ -181,13 +160,12 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Op
         except NotElementwiseError:
             logger.debug("%s on %s gathers its block placements", op, [o.spec for o in operands])
     elif op in _REDUCTIONS or op in _TRANSPOSES:
-        sharding = None if _is_undefined_when_empty(schema, operands) else _propagate_rowwise(stock, schema, operands)
+        needs_rows = op in _EXTREMA or needs_rows_for_norm(schema)
+        is_undefined = needs_rows and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
+        sharding = None if is_undefined else _propagate_rowwise(stock, schema, operands)
         if sharding is not None:
             return sharding
     return _propagate_gathered(stock, schema, operands)
-
-
-# Reductions and transposes --------------------------------------------------------------------------------------------
 
 
 def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding | None:
@@ -199,7 +177,7 @@ def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[Op
     specs = [outputs] if isinstance(outputs, DTensorSpec) else list(outputs)
     if len(specs) != len(operands):
         return None
-    # A whole scalar among them may count as lying on the mesh of another (``_dtensor_norms``).
+    # A whole scalar among them may count as lying on the mesh of another (``gradients.py``).
     pairs = zip(operands, specs, strict=True)
     restored = [_put_back(operand.spec, spec) if has_block(operand.spec) else spec for operand, spec in pairs]
     if any(spec is None for spec in restored):
@@ -215,15 +193,7 @@ def _put_back(spec: DTensorSpec, output: DTensorSpec) -> DTensorSpec | None:
         if not isinstance(q, Shard) or output.shape[q.dim] != spec.shape[p.dim]:
             return None
         placements[axis] = on_dim(p, q.dim)
-    return DTensorSpec(output.mesh, tuple(placements), tensor_meta=output.tensor_meta)
-
-
-def _is_undefined_when_empty(schema: OpSchema, operands: Iterable[Operand]) -> bool:
-    needs_rows = schema.op in _EXTREMA or needs_rows_for_norm(schema)
-    return needs_rows and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
-
-
-# Everything else ------------------------------------------------------------------------------------------------------
+    return with_placements(output, placements)
 
 
 def _propagate_gathered(stock: Propagate, schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding:

@@ -1,10 +1,9 @@
 """Random initialization in place: every rank gets the rows that the unsharded tensor would have drawn.
 
-DTensor draws each shard on its own. On CUDA that gives other values than the unsharded tensor would have; on CPU, where
-DTensor has no generator of its own, every rank would even draw the same values for its shard. Here a tensor on a mesh
-that ``gtp_shard`` shards over is drawn whole, one at a time, from the generator that an unsharded tensor would use, and
-each rank keeps its part. With ranks seeded alike, ``to_empty`` and ``reset_parameters`` on a sharded module therefore
-give the very parameters of the unsharded module, and leave the generator in the same state.
+DTensor draws each shard by itself. On CUDA the values differ from those of the unsharded tensor; on CPU, where DTensor
+has no generator, every rank even draws the same values. Here each rank draws the whole of a tensor on a mesh that
+``gtp_shard`` shards over, from the generator that an unsharded tensor would use, and keeps its part. With ranks seeded
+alike, ``to_empty`` and ``reset_parameters`` give the parameters and the generator's state of the unsharded module.
 """
 
 from __future__ import annotations
@@ -20,27 +19,19 @@ from .. import _torch_compat as compat
 
 aten = torch.ops.aten
 
-
 RANDOM_OPS = (
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.bernoulli_.float,
-    aten.exponential_.default,
-    aten.cauchy_.default,
-    aten.log_normal_.default,
-    aten.geometric_.default,
-    aten.random_.default,
-    aten.random_.to,
+    aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default, aten.cauchy_.default,
+    aten.log_normal_.default, aten.geometric_.default, aten.random_.default, aten.random_.to,
     getattr(aten.random_, "from"),
-)
+)  # fmt: skip
 
 
 class WholeDraws:
     """DTensor's handler of the random ops."""
 
     def __init__(self) -> None:
-        # Hashes, of which equal meshes have the same: a mesh itself would keep its process groups alive, and of a weak
-        # reference nothing is left when the first of several equal meshes goes.
+        # Hashes, which are the same for equal meshes. A mesh would keep its process groups alive, and a weak reference
+        # would be lost with the first of several equal meshes.
         self._meshes: set[int] = set()
 
     def add_mesh(self, mesh: DeviceMesh) -> None:
@@ -51,7 +42,7 @@ class WholeDraws:
         """``tensor.item()``; a truth value is that of the whole tensor.
 
         DTensor reads a rank's own part of a sum that is still to be reduced (torch 2.11 to 2.13). ``trunc_normal_``
-        draws until no value is out of bounds: each rank would stop at its own time, and their generators would part.
+        draws until no value is out of bounds: ranks would stop at different times, and their generators would differ.
         """
         target = args[0]
         if target.dtype == torch.bool and hash(target.device_mesh) in self._meshes:
@@ -62,8 +53,14 @@ class WholeDraws:
     def draw(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the in-place random ``op`` on ``args[0]``."""
         target = args[0]
-        is_ours = isinstance(target, DTensor) and hash(target.device_mesh) in self._meshes and not _is_partial(target)
-        if not is_ours or compat.local_tensor(target).is_meta or not compat.is_real_rank(target.device_mesh):
+        is_ours = isinstance(target, DTensor) and hash(target.device_mesh) in self._meshes
+        is_partial = is_ours and any(placement.is_partial() for placement in target.placements)
+        if (
+            not is_ours
+            or is_partial
+            or compat.local_tensor(target).is_meta
+            or not compat.is_real_rank(target.device_mesh)
+        ):
             with compat.stock_dtensor_dispatch(op):
                 return op(*args, **kwargs)
         local = compat.local_tensor(target)
@@ -83,10 +80,6 @@ def zero_row(weight: DTensor, row: int) -> None:
     mask = rows.view(-1, *(1,) * (weight.ndim - 1)).expand(weight.shape)
     with torch.no_grad():
         local.masked_fill_(compat.own_part(mask, weight.device_mesh, weight.placements), 0)
-
-
-def _is_partial(tensor: DTensor) -> bool:
-    return any(placement.is_partial() for placement in tensor.placements)
 
 
 @functools.cache

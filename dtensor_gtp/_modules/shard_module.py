@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._dtensor import norms, optimizers, random_init
+from .._dtensor import gradients, random_init
 from .._params.managed_param import ManagedParam
 from .._schedule.runtime import Runtime
 from . import graphed_callables, other_wrappers, outer_fully_shard
@@ -55,7 +55,7 @@ def shard_module(
             bind(submodule, Binding(submodule, group, owned.get(submodule, {})), mixins, classes)
     runtime.add(new)
     runtime.calls.append(group)
-    for room in (optimizers, norms, outer_fully_shard, other_wrappers, graphed_callables):
+    for room in (gradients, outer_fully_shard, other_wrappers, graphed_callables):
         room.install()
     for mesh_of_param in {param.spec.mesh for param in new}:
         random_init.whole_draws().add_mesh(mesh_of_param)

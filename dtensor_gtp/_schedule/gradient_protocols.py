@@ -47,7 +47,7 @@ class Written(NamedTuple):
 
 
 class BlockRecording(Protocol):
-    """Takes the place of gathers and reductions while a pass of a block is recorded, see ``graphs.block_recording``."""
+    """Takes the place of gathers and reductions while a pass of a block is recorded, see ``graphs.record_block``."""
 
     def acquire(self, target: Gatherable) -> Gathered:
         """The weight where the graph will find it."""

@@ -25,6 +25,8 @@ _reduce_scatter_autograd: Callable[..., Tensor] = (
     getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
 )
 
+Work = dist.Work | None
+
 
 @functools.cache
 def _options(kind: Any, async_op: bool, op: Any = None) -> Any:
@@ -35,49 +37,41 @@ def _options(kind: Any, async_op: bool, op: Any = None) -> Any:
     return options
 
 
-def all_gather_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+def all_gather_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Work:
     """``dist.all_gather_into_tensor`` without its argument checks, which cost as much as the launch."""
     return group._allgather_base(output, input, _options(AllgatherOptions, async_op))
 
 
-def all_gather_coalesced(
-    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
+def all_gather_coalesced(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, async_op: bool) -> Work:
     """Several ``all_gather_base`` in one call; dtypes and shapes may differ."""
     return group.allgather_into_tensor_coalesced(outputs, inputs, _options(AllgatherOptions, async_op))
 
 
-def reduce_scatter_base(
-    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
+def reduce_scatter_base(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Work:
     """``dist.reduce_scatter_tensor`` without its argument checks."""
     return group._reduce_scatter_base(output, input, _options(ReduceScatterOptions, async_op, op))
 
 
 def reduce_scatter_coalesced(
     outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
+) -> Work:
     """Several ``reduce_scatter_base`` in one call."""
     return group.reduce_scatter_tensor_coalesced(outputs, inputs, _options(ReduceScatterOptions, async_op, op))
 
 
-def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Work:
     """``dist.all_to_all_single`` of equal slices, without its argument checks."""
     return group.alltoall_base(output, input, [], [], _options(AllToAllOptions, async_op))
 
 
-def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Work:
     return group.allreduce([tensor], _options(AllreduceOptions, async_op, op))
 
 
 def all_to_all_rows(
     rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
 ) -> Tensor:
-    """Differentiable exchange of rows (dim 0).
-
-    Args:
-        received, sent: Rows from and to each rank of the group; None for equal parts.
-    """
+    """Differentiable exchange of rows (dim 0): so many from and to each rank of the group, or equal parts if None."""
     return _with_contiguous_grad(funcol.all_to_all_single_autograd(rows, received, sent, group))
 
 
@@ -87,17 +81,22 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Differentiable sum over the ranks, of which each keeps its equal part of the rows (dim 0)."""
+    """Differentiable sum over the ranks; each keeps its equal part of the rows (dim 0)."""
     return _with_contiguous_grad(_reduce_scatter_autograd(rows, "sum", 0, group))
 
 
 def complete_collectives(tree: Any) -> Any:
-    """``tree`` (nested containers) with all tensors waited for that a functional collective has yet to fill.
+    """``tree`` (nested containers) with a wait for each tensor that a functional collective has yet to fill.
 
     For the inputs of compiled code. torch 2.13 drops the gradient of such an input, because it takes the tensor out of
-    its wrapper and with it out of the graph (pytorch 191113), and does not look for one inside of a DTensor (180614).
+    its wrapper and so out of the graph (pytorch 191113), and does not look for one inside of a DTensor (180614).
     """
-    return tree_map_only(Tensor, lambda t: _Completed.apply(t) if _is_pending(t) else t, tree)  # type: ignore[no-untyped-call]
+
+    def completed(tensor: Tensor) -> Any:
+        is_pending = isinstance(local_part(tensor), AsyncCollectiveTensor)
+        return _Completed.apply(tensor) if is_pending else tensor  # type: ignore[no-untyped-call]
+
+    return tree_map_only(Tensor, completed, tree)
 
 
 def completed_local(tensor: DTensor) -> Tensor:
@@ -106,12 +105,8 @@ def completed_local(tensor: DTensor) -> Tensor:
     return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _is_pending(tensor: Tensor) -> bool:
-    return isinstance(local_part(tensor), AsyncCollectiveTensor)
-
-
 def _with_contiguous_grad(result: Tensor) -> Tensor:
-    """What a differentiable collective returns, waited for. Its backward communicates the gradient, which torch 2.11
+    """The result of a differentiable collective, waited for. Its backward communicates the gradient, which torch 2.11
     does not make contiguous (that of a sum is expanded)."""
     completed: Tensor = _ContiguousGrad.apply(complete_collectives(result))  # type: ignore[no-untyped-call]
     return completed

@@ -1,9 +1,8 @@
-"""Operations of streams (CUDA driver API): signals between GPUs, which take no SM, and copies.
+"""Operations of streams (CUDA driver API): signals between GPUs, and copies.
 
-A kernel that waits for a peer needs a place on an SM before it can even tell the peer that it is there. Beside a GEMM
-that fills the GPU it gets one when the GEMM leaves it, on every rank at another time. Signals are executed by
-the front end of the GPU in the order of the stream. NCCL (2.28) orders its own copy-engine collectives with them, and
-like everything in a stream they can be recorded into a CUDA graph.
+A kernel that waits for a peer needs a place on an SM before it can tell the peer that it is there. Beside a GEMM that
+fills the GPU each rank waits for that, for a different time. Signals take no SM: the front end of the GPU executes them
+in the order of the stream. NCCL (2.28) orders its copy-engine collectives with them. CUDA graphs can record them.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
-
-from .autograd import is_profiling
+from torch._C._autograd import _profiler_enabled
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
 _WAIT_EQUAL = 1  # CUstreamWaitValue_flags
@@ -23,8 +21,7 @@ _IN_ORDER_OF_STREAM = 1  # CUmemcpySrcAccessOrder
 _NOT_SUPPORTED = 801  # CUresult
 _DEFAULT_KIND = ctypes.c_int(4)  # cudaMemcpyKind: by the addresses
 
-# Target, source and number of bytes: from an address of GPU memory, of this or another GPU of the host, to one of this
-# GPU. (A class with names takes the host longer to make.)
+# Target on this GPU, source on any GPU of the host, number of bytes. (A named tuple takes the host longer to make.)
 Copy = tuple[int, int, int]
 
 
@@ -51,71 +48,8 @@ class _CopyAttributes(ctypes.Structure):
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """Raises:
-    OSError: There is no CUDA driver.
-    """
+    """Raises OSError without a CUDA driver."""
     return ctypes.CDLL("libcuda.so.1")
-
-
-def raw_stream(device: torch.device) -> int:
-    """The handle of the current stream of a GPU that is in use, without an object for it, which takes microseconds."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(torch._C._cuda_getCurrentRawStream(index))
-
-
-def enqueue_operations(operations: ctypes.Array[_Operation], stream: int) -> None:
-    """Give the stream of this handle these operations, to be executed in their order.
-
-    Raises:
-        RuntimeError: The driver refuses.
-    """
-    code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(operations), operations, 0)
-    if code:
-        raise RuntimeError(f"cuStreamBatchMemOp failed with CUresult {code}")
-
-
-def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
-    """Give the stream of this handle, which is the current one, these copies, of different memory each.
-
-    They are one call of the driver where that can be (``cuMemcpyBatchAsync``, CUDA 13; it cannot be recorded into a
-    graph): a copy by ``Tensor.copy_`` takes the host several microseconds. While a profiler records, each is a call of
-    the runtime: of copies that the driver was given, a trace does not say who launched them.
-
-    Raises:
-        RuntimeError: The driver or the runtime refuses.
-    """
-    driver, handle = _driver(), ctypes.c_void_p(stream)
-    copies = [copy for copy in copies if copy[2]]
-    if is_profiling() and (runtime := _runtime()) is not None:
-        for target, source, nbytes in copies:
-            arguments = ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), _DEFAULT_KIND, handle
-            code = runtime.cudaMemcpyAsync(*arguments)
-            if code:
-                raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
-        return
-    if len(copies) > 1 and stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
-        number = len(copies)
-        addresses, sizes = ctypes.c_uint64 * number, ctypes.c_size_t * number
-        targets, sources, nbytes_of_each = zip(*copies, strict=True)
-        attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
-        code = driver.cuMemcpyBatchAsync_v2(
-            addresses(*targets),
-            addresses(*sources),
-            sizes(*nbytes_of_each),
-            ctypes.c_size_t(number),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            handle,
-        )
-        if not code:
-            return
-        if code != _NOT_SUPPORTED:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUresult {code}")
-    for target, source, nbytes in copies:
-        code = driver.cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), handle)
-        if code:
-            raise RuntimeError(f"cuMemcpyAsync failed with CUresult {code}")
 
 
 @functools.cache
@@ -132,16 +66,57 @@ def _has_batches() -> bool:
     return hasattr(_driver(), "cuMemcpyBatchAsync_v2")
 
 
+def raw_stream(device: torch.device) -> int:
+    """The handle of the current stream of a GPU that is in use, without an object for it, which takes microseconds."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
+    """Give the stream of this handle, which is the current one, these copies, of different memory each.
+
+    They are one call of the driver where possible (``cuMemcpyBatchAsync``, CUDA 13; a graph cannot record it), because
+    ``Tensor.copy_`` takes the host several microseconds. While a profiler records, each copy is a call of the runtime:
+    a trace does not show who launched copies of the driver.
+
+    Raises:
+        RuntimeError: The driver or the runtime refuses.
+    """
+    driver, handle = _driver(), ctypes.c_void_p(stream)
+    copies = [copy for copy in copies if copy[2]]
+    if _profiler_enabled() and (runtime := _runtime()) is not None:
+        for target, source, nbytes in copies:
+            addresses = ctypes.c_void_p(target), ctypes.c_void_p(source)
+            if code := runtime.cudaMemcpyAsync(*addresses, ctypes.c_size_t(nbytes), _DEFAULT_KIND, handle):
+                raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
+        return
+    if len(copies) > 1 and stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
+        number = len(copies)
+        address, size = ctypes.c_uint64 * number, ctypes.c_size_t * number
+        targets, sources, sizes = zip(*copies, strict=True)
+        attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
+        arrays = address(*targets), address(*sources), size(*sizes), ctypes.c_size_t(number)
+        of_all = ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
+        code = driver.cuMemcpyBatchAsync_v2(*arrays, *of_all, handle)
+        if not code:
+            return
+        if code != _NOT_SUPPORTED:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUresult {code}")
+    for target, source, nbytes in copies:
+        code = driver.cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), handle)
+        if code:
+            raise RuntimeError(f"cuMemcpyAsync failed with CUresult {code}")
+
+
 def capture_id(stream: torch.cuda.Stream) -> int:
-    """A number of the recording into a CUDA graph that ``stream`` takes part in, which no other one of the process has.
+    """A number, unique in the process, of the recording into a CUDA graph that ``stream`` takes part in.
 
     Raises:
         RuntimeError: The driver refuses.
     """
     status, number = ctypes.c_int(), ctypes.c_uint64()
     arguments = (ctypes.byref(status), ctypes.byref(number), None, None, None)
-    code = _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream.cuda_stream), *arguments)
-    if code:
+    if code := _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream.cuda_stream), *arguments):
         raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUresult {code}")
     return number.value
 
@@ -151,14 +126,10 @@ class SignalBarrier:
 
     [Note: two sets of flags]
     Each rank has a flag for each peer. A barrier writes 1 to this rank's flag at every peer, waits until all of its own
-    flags are 1, and sets them to 0. A peer that is ahead may come to the next barrier before this rank has cleared the
-    flags of this one: so two sets take turns. It cannot come to the one after that, which waits for this rank in
-    between. Constant values, and an even number of barriers in whatever belongs together, are what allows to record
-    them into graphs and to replay those in any order.
-
-    Args:
-        flags: Address of each rank's flags, ``num_flag_bytes(len(flags))`` bytes that are zero.
-        rank: This one.
+    flags are 1, and sets them to 0. A peer may come to the next barrier before this rank has cleared the flags of this
+    one, so two sets take turns. The peer cannot come to the one after that, because the one in between waits for this
+    rank. Since values are constant, graphs can record barriers, and replay them in any order if each holds an even
+    number of them. ``flags`` are the addresses of each rank's flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
     """
 
     def __init__(self, flags: Sequence[int], rank: int) -> None:
@@ -166,8 +137,14 @@ class SignalBarrier:
 
     def wait(self, turn: int, stream: int) -> None:
         """Let the stream of this handle wait until those of all ranks have come here; ``turn`` is 0 and 1 in
-        alternation."""
-        enqueue_operations(self._turns[turn], stream)
+        alternation.
+
+        Raises:
+            RuntimeError: The driver refuses.
+        """
+        operations = self._turns[turn]
+        if code := _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(operations), operations, 0):
+            raise RuntimeError(f"cuStreamBatchMemOp failed with CUresult {code}")
 
 
 def num_flag_bytes(num_ranks: int) -> int:

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -38,7 +37,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, and any other tensor itself."""
+    """The local shard of a DTensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -47,14 +46,14 @@ def dtensor_spec(tensor: DTensor) -> DTensorSpec:
 
 
 def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:
-    """What ``torch.distributed.checkpoint`` has to read for one part of a stored tensor."""
+    """What ``torch.distributed.checkpoint`` reads for one part of a stored tensor."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), sizes)
     return list(create_read_items_for_chunk_list(key, metadata, [chunk]))
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    """A DTensor around ``local``; unlike ``DTensor.from_local`` it does not check, so it costs microseconds."""
-    # Its __init__ does nothing but leave torch.compile, which costs more than all the rest.
+    """A DTensor around ``local``; without the checks of ``DTensor.from_local`` it costs microseconds."""
+    # Without __init__, which only leaves torch.compile, and costs more than all the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
@@ -65,7 +64,7 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
 
 
 def make_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """Spec of a contiguous logical tensor of ``shape``."""
+    """The spec of a contiguous logical tensor."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
@@ -90,6 +89,11 @@ def distribute_tensor_modules() -> list[Any]:
 Propagate = Callable[[OpSchema], OutputSharding]
 
 
+def op_dispatcher() -> Any:
+    """DTensor's one dispatcher; it owns the table of sharding strategies."""
+    return DTensor._op_dispatcher
+
+
 def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSharding]) -> None:
     """Ask ``wrapper(what_was_there, op_schema)`` how DTensor's ops are sharded, from now on in this process."""
     propagator = op_dispatcher().sharding_propagator
@@ -97,11 +101,6 @@ def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSha
     propagator.propagate_op_sharding_non_cached = functools.wraps(before)(functools.partial(wrapper, before))
     make_cache = type(propagator.propagate_op_sharding)
     propagator.propagate_op_sharding = make_cache(propagator.propagate_op_sharding_non_cached)
-
-
-def op_dispatcher() -> Any:
-    """DTensor's one dispatcher; it owns the table of sharding strategies."""
-    return DTensor._op_dispatcher
 
 
 class StockRule(Enum):
@@ -113,7 +112,7 @@ class StockRule(Enum):
 
 
 def stock_rule(op: Any) -> StockRule | None:
-    """The kind of DTensor's rule for ``op``; None if there is none, or if somebody else gave one."""
+    """The kind of torch's rule for ``op``; None if DTensor has no rule, or one from another library."""
     propagator = op_dispatcher().sharding_propagator
     single_dim_rule = propagator.op_single_dim_strategy_funcs.get(op)
     rule = single_dim_rule or propagator.op_strategy_funcs.get(op)
@@ -123,10 +122,6 @@ def stock_rule(op: Any) -> StockRule | None:
     if module.endswith("._pointwise_ops"):  # in torch 2.11 not a rule for one axis
         return StockRule.POINTWISE
     return StockRule.SINGLE_DIM if single_dim_rule is not None else StockRule.WHOLE_MESH
-
-
-# What torch.amp.GradScaler runs on all gradients at once: (grads, found_inf, inv_scale), in place.
-unscale_grads_op: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def set_dtensor_handler(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -143,11 +138,3 @@ def stock_dtensor_dispatch(op: Any) -> Iterator[None]:
         yield
     finally:
         handlers[op] = handler
-
-
-def seed_dtensor_rng(seed: int, mesh: DeviceMesh) -> None:
-    """Give DTensor its RNG tracker for the device of ``mesh`` now, and seed torch with ``seed``.
-
-    DTensor's first random op would make the tracker otherwise, and overwrite every rank's state with that of rank 0.
-    """
-    dtensor_random.manual_seed(seed, mesh)

@@ -1,9 +1,11 @@
-"""Process groups: how they are made, named and left."""
+"""Process groups: how they are made, named and left. Device meshes: their axes, and where this rank stands."""
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 from unittest import mock
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import _redistribute as redistribute_module
 
@@ -19,18 +22,19 @@ from .dtensor import op_dispatcher
 
 _HOST_BACKENDS = frozenset({"gloo", "fake"})
 
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """The live process group of that name."""
-    return _resolve_process_group(cast("Any", name))
+root_mesh = DeviceMesh._get_root_mesh
+# Makes the 1-D mesh, with a name, of the ranks of a mesh in row-major order; a sub-mesh of the same root.
+flatten_mesh = DeviceMesh._flatten
+# The live process group of a name.
+resolve_group = cast("Callable[[str], dist.ProcessGroup]", _resolve_process_group)
 
 
 def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
-    """A second communicator of the ranks of ``group``. Collective over them, and over nobody else.
+    """A second communicator of the ranks of ``group``. Collective over them, and no others.
 
     ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the process
-    knows. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet; and a name
-    could come twice after a group has been destroyed. So the ranks agree on a name first.
+    has. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet. A name could
+    come twice after a group was destroyed. So the ranks agree on a name first.
     """
     return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group)
 
@@ -43,13 +47,10 @@ def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> 
 
 
 def named_group(ranks: list[int], name: str, desc: str, parent: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new process group of ``ranks`` under a name that they have agreed on, with the time limit of ``parent``.
-    Collective over them, and over nobody else.
+    """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and no others.
 
-    torch gives each new group a time limit of 10 or 30 minutes, however short that of the job is.
-
-    Where the default group is bound to a device, torch would split its communicator, which waits for all of its ranks:
-    so it is told that there is nothing to split.
+    It has the time limit of ``parent``: torch's default is 10 or 30 minutes. It does not split the communicator of a
+    default group that is bound to a device: that would wait for all of its ranks.
     """
     timeout = timeout_of(parent)
     with (
@@ -61,7 +62,7 @@ def named_group(ranks: list[int], name: str, desc: str, parent: dist.ProcessGrou
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of ``group`` may take; None where nothing limits it, as in a fake group."""
+    """How long a collective of ``group`` may take; None without a limit, as in a fake group."""
     limits = []
     for device in group._device_types:
         try:
@@ -77,19 +78,16 @@ def clone_store(store: Store) -> Store:
 
 
 def abort_device_groups(*, wait: bool = True) -> None:
-    """Abort the collectives of all process groups on devices, from any thread: who waits for one returns or raises.
+    """Abort the collectives of all process groups on devices, from any thread: waits for them return or raise.
 
-    All at once, a thread for each: NCCL's abort of a group waits for what the group has queued on the device, which may
-    stand behind a collective of another group that hangs. Gloo has none to abort: its collectives end when a connection
-    breaks or their time limit passes.
-
-    Args:
-        wait: Return when all are aborted, which may take seconds.
+    A thread for each aborts them at the same time, because NCCL's abort of a group waits for what the group has queued
+    on the device, perhaps behind a collective of another group that hangs. Gloo cannot abort: its collectives end when
+    a connection breaks or their time limit passes. With ``wait``, return when all are aborted, perhaps after seconds.
     """
     threads = [
         threading.Thread(target=group.abort, name="dtensor_gtp abort", daemon=True)
         for group in list(distributed_c10d._world.pg_map)
-        if not _backends_of(group) <= _HOST_BACKENDS
+        if not {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")} <= _HOST_BACKENDS
     ]
     for thread in threads:
         thread.start()
@@ -97,25 +95,18 @@ def abort_device_groups(*, wait: bool = True) -> None:
         thread.join()
 
 
-def _backends_of(group: dist.ProcessGroup) -> set[str]:
-    return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
-
-
 def restart_group_names() -> None:
-    """Without a default group, count names of groups from the beginning.
-
-    The name of the default group is part of the addresses in the store. An attempt to make it that failed has used one
-    up: ranks that failed unequally often would look for each other under different names.
-    """
+    """Without a default group, count names of groups from the beginning. Its name is part of addresses in the store,
+    and each failed attempt to make it uses up a name: ranks with different numbers of attempts would not meet."""
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0
 
 
 def leave_process_groups() -> None:
-    """Abort all process groups of this process, some of whose ranks may be gone: nothing waits for them.
+    """Abort all process groups of this process without waiting for their ranks, some of which may be gone.
 
-    DTensor keeps results of its planner by mesh, and meshes of equal ranks are equal: an operation on a mesh that is
-    made later would be given one whose groups are no more. So they are forgotten.
+    DTensor caches plans by mesh, and meshes of equal ranks are equal: a mesh that is made later would get plans whose
+    groups are gone. So clear the caches.
     """
     abort_device_groups()
     distributed_c10d._abort_process_group()
@@ -123,3 +114,45 @@ def leave_process_groups() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute_module._gen_transform_infos.cache_clear()
     redistribute_module.clear_redistribute_planner_cache()
+
+
+def mesh_coordinate(mesh: DeviceMesh, axis: int) -> Any:
+    """This rank's coordinate on one axis of ``mesh``; symbolic where torch traces or simulates several ranks."""
+    return mesh._sym_get_coordinate(axis)
+
+
+def is_real_rank(mesh: DeviceMesh) -> bool:
+    """Whether this process is one rank of ``mesh``; not so in a mode that simulates several ranks in one process."""
+    return all(type(index) is int for index in mesh.get_coordinate() or ())
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose axes are those of ``meshes`` in order; they must be sub-meshes of one root mesh."""
+    _accept_unsorted_axes()
+    return DeviceMesh._concatenate(meshes)
+
+
+@functools.cache
+def _accept_unsorted_axes() -> None:
+    """Let DTensor redistribute over a mesh whose axes stand in another order than in its root mesh.
+
+    Before it merges collectives over several axes, torch (2.11, 2.13) looks for a flattened mesh of these axes. In such
+    a mesh the lookup raises a KeyError instead of saying that there is none.
+    """
+    lookup = getattr(redistribute_module, "_get_flattened_mesh_by_layout", None)
+    if lookup is None:
+        return
+
+    @functools.wraps(lookup)
+    def lookup_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
+        try:
+            return cast("DeviceMesh | None", lookup(mesh, mesh_dims))
+        except KeyError:
+            return None
+
+    redistribute_module._get_flattened_mesh_by_layout = lookup_or_none
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """``mesh``, which is 1-D, with its one axis split into several; a sub-mesh of the same root."""
+    return mesh._unflatten(0, sizes, names)

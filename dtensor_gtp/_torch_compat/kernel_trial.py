@@ -1,4 +1,4 @@
-"""Triton's kernels in place of torch's ops: tried once where they are to run, and only taken if they work there."""
+"""Triton's kernels in place of torch's ops: tried once on their device, and used if they work there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from .. import _torch_compat as compat
 
 K = TypeVar("K", bound=Hashable)
-
-
 T = TypeVar("T")
 
 
@@ -26,17 +24,13 @@ def decided(
 ) -> tuple[T, str]:
     """What runs, and why it is not Triton (empty if it is).
 
-    Args:
-        verdicts: What has been found, filled here.
-        key: What the verdict is of: all that a kernel is compiled for.
-        otherwise: What does the same without Triton.
-        attempt: Compiles, loads and compares the kernels.
-        warn: Told the reason once.
+    ``verdicts`` has earlier results by ``key``: all that a kernel is compiled for. ``attempt`` compiles, loads and
+    compares the kernels, ``otherwise`` does the same without Triton, ``warn`` is called once with the reason.
     """
     found = verdicts.get(key)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
-            # Kernels are compiled and loaded outside of graphs; a step that is captured has run before.
+            # Kernels must be compiled and loaded outside of graphs. A step has run eagerly before it is captured.
             return otherwise, "first used in a CUDA graph"
         with compat.without_dispatch_modes(), torch.no_grad():  # a checkpoint's policy must not count these ops
             found = verdicts[key] = attempt()

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint as checkpoint_module
 
-# What is active in the forward, and in the recomputation, of a checkpoint with a policy.
+# Active in the forward, and in the recomputation, of a checkpoint with a policy.
 POLICY_MODES: tuple[type[Any], ...] = (
     checkpoint_module._CachingTorchDispatchMode,
     checkpoint_module._CachedTorchDispatchMode,
@@ -22,26 +22,26 @@ _NOTHING = nullcontext()
 
 # Of this thread; 0 almost always, and quick to ask.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
+set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
-    depth = torch._C._len_torch_dispatch_stack()
+    depth = num_dispatch_modes()
     return depth > 0 and any(isinstance(torch._C._get_dispatch_stack_at(i), POLICY_MODES) for i in range(depth))
 
 
 def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
-    """A context whose ops selective activation checkpointing neither counts nor caches nor skips.
-
-    It expects a recomputation to run the very ops of the forward, which is not so for ops that serve later uses.
-    """
+    """A context whose ops selective activation checkpointing neither counts nor caches nor skips: it expects a
+    recomputation to run the ops of the forward, but ops that serve later uses are others."""
     if not asks_checkpoint_policy():
         return _NOTHING
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
 
 
 def is_tracing() -> bool:
-    """Whether the ops that run now are recorded in a graph by the compiler."""
+    """Whether the compiler records the ops that run now in a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -53,22 +53,18 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 @contextmanager
 def _without_checkpoint_modes(modes: list[Any]) -> Iterator[None]:
     others = [mode for mode in modes if not isinstance(mode, POLICY_MODES)]
-    _replace_dispatch_modes(len(modes), others)
+    _replace_dispatch_modes(modes, others)
     try:
         yield
     finally:
-        _replace_dispatch_modes(len(others), modes)
+        _replace_dispatch_modes(others, modes)
 
 
-def _replace_dispatch_modes(num_modes: int, modes: list[Any]) -> None:
-    for _ in range(num_modes):
+def _replace_dispatch_modes(before: list[Any], after: list[Any]) -> None:
+    for _ in before:
         python_dispatch._pop_mode()
-    for mode in modes:
+    for mode in after:
         python_dispatch._push_mode(mode)
-
-
-# Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
-set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def skip_code(code: CodeType, *, recursive: bool = False) -> None:

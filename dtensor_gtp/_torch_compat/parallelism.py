@@ -18,9 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .dtensor import local_tensor
 
+# Has ``DistributedDataParallel`` around a module leave the parameters with these names alone.
+ignore_in_ddp: Callable[..., None] = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+
 
 def fully_shard_group_class() -> Any:
-    """The class of the parameter groups of ``fully_shard`` (also of ``replicate``), None if a release has another."""
+    """The class of the parameter groups of ``fully_shard`` and ``replicate``, None if a release has another."""
     try:
         group_class = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
     except (ImportError, AttributeError):
@@ -38,7 +41,7 @@ class FullyShardCut(NamedTuple):
 
     @classmethod
     def from_arguments(cls, init: Callable[..., None], *args: Any, **kwargs: Any) -> FullyShardCut:
-        """Of the arguments of a group's ``__init__``."""
+        """From the arguments of a group's ``__init__``."""
         named = inspect.signature(init).bind(*args, **kwargs).arguments
         mesh_info = named["mesh_info"]
         return cls(mesh_info.mesh, getattr(mesh_info, "shard_mesh_size", 1), named["shard_placement_fn"])
@@ -58,10 +61,10 @@ def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
 
 @contextmanager
 def empty_grads_set_aside(group: Any) -> Iterator[None]:
-    """Around the post-backward of a parameter group: it cannot reduce gradients without elements.
+    """Around the post-backward of a parameter group, which cannot reduce gradients without elements.
 
-    They are not reduced; all ranks of its mesh, whose shards are alike, leave out the same ones. The sharded parameter
-    gets one all the same, so that all ranks of the other axes have a gradient of the same parameters.
+    All ranks of its mesh have equal shards and leave out the same ones. The sharded parameter gets a gradient without
+    elements, so that all ranks of the other axes have gradients of the same parameters.
     """
     empty = []
     for param in group.fsdp_params:
@@ -77,21 +80,11 @@ def empty_grads_set_aside(group: Any) -> Iterator[None]:
 
 def fully_shard_params() -> list[Tensor]:
     """What all ``fully_shard`` and ``replicate`` calls of this process have registered as sharded parameters."""
-    states = [ref() for ref in list(composable_state._module_state_mapping.values())]
-    groups = [group for state in states for group in _groups_of_state(state)]
-    return [param.sharded_param for group in groups for param in group.fsdp_params]
-
-
-def _groups_of_state(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
-    if groups is None:
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
-
-
-def ignore_in_ddp(module: torch.nn.Module, names: list[str]) -> None:
-    """Have ``DistributedDataParallel`` around ``module`` leave parameters alone."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    groups: list[Any] = []
+    for ref in list(composable_state._module_state_mapping.values()):
+        of_state = getattr(ref(), "_fsdp_param_groups", None)  # torch 2.13
+        groups += [getattr(ref(), "_fsdp_param_group", None)] if of_state is None else of_state
+    return [param.sharded_param for group in groups if group is not None for param in group.fsdp_params]
 
 
 def localizing_module() -> Any:

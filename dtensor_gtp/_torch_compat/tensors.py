@@ -1,34 +1,83 @@
-"""Tensor subclasses, storages and single launches."""
+"""Tensors: subclasses, storages, single launches, and autograd's graph with its tasks, hooks and transforms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C import _will_engine_execute_node as is_node_awaited
+from torch.autograd import Variable
 
 _T = TypeVar("_T", bound=Tensor)
+PackHook = Callable[[Tensor], Any]
+UnpackHook = Callable[[Any], Tensor]
+
+# Makes a tensor of a class and a shape without memory of its own; the options are strides, dtype and device.
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+
+
+def ignored_saved_weight() -> object:
+    """What a saved-tensor hook has made of the weight of a convolution whose input needs no gradient, if its node of
+    autograd's graph runs now, which unpacks the weight but does not read its values. None elsewhere."""
+    node = torch._C._current_autograd_node()
+    if node is None or not node.name().startswith("ConvolutionBackward") or node.next_functions[0][0] is not None:
+        return None
+    return getattr(node._raw_saved_weight, "data", None)  # type: ignore[attr-defined]
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has ended, on the caller's current streams."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """Of ``param.grad``: the parameter's dtype, but ``fully_shard`` of torch 2.15 wants that of its reduction."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if dtype is None else dtype
+
+
+def is_awaited(ctx: Any, index: int) -> bool:
+    """Whether the backward of ``ctx`` wants the gradient of a leaf, which needs one, at ``index`` among the tensors
+    given to forward. ``ctx.needs_input_grad`` does not know that ``backward(inputs=...)`` asked for others only."""
+    return is_node_awaited(ctx.next_functions[index][0])
+
+
+def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
+    """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:
+    """The innermost active pair of saved-tensor hooks, or None."""
+    return cast("tuple[PackHook, UnpackHook] | None", torch._C._autograd._top_saved_tensors_default_hooks(False))
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """In the order of their registration, as those of ``tensor_hooks``."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+
+
+def in_func_transform() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` as if no argument had a ``__torch_function__``; what it returns is not converted to a subclass."""
+    """Call ``func`` as if no argument had a ``__torch_function__``. The result is not converted to a subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def make_wrapper_subclass(cls: type[Tensor], shape: tuple[int, ...], **options: Any) -> Any:
-    """A tensor of class ``cls`` that has no memory of its own; the options are strides, dtype and device."""
-    return Tensor._make_wrapper_subclass(cls, shape, **options)
-
-
 def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
-    """A contiguous tensor of class ``cls``, a subclass of Tensor, without memory of its own, on the device of ``like``.
-
-    Args:
-        like: If it has that shape, its strides count as well.
-    """
+    """A contiguous tensor of class ``cls`` without memory of its own, on the device of ``like``, whose strides it gets
+    if that has its shape."""
     stride = like.stride() if like.shape == shape else torch.empty(shape, device="meta").stride()
     return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
 
@@ -56,25 +105,5 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail if ``condition`` is false: at once on a CPU, when the device comes to it elsewhere.
-
-    Kernels take messages of less than 255 characters: what is beyond is left out.
-    """
-    torch._assert_async(condition, message[:254])
-
-
-def sleep_stream(cycles: int) -> None:
-    """Make the current CUDA stream spin for ``cycles`` of the SM clock."""
-    torch.cuda._sleep(cycles)
-
-
-def muon_orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """``torch.optim.Muon``'s Newton-Schulz iteration on a whole matrix; the result is bfloat16."""
-    module: Any = import_module("torch.optim._muon")  # here, not at the top: a release may move it
-    result: Tensor = module._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
-    return result
-
-
-def muon_adjust_lr(lr: Any, adjust_lr_fn: str | None, shape: torch.Size) -> Any:
-    """``torch.optim.Muon``'s learning rate for a matrix of ``shape``."""
-    return cast("Any", import_module("torch.optim._muon"))._adjust_lr(lr, adjust_lr_fn, shape)
+    """Fail if ``condition`` is false: at once on a CPU, elsewhere when the device comes to it."""
+    torch._assert_async(condition, message[:254])  # kernels take no longer messages

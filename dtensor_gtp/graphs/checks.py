@@ -21,16 +21,49 @@ logger = logging.getLogger("dtensor_gtp")
 
 
 def params_of(block: nn.Module) -> list[ManagedParam]:
-    bindings = [binding for module in block.modules() if (binding := binding_of(module)) is not None]
+    bindings = filter(None, map(binding_of, block.modules()))
     return list(dict.fromkeys(param for binding in bindings for param in binding.params.values()))
 
 
-def check_block(name: str, block: nn.Module) -> None:
-    params = params_of(block)
-    weights = [param for param in params if isinstance(param, ShardedWeight)]
-    where = f"capture_blocks does not support block '{name}', a {type(block).__name__}"
-    if not weights:
+def weights_of(block: nn.Module) -> list[ShardedWeight]:
+    return [param for param in params_of(block) if isinstance(param, ShardedWeight)]
+
+
+def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
+    bindings = filter(None, map(binding_of, module.modules()))
+    runtimes = list(dict.fromkeys(binding.group.runtime for binding in bindings))
+    if not runtimes:
+        raise ValueError(
+            f"{caller} expects a module that gtp_shard was called on, or one around it, but got a plain "
+            f"{type(module).__name__}. Call gtp_shard first."
+        )
+    for runtime in runtimes:
+        if any(param.is_cut_again for param in runtime.params):
+            raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
+        if runtime.grads.replicas is not None:
+            raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
+    return runtimes
+
+
+def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
+    owners: dict[ManagedParam, str] = {}
+    for block in blocks:
+        _check_block(names[block], block, owners)
+    schedule = runtimes_of(blocks[0], "capture_blocks")[0].schedule
+    nbytes = max(sum(weight.kept_nbytes for weight in weights_of(block)) for block in blocks)
+    if schedule.prefetch_depth and schedule.prefetch_nbytes < nbytes:
+        logger.warning(
+            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) begins to gather the rest of the %d bytes of a block "
+            "when the one before is complete; let it be as many",
+            schedule.prefetch_nbytes,
+            nbytes,
+        )
+
+
+def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -> None:
+    if not weights_of(block):
         raise ValueError(f"capture_blocks expects blocks with sharded weights, but '{name}' has none.")
+    where = f"capture_blocks does not support block '{name}', a {type(block).__name__}"
     runtimes = runtimes_of(block, "capture_blocks")
     if len(runtimes) > 1:
         raise NotImplementedError(f"{where}: its weights belong to several gtp_shard calls without one around them.")
@@ -41,50 +74,39 @@ def check_block(name: str, block: nn.Module) -> None:
         if param is not None and param.requires_grad:
             raise NotImplementedError(f"{where}: nobody manages its parameter '{fqn}', whose gradient would be lost.")
     check_buffers(f"capture_blocks, of block '{name}',", block, runtimes[0].device)
-    for managed in params:
-        what = _obstacle(managed)
-        if what is not None:
-            raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {what}. Use capture_step.")
+    for managed in params_of(block):
+        weight = managed if isinstance(managed, ShardedWeight) else None
+        # Blocks may have modules in common, such as a table of rotary embeddings, but no parameters.
+        first = owners.setdefault(managed, name)
+        obstacles = {
+            "is tensor-parallel": getattr(managed, "tp_spec", None) is not None,
+            "is quantized for its gather": weight is not None and weight.wire is not None,
+            "belongs to another recorded block": weight is not None and weight.fixed is not None,
+            "is on the meta device": weight is not None and weight.shard.is_meta,
+            f"is one of '{first}', too": first != name,
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {obstacle}. Use capture_step.")
 
 
-def check_apart(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
-    """Blocks may have modules in common, as a table of rotary embeddings, but no parameters."""
-    owners: dict[ManagedParam, nn.Module] = {}
-    for block in blocks:
-        for param in params_of(block):
-            if (other := owners.setdefault(param, block)) is not block:
-                raise NotImplementedError(
-                    f"capture_blocks does not support block '{names[block]}', a {type(block).__name__}: its parameter "
-                    f"'{param.fqn}' is one of '{names[other]}', too. Use capture_step."
-                )
+def check_on_gpu(caller: str, module: nn.Module, device: torch.device) -> None:
+    if device.type != "cuda":
+        what = f"the weights of the {type(module).__name__} are on '{device.type}'"
+        raise RuntimeError(f"{caller} records CUDA graphs, but {what}. Train without it there.")
 
 
-def check_window(blocks: Sequence[nn.Module]) -> None:
-    schedule = runtimes_of(blocks[0], "capture_blocks")[0].schedule
-    sharded = ([param for param in params_of(block) if isinstance(param, ShardedWeight)] for block in blocks)
-    nbytes = max(sum(weight.kept_nbytes for weight in weights) for weights in sharded)
-    if schedule.prefetch_depth and schedule.prefetch_nbytes < nbytes:
-        logger.warning(
-            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) begins to gather the rest of the %d bytes of a block "
-            "when the one before is complete; let it be as many",
-            schedule.prefetch_nbytes,
-            nbytes,
-        )
+def check_at_least(caller: str, **numbers: tuple[Any, int]) -> None:
+    """Each number comes with the least that it may be."""
+    for name, (value, least) in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{caller} expects an int as {name}, but got {value!r}.")
+        if value < least:
+            raise ValueError(f"{caller} expects {name} >= {least}, but got {value}.")
 
 
-def _obstacle(param: ManagedParam) -> str | None:
-    if getattr(param, "tp_spec", None) is not None:
-        return "is tensor-parallel"
-    if not isinstance(param, ShardedWeight):
-        return None
-    if param.wire is not None:
-        return "is quantized for its gather"
-    if param.fixed is not None:
-        return "belongs to another recorded block"
-    return "is on the meta device" if param.shard.is_meta else None
-
-
-def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> None:
+def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> list[Runtime]:
+    """Refuse arguments of ``capture_step``. Returns the runtimes of ``module``."""
     if not callable(fn):
         raise TypeError(f"capture_step expects a function as fn, but got {type(fn).__name__}.")
     if not isinstance(module, nn.Module):
@@ -92,34 +114,29 @@ def check_arguments(fn: Any, module: Any, optimizers: list[Any], warmup_steps: A
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"capture_step expects optimizers as optimizer, but got {type(optimizer).__name__}.")
-    check_at_least("capture_step", 2, warmup_steps=warmup_steps)
-    check_at_least("capture_step", 1, max_graphs=max_graphs)
+    check_at_least("capture_step", warmup_steps=(warmup_steps, 2), max_graphs=(max_graphs, 1))
+    runtimes = runtimes_of(module)
+    check_on_gpu("capture_step", module, runtimes[0].device)
+    check_buffers("capture_step", module, runtimes[0].device)
+    for optimizer in optimizers:
+        check_optimizer(optimizer, module)
+    return runtimes
 
 
-def check_at_least(caller: str, least: int, **numbers: Any) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{caller} expects an int as {name}, but got {value!r}.")
-        if value < least:
-            raise ValueError(f"{caller} expects {name} >= {least}, but got {value}.")
-
-
-def check_capturable(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that is not capturable, or steps sharded parameters of runtimes outside of ``module``."""
+    name = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable") is False:
             raise ValueError(
-                f"capture_step expects optimizers that can be captured, but group {index} of "
-                f"{type(optimizer).__name__} has capturable=False. Create it with capturable=True."
+                f"capture_step expects optimizers that can be captured, but group {index} of {name} has "
+                "capturable=False. Create it with capturable=True."
             )
-
-
-def check_params(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Who gathers a sharded parameter must know of the graph."""
     for param in params_outside(module, [optimizer]):
         if any(isinstance(placement, GTPShard) for placement in getattr(param, "placements", ())):
             raise ValueError(
-                f"capture_step expects a module that contains all sharded parameters of {type(optimizer).__name__}, "
-                f"but one of shape {tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
+                f"capture_step expects a module that contains all sharded parameters of {name}, but one of shape "
+                f"{tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
             )
 
 
@@ -128,38 +145,47 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     for state in optimizer.state.values():
         for name, value in state.items() if isinstance(state, dict) else ():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_elsewhere = isinstance(value, Tensor) and value.device.type != device.type
-            if is_number or is_elsewhere:
+            if is_number or (isinstance(value, Tensor) and value.device.type != device.type):
                 where = "a Python number" if is_number else f"on '{value.device.type}'"
                 raise ValueError(
                     f"capture_step expects optimizers whose state is on '{device.type}', but '{name}' of "
-                    f"{type(optimizer).__name__} is {where}: a graph would repeat one step's value. Use an optimizer "
-                    "with capturable=True, or step it outside of the captured function."
+                    f"{type(optimizer).__name__} is {where}: a graph would repeat one value. Use an optimizer with "
+                    "capturable=True, or step it outside of the captured function."
                 )
 
 
+def check_none_pinned(runtimes: Sequence[Runtime]) -> None:
+    pinned = [weight.fqn for runtime in runtimes for weight in runtime.weights if weight.is_pinned]
+    if pinned:
+        raise RuntimeError(
+            f"capture_step expects weights that are gathered in the step, but unshard() keeps {len(pinned)} of "
+            f"them ('{pinned[0]}', ...), which a graph would use unchanged for ever. Call reshard() before."
+        )
+
+
+def check_none_in_flight(runtimes: Sequence[Runtime], when: str) -> None:
+    for runtime in runtimes:
+        runtime.drop_broken_backward()
+    if any(runtime.has_gradients_in_flight for runtime in runtimes):
+        raise RuntimeError(
+            f"capture_step expects a step without gradients in flight {when}, but set_is_last_backward(False) has left "
+            "some. Run the last backward of these microbatches eagerly, or all of them within the step."
+        )
+
+
 def check_inputs(leaves: list[Any], device: torch.device) -> None:
-    what = "A captured step"
-    check_places(leaves, device, what)
+    check_places(leaves, device, "A captured step")
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise ValueError(
-                f"{what} expects inputs that need no gradient, but one of shape {tuple(leaf.shape)} does. Pass it "
-                "detached."
-            )
+            what = f"one of shape {tuple(leaf.shape)} does"
+            raise ValueError(f"A captured step expects inputs that need no gradient, but {what}. Pass it detached.")
 
 
 def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
-    """What of inputs a replay would not see: values on the host, and tensors within other objects.
-
-    Args:
-        leaves: Of the arguments.
-        device: That of the graph.
-        what: Whose inputs they are, for errors.
-    """
+    """Refuse arguments of ``what`` that a replay would not see: values on the host, and tensors in other objects."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            _check_other(leaf, what)
+            _check_hides_none(leaf, what)
         elif leaf.device.type != device.type:
             raise ValueError(
                 f"{what} expects tensors on '{device.type}', but got one of shape {tuple(leaf.shape)} on "
@@ -167,40 +193,22 @@ def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
             )
 
 
-def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module.named_buffers():
-        if buffer.device.type != device.type:
-            raise ValueError(
-                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}': a graph "
-                "repeats the value that it finds when it is recorded. Move it, or let it be a Python number."
-            )
-
-
-def _check_other(leaf: Any, what: str) -> None:
+def _check_hides_none(leaf: Any, what: str) -> None:
     attributes = {} if isinstance(leaf, nn.Module) else dict(getattr(leaf, "__dict__", {}))
     slots = (name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ()))
     attributes.update((name, getattr(leaf, name, None)) for name in slots)
     for name, value in attributes.items():
-        if next(iter(tensors_in(value)), None) is not None:
+        if any(True for _ in tensors_in(value)):
             raise ValueError(
-                f"{what} expects tensors in lists, tuples, dicts, or what else torch.utils._pytree goes through, but "
-                f"got a {type(leaf).__name__} with one as '{name}', where nobody would see that it is another. Pass "
-                "its tensors."
+                f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree knows, but got a "
+                f"{type(leaf).__name__} with one as '{name}', where nobody would see that it changes. Pass its tensors."
             )
 
 
-def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
-    runtimes = {id(b.group.runtime): b.group.runtime for m in module.modules() if (b := binding_of(m)) is not None}
-    if not runtimes:
-        raise ValueError(
-            f"{caller} expects a module that gtp_shard was called on, or one around it, but got a "
-            f"{type(module).__name__} without. Call gtp_shard first."
-        )
-    for runtime in runtimes.values():
-        if any(param.is_cut_again for param in runtime.params):
-            raise NotImplementedError(
-                f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh in its place."
+def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.device.type != device.type:
+            raise ValueError(
+                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}', whose value a"
+                " graph would not read again. Move it, or let it be a Python number."
             )
-        if runtime.grads.replicas is not None:
-            raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
-    return list(runtimes.values())

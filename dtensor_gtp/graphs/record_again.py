@@ -1,10 +1,10 @@
-"""Why a captured step is recorded again: what a graph has baked in, compared at each call."""
+"""What a graph has baked in, and what is compared with it at each call."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from operator import attrgetter
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn as nn
@@ -14,47 +14,163 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 from .._schedule.runtime import Runtime
 
-# By what it is: "parameter" or "buffer" with its name, or the state of an optimizer.
-Addresses = dict[tuple[Any, ...], Hashable]
+Graph = TypeVar("Graph")
+
+# An object and the name of its attribute that is a gradient or None.
+Place = tuple[Any, str]
+
+# Attributes of managed parameters with sums over microbatches, beside ``.grad``.
+SUMS = ("_wide_grad", "unsharded_grad", "unreplicated_grad", "unsynced_grad")
+
+# Kinds of calls that are remembered, so that one that comes again is recorded.
+MOST_SEEN = 256
+
+PLAIN = (Tensor, nn.Parameter)
 
 
-def addresses(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Addresses:
-    """Where a step finds the tensors that it is not given."""
-    found: Addresses = {("parameter", name): address(param) for name, param in module.named_parameters()}
-    others = enumerate(params_outside(module, optimizers))
-    found.update((("parameter of an optimizer", index), address(param)) for index, param in others)
-    found.update((("buffer", name), address(buffer)) for name, buffer in module.named_buffers())
-    found.update((what, address(tensor)) for what, tensor in states_of(optimizers))
-    return found
+class KnownCalls(Generic[Graph]):
+    """The graphs of one function by the kind of call, and the kinds that ran eagerly."""
+
+    def __init__(self, num_warmup: int, max_graphs: int) -> None:
+        self.num_warmup, self.max_graphs = num_warmup, max_graphs
+        self.graphs: dict[Hashable, Graph] = {}
+        self.seen: dict[Hashable, Any] = {}  # with a value for each kind; the oldest first
+        self.num_eager = 0
+
+    def forget(self) -> None:
+        self.graphs.clear()
+        self.seen.clear()
+        self.num_eager = 0
+
+    def may_record(self, kind: Hashable) -> bool:
+        return self.num_eager >= self.num_warmup and kind in self.seen and len(self.graphs) < self.max_graphs
+
+    def note_eager(self, kind: Hashable, value: Any = None) -> Any:
+        """A call of this kind ran eagerly. Returns the value that its first call gave the kind."""
+        self.num_eager += 1
+        value = self.seen.setdefault(kind, value)
+        if len(self.seen) > MOST_SEEN:
+            del self.seen[next(iter(self.seen))]
+        return value
+
+
+class Surroundings:
+    """What a step finds beside its inputs, as it is now: modules, parameters, buffers, optimizer states, switches."""
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], runtimes: Sequence[Runtime]
+    ) -> None:
+        self.module, self.optimizers, self.runtimes = module, optimizers, runtimes
+        self._modules = {f"{name}." if name else "": submodule for name, submodule in module.named_modules()}
+        self._outside = params_outside(module, optimizers)
+        self._params = [*module.parameters(), *self._outside]
+        # Addresses only, because a tensor that is moved away must not be kept alive.
+        self._addresses = {
+            (kind, name, where, part): address(tensor)
+            for kind, where, held in self._dicts()
+            for name, value in held.items()
+            for part, tensor in enumerate(tensors_in(value))
+        }
+        self.binding = self._describe()
+        # Where a step finds and leaves gradients.
+        self.places: list[Place] = [(param, "grad") for param in self._params]
+        for runtime in runtimes:
+            self.places += [(param, name) for param in runtime.params for name in SUMS if hasattr(param, name)]
+
+    def has_same_binding(self) -> bool:
+        """Whether the same parameters are trained in the same way."""
+        return self._describe() == self.binding
+
+    def is_in_place(self) -> bool:
+        """Whether all tensors that a graph reads are there, at the same addresses."""
+        now = [address(t) for *_, held in self._dicts() for value in held.values() for t in tensors_in(value)]
+        return now == list(self._addresses.values())
+
+    def renewed(self) -> Surroundings:
+        return Surroundings(self.module, self.optimizers, self.runtimes)
+
+    def moved(self) -> str | None:
+        """For people: a tensor that has come, gone, or moved to another address; None if there is none."""
+        before, now = self._addresses, self.renewed()._addresses
+        if before == now:
+            return None
+        kind, name, where, _ = next(key for key in before | now if before.get(key) != now.get(key))
+        return f"'{name}' in the {kind}" if kind.startswith("state of ") else f"{kind} '{where}{name}'"
+
+    @contextmanager
+    def put_back_on_error(self) -> Iterator[None]:
+        """If the context raises, put back gradients, parameters, buffers, states and their memory: a recording that
+        failed has computed nothing of what it put in their place."""
+        dicts = [held for *_, held in self._dicts()] + [optimizer.state for optimizer in self.optimizers]
+        contents = [(held, dict(held)) for held in dicts]
+        tensors = {id(t): t for held in dicts for v in held.values() for t in tensors_in(v) if type(t) in PLAIN}
+        memory = [(tensor, tensor.detach()) for tensor in tensors.values()]
+        grads = read_values(self.places)
+        try:
+            yield
+        except BaseException:
+            for runtime in self.runtimes:
+                runtime.forget_recording()
+            write_values(self.places, grads)
+            for held, content in contents:
+                held.clear()
+                held.update(content)
+            for tensor, before in memory:
+                if address(tensor) != address(before):
+                    tensor.data = before
+            raise
+
+    def _dicts(self) -> Iterator[tuple[str, Any, dict[Any, Any]]]:
+        """Where tensors are registered by name: their kind, what tells dicts of a kind apart, and the dict."""
+        for prefix, module in self._modules.items():
+            yield "parameter", prefix, module._parameters
+            yield "buffer", prefix, module._buffers
+        yield "parameter of an optimizer", "", dict(enumerate(self._outside))
+        for number, optimizer in enumerate(self.optimizers):
+            kind = f"state of {type(optimizer).__name__}"
+            for index, state in enumerate(optimizer.state.values()):
+                yield kind, (number, index), state if isinstance(state, dict) else {None: state}
+
+    def _describe(self) -> list[Any]:
+        modules = self._modules.values()
+        managed = [param for runtime in self.runtimes for param in runtime.params]
+        registered = [param.sites[0].module._parameters.get(param.sites[0].name) for param in managed]
+        return [
+            [runtime.is_last_backward for runtime in self.runtimes],
+            [module.training for module in modules],
+            [id(child) for module in modules for child in module._modules.values()],
+            [id(param) for module in modules for param in module._parameters.values()],
+            [param.requires_grad for param in self._params],
+            list(stepped_params(self.optimizers)),
+            [(id(param), param is not None and param.requires_grad) for param in registered],
+            [id(param.shard) for param in managed],
+            [list(vars(param.flags).values()) for param in managed],
+        ]
+
+
+def read_values(places: list[Place]) -> list[Tensor | None]:
+    # A wide sum belongs to a gradient: without the gradient it is void.
+    return [None if name == "_wide_grad" and o.param.grad is None else getattr(o, name) for o, name in places]
+
+
+def write_values(places: list[Place], values: list[Tensor | None]) -> None:
+    for (owner, name), value in zip(places, values, strict=True):
+        setattr(owner, name, value)
+
+
+def stepped_params(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Tensor]:
+    """All parameters that these optimizers step, by id."""
+    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def params_outside(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """What optimizers step beside the module's own: of a criterion, say."""
+    """Parameters that optimizers step and ``module`` does not have, such as those of a criterion."""
     own = {id(param) for param in module.parameters()}
-    stepped = {id(p): p for one in optimizers for group in one.param_groups for p in group["params"]}
-    return [param for identity, param in stepped.items() if identity not in own]
-
-
-def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """All tensors of their states, each with what it is."""
-    for number, optimizer in enumerate(optimizers):
-        what = f"state of {type(optimizer).__name__}"
-        for index, state in enumerate(optimizer.state.values()):
-            for key, value in state.items() if isinstance(state, dict) else ((None, state),):
-                for part, tensor in enumerate(tensors_in(value)):
-                    yield (what, key, number, index, part), tensor
-
-
-def changed(before: Addresses, now: Addresses) -> str | None:
-    """What has come, gone, or moved to another address, for people; None if nothing has."""
-    if before == now:
-        return None
-    what, name, *_ = next(key for key in (before | now) if before.get(key) != now.get(key))
-    return f"'{name}' in the {what}" if what.startswith("state of ") else f"{what} '{name}'"
+    return [param for identity, param in stepped_params(optimizers).items() if identity not in own]
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Those that a value is or consists of."""
+    """The tensors that a value is or consists of."""
     if isinstance(value, Tensor):
         return (value,)
     if not isinstance(value, list | tuple | dict):
@@ -62,11 +178,8 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
     return (leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, Tensor))
 
 
-PLAIN = (Tensor, nn.Parameter)
-
-
 def address(tensor: Tensor) -> Hashable:
-    """Where its memory begins; of one that wraps others, where theirs do."""
+    """Where the memory of a tensor begins; of a tensor that wraps others, where theirs begins."""
     if isinstance(tensor, DTensor):
         tensor = compat.local_tensor(tensor)
     if type(tensor) not in PLAIN and (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
@@ -75,46 +188,15 @@ def address(tensor: Tensor) -> Hashable:
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-class Kept:
-    """Which parameters, buffers and state there were, and their memory, to be put back: what a recording that failed
-    has made in their place was never computed."""
-
-    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        dicts: list[dict[Any, Any]] = [each for m in module.modules() for each in (m._parameters, m._buffers)]
-        outside = params_outside(module, optimizers)
-        for optimizer in optimizers:
-            dicts += [optimizer.state, *(state for state in optimizer.state.values() if isinstance(state, dict))]
-        self._contents = [(one, dict(one)) for one in dicts]
-        values = [*outside, *(value for one in dicts for value in one.values())]
-        tensors = {id(t): t for value in values for t in tensors_in(value) if type(t) in PLAIN}
-        self._memory = [(tensor, tensor.detach()) for tensor in tensors.values()]
-
-    def put_back(self) -> None:
-        for one, content in self._contents:
-            one.clear()
-            one.update(content)
-        for tensor, memory in self._memory:
-            if address(tensor) != address(memory):
-                tensor.data = memory
-
-
-def ids_of_params(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """Of all parameters that these optimizers step."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return {id(param) for group in groups for param in group["params"]}
-
-
-def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Those of each optimizer, by name (and group, if there are several)."""
-    return [
-        {
-            f"{name} of group {index}" if len(optimizer.param_groups) > 1 else name: _value(value)
-            for index, group in enumerate(optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
-        }
-        for optimizer in optimizers
-    ]
+def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> dict[tuple[str, int, int], Any]:
+    """By name, index of the optimizer and index of its group."""
+    return {
+        (name, number, index): _value(value)
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _value(value: Any) -> Any:
@@ -126,7 +208,7 @@ def _value(value: Any) -> Any:
 
 
 class OnDevice:
-    """A tensor whose value a graph reads anew each time, where it lies: equal to itself there alone, and kept alive."""
+    """A tensor that a graph reads at its address: equal to the same tensor at the same address, and kept alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._address = tensor, address(tensor)
@@ -134,119 +216,8 @@ class OnDevice:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OnDevice) and self._tensor is other._tensor and self._address == other._address
 
-    def __hash__(self) -> int:
-        return id(self._tensor)
-
     def __str__(self) -> str:
         return f"a tensor on '{self._tensor.device}'"
-
-
-def differences(
-    optimizers: Iterable[torch.optim.Optimizer], before: Iterable[dict[str, Any]]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Hyperparameters that are others than before: name, old and new value."""
-    for optimizer, old in zip(optimizers, before, strict=True):
-        (now,) = hyperparameters([optimizer])
-        for name in old.keys() | now.keys():
-            if old.get(name) != now.get(name):
-                yield f"{type(optimizer).__name__}'s {name}", old.get(name), now.get(name)
-
-
-class Updates:
-    """Which parameters optimizers have stepped, whoever they belong to. ``optimizer_steps`` tells it."""
-
-    def __init__(self) -> None:
-        self.ids: set[int] = set()
-
-    def note_step(self, updated: set[int]) -> None:
-        self.ids |= updated
-
-
-# An object and the name of its attribute that is a gradient or None.
-Place = tuple[Any, str]
-
-
-# Sums over microbatches beside ``.grad``, see ``param.py`` and ``whole.py``.
-SUMS = ("_wide_grad", "unsharded_grad", "unreplicated_grad", "unsynced_grad")
-
-
-_SWITCHES = attrgetter(
-    "requires_gradient_sync",
-    "requires_all_reduce",
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "gradient_divide_factor",
-)
-
-
-class Surroundings:
-    """Modules, parameters, buffers, optimizers' states and switches as they are when this is made.
-
-    Args:
-        module: What the step trains.
-        optimizers: Those that it steps.
-        runtimes: Of all ``gtp_shard`` calls within ``module``.
-    """
-
-    def __init__(
-        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], runtimes: Sequence[Runtime]
-    ) -> None:
-        self._module, self._optimizers, self._runtimes = module, optimizers, runtimes
-        self._modules = list(module.modules())
-        self._outside = params_outside(module, optimizers)
-        self._params = [*module.parameters(), *self._outside]
-        # Of other tensors addresses alone, so that none is kept alive that has been moved away.
-        self._addresses = self._located()
-        self._binding = self._describe()
-        # Where a step finds and leaves gradients.
-        self.places: list[Place] = [(param, "grad") for param in self._params]
-        for runtime in runtimes:
-            self.places += [(param, name) for param in runtime.params for name in SUMS if hasattr(param, name)]
-
-    def has_same_binding(self) -> bool:
-        """Whether the same parameters are trained in the same way."""
-        return self._describe() == self._binding
-
-    def is_in_place(self) -> bool:
-        """Whether all tensors that a graph finds are there, and where they were."""
-        return self._located() == self._addresses
-
-    def moved(self) -> Surroundings:
-        """With the tensors that are there now, but the binding of before."""
-        now = Surroundings(self._module, self._optimizers, self._runtimes)
-        now._binding = self._binding
-        return now
-
-    def _located(self) -> list[Any]:
-        """Where the tensors are that modules have registered, and those of optimizers' states."""
-        dicts = [each for m in self._modules for each in (m._parameters, m._buffers)]
-        found = [None if tensor is None else address(tensor) for each in dicts for tensor in each.values()]
-        found += map(address, self._outside)
-        return found + [address(tensor) for _, tensor in states_of(self._optimizers)]
-
-    def _describe(self) -> list[Any]:
-        managed = [param for runtime in self._runtimes for param in runtime.params]
-        registered = [param.sites[0].module._parameters.get(param.sites[0].name) for param in managed]
-        return [
-            [runtime.is_last_backward for runtime in self._runtimes],
-            [module.training for module in self._modules],
-            [id(child) for module in self._modules for child in module._modules.values()],
-            [id(param) for module in self._modules for param in module._parameters.values()],
-            [param.requires_grad for param in self._params],
-            [id(param) for optimizer in self._optimizers for g in optimizer.param_groups for param in g["params"]],
-            list(map(id, registered)),
-            [param is not None and param.requires_grad for param in registered],
-            [id(param.shard) for param in managed],
-            [_SWITCHES(param.flags) for param in managed],
-        ]
-
-
-# Combinations of shapes, values and gradients that are remembered, so that one that comes again is recorded.
-MOST_SEEN = 256
-
-
-# What arguments are like, where there are gradients, and what is switched on.
-Key = tuple[Hashable, Hashable, Hashable, Hashable]
 
 
 def signature(leaf: Any) -> Hashable:
@@ -261,10 +232,3 @@ def signature(leaf: Any) -> Hashable:
             f"{type(leaf).__name__}."
         ) from None
     return type(leaf), leaf
-
-
-def describe_modes(device: torch.device) -> Hashable:
-    """What is switched on around a step."""
-    is_autocast = torch.is_autocast_enabled(device.type)
-    autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast

@@ -2,50 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from torch import Tensor
 
-from .record_again import Addresses, Place, Updates
+from .. import _torch_compat as compat
+from .._schedule.optimizer_steps import optimizer_steps
+from .._schedule.runtime import Runtime
+from .checks import check_none_in_flight, check_none_pinned
+from .record_again import Surroundings, hyperparameters, read_values, stepped_params, write_values
+from .recorder import CudaRecorder
 
 
-class StepGraph(NamedTuple):
-    """One recording, with everything that must live as long as it."""
+class RecordedStep:
+    """The step ``fn`` as one graph, for arguments with these leaves and this spec, with everything that must live as
+    long as the graph. See the notes in ``capture_step.py``."""
 
-    replay: Callable[[], None]
-    inputs: list[Tensor]
-    outputs: list[Any]
-    output_spec: Any
-    found: list[Tensor | None]  # gradients that were there before: the graph adds to them
-    left: list[Tensor | None]  # gradients that are there after it
-    hyperparameters: list[dict[str, Any]]
-    written: set[int]  # ids of the parameters that it writes to
+    def __init__(
+        self, fn: Callable[..., Any], leaves: list[Any], spec: Any, around: Surroundings, recorder: CudaRecorder
+    ) -> None:
+        self._around = around
+        check_none_pinned(around.runtimes)
+        check_none_in_flight(around.runtimes, "before it is recorded")
+        self._inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+        args, kwargs = compat.tree_unflatten(with_tensors(leaves, self._inputs), spec)
+        self._hyperparameters = hyperparameters(around.optimizers)
+        self._written: set[int] = set()  # ids of the parameters that the step writes to
+        self._stepped: set[int] = set()  # and of those that optimizers step, whichever module has them
+        self._grads_before = read_values(around.places)  # the graph adds to them
+        drop_kept(around.runtimes)
+        for runtime in around.runtimes:
+            runtime.comm.begin_recording()
+        with around.put_back_on_error():
+            self._record(lambda: fn(*args, **kwargs), recorder)
+        self._grads_after = read_values(around.places)
+
+    def note_step(self, updated: set[int]) -> None:
+        """An optimizer has stepped these parameters during the recording."""
+        self._stepped |= updated
+
+    def _record(self, step: Callable[[], Any], recorder: CudaRecorder) -> None:
+        versions = versions_of(self._inputs)
+        optimizer_steps().tell(self)
+        try:
+            self._replay, self._outputs = recorder.record(lambda: self._run(step))
+        except Exception as error:
+            raise RuntimeError(
+                f"capture_step could not record the step: {type(error).__name__}: {error}. A step that is recorded "
+                "must not wait for the GPU (item(), print of a tensor, GradScaler, copies from the host), draw from "
+                "generators of its own, or leave gradients in flight (set_is_last_backward(False))."
+            ) from error
+        finally:
+            optimizer_steps().forget(self)
+        self._check_recorded(versions)
+
+    def _run(self, step: Callable[[], Any]) -> Any:
+        """What is recorded. Returns the outputs, detached."""
+        runtimes = self._around.runtimes
+        before = _param_versions(runtimes)
+        try:
+            outputs = compat.tree_map_only(Tensor, Tensor.detach, step())
+            check_none_in_flight(runtimes, "when it ends")
+            drop_kept(runtimes)  # here, because its events can be waited for in the recording only
+        except Exception:
+            with suppress(RuntimeError):  # CUDA may have ended the recording as void
+                for runtime in runtimes:
+                    runtime.abandon()
+                drop_kept(runtimes)
+            raise
+        # An optimizer may leave no trace in versions.
+        written = {number for number, *_ in _param_versions(runtimes) - before}
+        self._written = written | stepped_params(self._around.optimizers).keys()
+        return outputs
+
+    def _check_recorded(self, versions: list[int]) -> None:
+        """Refuse a step that a replay would not repeat; its inputs had these versions before."""
+        trained = {id(param) for param in self._around.module.parameters()}
+        if self._stepped & trained - stepped_params(self._around.optimizers).keys():
+            raise ValueError("capture_step expects the optimizers that the step steps: pass them as optimizer.")
+        self._check_constant("within the step")
+        if (moved := self._around.moved()) is not None:
+            raise RuntimeError(
+                f"capture_step expects a step that writes to the tensors that are there, but this one has put {moved} "
+                "to another place, which no replay would do, and each would find the old one. Write to it in place, "
+                "as copy_() does."
+            )
+        for before, now, given in zip(versions, versions_of(self._inputs), self._inputs, strict=True):
+            if before != now:
+                raise ValueError(
+                    "capture_step expects a step that only reads its inputs, but this one writes to one of shape "
+                    f"{tuple(given.shape)}: graphs read copies, so the caller would not see it. Return it."
+                )
+
+    def _check_constant(self, when: str) -> None:
+        before, now = self._hyperparameters, hyperparameters(self._around.optimizers)
+        for key in before.keys() | now.keys():
+            if before.get(key) != now.get(key):
+                name, number, index = key
+                optimizer = self._around.optimizers[number]
+                group = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}'s {name}{group} has changed from {before.get(key)} to {now.get(key)} "
+                    f"{when}, but the graph has the first of these baked in. Make it a tensor on the GPU that is "
+                    "filled in place, change it outside of the step, or call reset() on the captured step."
+                )
+
+    def replay(self, leaves: list[Any]) -> Any:
+        """Run the step with these flattened arguments. Returns copies of its outputs."""
+        around = self._around
+        check_none_pinned(around.runtimes)
+        check_none_in_flight(around.runtimes, "before it is replayed")
+        self._check_constant("since the step was recorded")
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for target, source in zip(self._inputs, given, strict=True):
+            target.copy_(source, non_blocking=True)
+        self._replay()
+        write_values(around.places, self._grads_after)
+        for runtime in around.runtimes:
+            runtime.note_step(self._written)
+        return compat.tree_map_only(Tensor, Tensor.clone, self._outputs)
 
 
-class Before(NamedTuple):
-    """What there is before a step is recorded."""
-
-    hyperparameters: list[dict[str, Any]]
-    at: Addresses
-    versions: list[tuple[int, int]]
-    inputs: list[int]
-    updates: Updates
+def drop_kept(runtimes: Sequence[Runtime]) -> None:
+    """Drop gathered weights that are kept for later uses, but not those that ``unshard`` keeps."""
+    for runtime in runtimes:
+        for weight in runtime.weights:
+            if not weight.is_pinned:
+                runtime.drop_kept(weight)
 
 
-def read_values(places: list[Place]) -> list[Tensor | None]:
-    # A wide sum goes with a gradient: it is void when that has been dropped.
-    return [
-        None if name == "_wide_grad" and owner.param.grad is None else getattr(owner, name) for owner, name in places
-    ]
+def _param_versions(runtimes: Sequence[Runtime]) -> set[tuple[int, int, int]]:
+    """For each managed parameter its id, its version and that of its shard."""
+    params = [param for runtime in runtimes for param in runtime.params]
+    return {(id(param.param), param.param._version, param.shard._version) for param in params}
 
 
-def write_values(places: list[Place], values: list[Tensor | None]) -> None:
-    for (owner, name), value in zip(places, values, strict=True):
-        setattr(owner, name, value)
-
-
-def replaced_params(leaves: list[Any], tensors: list[Tensor]) -> list[Any]:
+def with_tensors(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """``leaves`` with others in the place of its tensors."""
     remaining = iter(tensors)
     return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

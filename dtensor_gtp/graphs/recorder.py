@@ -1,12 +1,12 @@
-"""What records CUDA graphs and replays them, for ``capture_step`` and ``capture_blocks``."""
+"""Records CUDA graphs and replays them, for ``capture_step`` and ``capture_blocks``."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol, TypeVar
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TypeVar
 
 import torch
 
@@ -15,27 +15,18 @@ from .. import _torch_compat as compat
 R = TypeVar("R")
 
 
-class Recorder(Protocol):
-    """What records and replays; the CUDA one is :class:`CudaRecorder`."""
-
-    def eager(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Context of an eager step before a recording; ``is_last`` if the next call of its kind is recorded."""
-
-    def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Run ``step`` once without computing. Returns what replays it, and what it returns, to be read after that."""
-
-
 class CudaRecorder:
     """Records with ``torch.cuda.graph``, all graphs in one pool; they are never replayed at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        # Warm-up and recording on one stream, so that what autograd has remembered of it fits.
+        # Warm-up and recording share a stream, because autograd remembers streams.
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def eager(self, *, is_last: bool) -> Iterator[None]:
+        """Around an eager step before a recording; ``is_last`` if the next call of its kind is recorded."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -45,25 +36,24 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        """Run ``step`` once without computing. Returns what replays it, and its result, to be read after a replay."""
         if not self._graphs:
-            # The allocator refuses a pool that no graph uses any more while something in it, such as a gradient that
-            # one has left, is still alive.
+            # The allocator refuses a pool without graphs while memory in it is in use, such as a gradient.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Where a recording fails, torch.cuda.graph leaves its stream current: the context around puts the other
-            # back.
             with (
                 _without_collection(),
+                # If the recording fails, torch.cuda.graph leaves its stream current: this restores the other one.
                 torch.cuda.stream(torch.cuda.current_stream()),
                 # thread_local: a thread that pins the memory of the next batch does not disturb.
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 result = step()
         except BaseException:
-            with suppress(RuntimeError):  # what has failed is told, not what fails after it
+            with suppress(RuntimeError):  # the first error is the one to report
                 compat.end_void_recording(self._stream.device, self._pool)
-            # The allocator may still hold the pool for the recording that is void, and refuses it to another one.
+            # The allocator may still hold the pool for the void recording, and refuse it to another one.
             self._pool = torch.cuda.graph_pool_handle()
             raise
         self._graphs.add(graph)
@@ -72,8 +62,8 @@ class CudaRecorder:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Objects in cycles live on: among them may be an earlier model whose memory peers map. To free that waits for the
-    GPU, which ends the process while a graph is recorded (torch 2.11: from a destructor)."""
+    """No garbage collection: it may free an earlier model whose memory peers map. That waits for the GPU, which ends
+    the process while a graph is recorded (torch 2.11: from a destructor)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,7 +75,7 @@ def _without_collection() -> Iterator[None]:
 
 @contextmanager
 def _refusing_synchronization() -> Iterator[None]:
-    """One step in which waiting for the GPU raises, with the traceback of who waits; a recording could only fail."""
+    """Waiting for the GPU raises, with the traceback of who waits. In a recording it would only make it fail."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -17,12 +17,12 @@ import torch.nn as nn
 from common import ALL
 from runtime_common import Raw, local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.record_again import SUMS
-from dtensor_gtp.graphs.record_step import read_values, write_values
+from dtensor_gtp.graphs.record_again import SUMS, Surroundings, read_values, write_values
 
 
 class OnHost:
@@ -76,7 +76,7 @@ class OnHost:
         found = read_values(places)
         written = [*self.tensors(), *(local(grad) for grad in found if grad is not None)]
         values = [tensor.clone() for tensor in written]
-        outputs, spec = step()
+        outputs = step()
         self.check_nothing_is_kept()
         left = read_values(places)
         for tensor, value in zip(written, values, strict=True):
@@ -88,12 +88,19 @@ class OnHost:
             # No hook of an optimizer runs in a replay, no version tells of it, and the runtime's state is not touched.
             versions = torch.autograd._unsafe_preserve_version_counter((*self.model.parameters(), *written))
             with mock.patch.object(Runtime, "note_step"), versions, self.runtime_unchanged():
-                again, _ = step()
-            for target, source in zip([*outputs, *left], [*again, *read_values(places)], strict=True):
+                again = step()
+            targets, sources = [*tree_leaves(outputs), *left], [*tree_leaves(again), *read_values(places)]
+            for target, source in zip(targets, sources, strict=True):
                 if target is not None and target is not source:
                     local(target).copy_(local(source))
 
-        return replay, (outputs, spec)
+        return replay, outputs
+
+
+def captured_step(
+    fn: Any, module: nn.Module, optimizers: Any, runtimes: Any, recorder: Any, warmup_steps: int, max_graphs: int
+) -> CapturedStep[..., Any]:
+    return CapturedStep(fn, Surroundings(module, optimizers, runtimes), recorder, warmup_steps, max_graphs)
 
 
 class Setting:
@@ -136,7 +143,7 @@ class Setting:
 
         optimizers = [self.optimizers[1]] if self.is_stepping else []
         arguments = {"warmup_steps": 3, "max_graphs": 8} | options
-        return CapturedStep(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
+        return captured_step(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
 
     def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         want = self.run(self.plain, self.optimizers[0], x, *(args or [1.0]), **kwargs)

@@ -153,7 +153,7 @@ class TestWhatBackwardComesTo:
         block, x = pair.models[1].blocks[0], torch.randn(7, WIDTH)
         for number in range(MOST_SEEN + 10):
             block(x, float(number))
-        assert len(pair.captured._blocks[0]._seen) == MOST_SEEN
+        assert len(pair.captured._blocks[0].calls.seen) == MOST_SEEN
 
     def test_removal_before_backward_is_refused(self, world: Any) -> None:
         pair = Pair(world)

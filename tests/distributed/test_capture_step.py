@@ -16,15 +16,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from capture_common import OnHost, Setting, rows
+from capture_common import OnHost, Setting, captured_step, rows
 from common import ALL, fake_world
 from runtime_common import assert_idle, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
 from dtensor_gtp._params import gather
-from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.checks import check_capturable, check_inputs, check_state
+from dtensor_gtp.graphs.checks import check_inputs, check_optimizer, check_state
 
 BF16 = torch.bfloat16
 
@@ -109,7 +108,7 @@ class TestCaptureStep:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         model = gtp_shard(nn.Linear(4, 4, bias=False).to(BF16), mesh, schedule=ALL, mp_policy=policy)
-        captured = CapturedStep(
+        captured = captured_step(
             lambda x: model(x).sum().backward(), model, [], [runtime_of(model)], OnHost(model, []), 2, 8
         )
         for _ in range(8):
@@ -189,7 +188,7 @@ class TestCaptureStep:
             setting.run(setting.model, optimizer, x, 1.0)
             optimizer.param_groups[0]["lr"] *= 0.5
 
-        captured = CapturedStep(
+        captured = captured_step(
             step,
             setting.model,
             [optimizer],
@@ -206,7 +205,7 @@ class TestCaptureStep:
     def test_optimizer_that_was_not_passed_is_found(self) -> None:
         setting = Setting()
         step = lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0)  # noqa: E731
-        captured = CapturedStep(
+        captured = captured_step(
             step, setting.model, [], [runtime_of(setting.model)], setting.recorder, warmup_steps=2, max_graphs=1
         )
         for _ in range(2):
@@ -307,8 +306,8 @@ class TestCaptureStep:
 def test_optimizers_that_cannot_be_captured_are_named() -> None:
     params = [nn.Parameter(torch.ones(2, device="meta"))]
     with pytest.raises(ValueError, match=r"group 0 of AdamW has capturable=False. Create it with capturable=True"):
-        check_capturable(torch.optim.AdamW(params))
-    check_capturable(torch.optim.SGD(params, momentum=0.9))
+        check_optimizer(torch.optim.AdamW(params), nn.ParameterList(params))
+    check_optimizer(torch.optim.SGD(params, momentum=0.9), nn.ParameterList(params))
     device = torch.device("meta")
     adagrad = torch.optim.Adagrad(params)
     with pytest.raises(ValueError, match=r"whose state is on 'meta', but 'step' of Adagrad is on 'cpu'"):

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from capture_common import OnHost, Setting, rows
+from capture_common import OnHost, Setting, captured_step, rows
 from common import ALL, fake_world
 from runtime_common import local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.record_again import Addresses, Surroundings, addresses, changed
+from dtensor_gtp.graphs.record_again import Surroundings
 from dtensor_gtp.quant import Float8Tensorwise, quantize_
 from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 
@@ -35,7 +35,7 @@ def world() -> Iterator[None]:
 
 def capture(setting: Setting, step: Step, warmup_steps: int = 2) -> CapturedStep[..., Any]:
     runtimes = [runtime_of(setting.model)]
-    return CapturedStep(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, warmup_steps, 8)
+    return captured_step(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, warmup_steps, 8)
 
 
 class TestGradients:
@@ -55,7 +55,7 @@ class TestGradients:
         step = setting.captured(warmup_steps=2)
         for index in range(300):
             step(rows(0, 1), float(index))
-        assert len(step._seen) < 300
+        assert len(step._calls.seen) < 300
 
     def test_gradients_that_are_dropped_at_the_begin_of_a_step_are_told(self, caplog: pytest.LogCaptureFixture) -> None:
         """Each call finds others: it runs eagerly, and says why, once."""
@@ -85,12 +85,12 @@ class TestGradients:
             setting.optimizers[which].zero_grad()
 
         recorders = [OnHost(setting.model, [setting.optimizers[1]]) for _ in range(2)]
-        micro = CapturedStep(
+        micro = captured_step(
             lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0),
             *(setting.model, [], runtimes, recorders[0], 2, 8),
         )
         arguments = (setting.model, [setting.optimizers[1]], runtimes, recorders[1], 2, 8)
-        step = CapturedStep(lambda: update(1), *arguments)
+        step = captured_step(lambda: update(1), *arguments)
         for outer in range(12):
             for index in range(2):
                 micro(rows(10 * outer + index))
@@ -221,7 +221,7 @@ class TestOptimizers:
             optimizer.step()
             setting.model.zero_grad()
 
-        step = CapturedStep(run, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
+        step = captured_step(run, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
         for seed in range(2):
             step(rows(seed))
         average = optimizer.state[param]["average"]
@@ -236,19 +236,19 @@ class TestOptimizers:
         gtp_shard(model, mesh, schedule=ALL)
         optimizer = MasterOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
-        def take_step() -> tuple[Addresses, torch.Tensor, Surroundings]:
+        def take_step() -> tuple[torch.Tensor, Surroundings]:
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             around = Surroundings(model, [optimizer], [runtime_of(model)])
-            return addresses(model, [optimizer]), optimizer.state[model[0].weight]["master"], around
+            return optimizer.state[model[0].weight]["master"], around
 
-        at, master, around = take_step()
-        now, other, _ = take_step()
+        master, around = take_step()
+        other, _ = take_step()
         assert master is not other
-        assert changed(at, now) is None
+        assert around.moved() is None
         assert around.is_in_place()
         optimizer.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(master)
-        assert changed(at, addresses(model, [optimizer])) == "'momentum_buffer' in the state of MasterOptimizer"
+        assert around.moved() == "'momentum_buffer' in the state of MasterOptimizer"
         assert not around.is_in_place()
 
     def test_states_in_containers_and_states_that_are_moved_away(self) -> None:
@@ -269,7 +269,7 @@ class TestOptimizers:
             put()
             assert not around.is_in_place()
             del kept
-            around = around.moved()
+            around = around.renewed()
         moved = weakref.ref(optimizer.state[param].pop("last"))
         assert moved() is None, "whoever moves a state away wants its memory"
 
@@ -312,7 +312,7 @@ class Beside:
         self.recorder = Around(self.model, [self.optimizers[1]])
         runtimes = [runtime_of(self.model.trunk)]
         optimizers = [self.optimizers[1]]
-        self.step = CapturedStep(lambda x: self.run(1, x), self.model, optimizers, runtimes, self.recorder, 3, 8)
+        self.step = captured_step(lambda x: self.run(1, x), self.model, optimizers, runtimes, self.recorder, 3, 8)
 
     def run(self, which: int, x: torch.Tensor) -> torch.Tensor:
         loss = (self.plain, self.model)[which](x).square().mean()
@@ -441,7 +441,7 @@ class TestSteps:
                     param -= param.grad
             setting.model.zero_grad()
 
-        step = CapturedStep(run, setting.model, [], [runtime], setting.recorder, 2, 8)
+        step = captured_step(run, setting.model, [], [runtime], setting.recorder, 2, 8)
         for seed in range(6):
             step(rows(seed))
             output = setting.model(rows(7))

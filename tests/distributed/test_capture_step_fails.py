@@ -11,14 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from capture_common import Setting, rows
+from capture_common import Setting, captured_step, rows
 from common import ALL, fake_world
 from runtime_common import Raw, assert_idle, local, runtime_of
 from test_capture_blocks import Wire, Work, one_of
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm.copy_engine import CopyEngine
-from dtensor_gtp.graphs.capture_step import CapturedStep
 
 
 class Breaking(nn.Module):
@@ -75,7 +74,7 @@ def test_copy_engines_hear_of_a_recording_that_failed_alone() -> None:
         model = gtp_shard(nn.Sequential(nn.Linear(12, 12), breaking), mesh, schedule=ALL)
         engine = mock.Mock(spec=CopyEngine)
         runtime = runtime_of(model)
-        captured = CapturedStep(lambda x: model(x).sum().backward(), model, [], [runtime], breaking, 2, 8)
+        captured = captured_step(lambda x: model(x).sum().backward(), model, [], [runtime], breaking, 2, 8)
         with mock.patch.object(runtime.comm, "_peer_copies", return_value=[engine]):
             for seed in range(2):
                 captured(rows(seed))
@@ -112,7 +111,7 @@ def test_nothing_is_left_of_a_recording_that_failed(where: str, is_void: bool) -
             return loss.detach()
 
         arguments = (step, models[0], [], [runtime_of(models[0])], breaking)
-        captured = CapturedStep(*arguments, warmup_steps=2, max_graphs=8)
+        captured = captured_step(*arguments, warmup_steps=2, max_graphs=8)
         for seed in range(2):
             assert torch.equal(captured(rows(seed)), step(rows(seed), models[1]))
         with (
@@ -146,7 +145,7 @@ class TestGradients:
             setting.optimizers[1].param_groups[0]["lr"] *= 0.5
 
         runtimes = [runtime_of(setting.model)]
-        captured = CapturedStep(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, 2, 8)
+        captured = captured_step(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, 2, 8)
         for seed in range(2):
             setting.model.zero_grad()
             captured(rows(seed))
@@ -184,7 +183,7 @@ class TestGradients:
             setting.model.set_is_last_backward(True)
 
         arguments = (step, setting.model, [], [runtime_of(setting.model)], setting.recorder)
-        captured = CapturedStep(*arguments, warmup_steps=2, max_graphs=8)
+        captured = captured_step(*arguments, warmup_steps=2, max_graphs=8)
         for _ in range(2):
             captured(rows(0))
             setting.model.zero_grad()

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn as nn
-from capture_common import Setting, rows
+from capture_common import Setting, captured_step, rows
 from common import fake_world
 from runtime_common import runtime_of
 
-from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.checks import check_params
+from dtensor_gtp.graphs.checks import check_optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def test_parameters_of_the_optimizer_outside_of_the_module() -> None:
         if fails[0] and setting.recorder.events[-1] == "record":
             raise RuntimeError("in vain")
 
-    captured = CapturedStep(step, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
+    captured = captured_step(step, setting.model, [optimizer], [runtime_of(setting.model)], setting.recorder, 2, 8)
     for seed in range(3):
         captured(rows(seed))
         optimizer.zero_grad()
@@ -55,9 +54,9 @@ def test_parameters_of_the_optimizer_outside_of_the_module() -> None:
 def test_sharded_parameters_outside_of_the_module_are_refused() -> None:
     setting, other = Setting(), Setting()
     optimizer = torch.optim.SGD([*setting.model.parameters(), *other.model.parameters()], lr=0.1)
-    check_params(optimizer, nn.ModuleList([setting.model, other.model]))
+    check_optimizer(optimizer, nn.ModuleList([setting.model, other.model]))
     with pytest.raises(ValueError, match=r"all sharded parameters of SGD, but one of shape \(12, 12\) is outside"):
-        check_params(optimizer, setting.model)
+        check_optimizer(optimizer, setting.model)
 
 
 def test_eager_steps_beyond_the_graphs_drop_what_is_kept() -> None:

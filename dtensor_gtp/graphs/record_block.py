@@ -1,0 +1,306 @@
+"""One recorded block: what it uses while it is recorded, and the graphs of its forward and its backward.
+
+[Note: fixed buffers]
+A graph has addresses baked in, so the weights of a recorded block are gathered into buffers of their own, and its full
+gradients are written to others. Blocks of one kind take turns with two sets: one set can be gathered or reduced while
+the other is in use. All rules of [Note: streams and memory] hold. A fixed buffer is free when nobody holds it. A gather
+that finds it taken uses another buffer, and the weight is copied before the replay. A full gradient is overwritten when
+the reduction that reads it has been retired.
+
+A recording reads weights in a frame of its own (``AttributeReads.apart``). The frame around it would release a fixed
+buffer as if it had been gathered, and keep it for backward while the next gather overwrites it. That gave wrong steps
+on a GPU with ``keep_nbytes``; the repair was tested on a CPU only. So nothing of a recorded block is kept from forward
+to backward: not at the turning point, not by ``keep_nbytes``, not by ``reshard_after_forward=False``.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _torch_compat as compat
+from .._comm.streams import Done
+from .._params.gathered import Gathered
+from .._params.managed_param import ManagedParam
+from .._params.saved_for_backward import check_unmodified
+from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.whole_param import WholeParam
+from .._schedule.gradient_protocols import Written
+from .._schedule.runtime import Runtime
+from .record_step import versions_of, with_tensors
+from .recorder import CudaRecorder
+
+logger = logging.getLogger("dtensor_gtp")
+
+
+class Recording:
+    """Takes the place of gathers and reductions while a pass of a block is recorded, see ``BlockRecording``."""
+
+    def __init__(self) -> None:
+        self.used: list[ShardedWeight] = []  # for each use
+        self.written: list[Written] = []
+        # For each reading of a whole parameter the leaf that stood for it, whose gradient the graph leaves.
+        self.whole: list[tuple[WholeParam, Tensor]] = []
+        self._bundle: int | None = None
+
+    def acquire(self, target: Gatherable) -> Gathered:
+        weight = target.weight
+        if weight.fixed is None:
+            raise NotImplementedError(
+                f"capture_blocks expects blocks that use weights of their own alone, but one uses '{weight.fqn}'."
+            )
+        self.used.append(weight)
+        buffer = weight.fixed.gathered.view(weight.fixed.gathered.shape)  # counts as a holder
+        full = weight.layout.full_view(buffer)
+        return Gathered(buffer, full, Done(), weight.shard, weight.version, is_alias=True, holds=1)
+
+    def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
+        """Where to put the gradient of a use, in ``dtype`` or else that of the reduction. Several uses are reduced each
+        by itself, as without a graph: all but the first get memory of the graph."""
+        assert weight.fixed is not None
+        grad, dtype = weight.fixed.grad, dtype or weight.reduce_dtype
+        is_first = all(weight is not other.weight for other in self.written)
+        if not is_first or dtype.itemsize > grad.dtype.itemsize:
+            return torch.empty_like(grad, dtype=dtype)
+        if dtype == grad.dtype:
+            return grad
+        return grad.view(-1).view(dtype)[: grad.numel()].view(grad.shape)
+
+    def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor:
+        return self.target(weight, rows.dtype).copy_(rows)
+
+    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
+        self.written.append(Written(weight, buffer, self._bundle))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._bundle = len(self.written)
+        try:
+            yield
+        finally:
+            self._bundle = None
+
+    def _read(self, param: WholeParam) -> Tensor:
+        value = param.leaf.detach().to(param.compute_dtype).requires_grad_(param.leaf.requires_grad)
+        self.whole.append((param, value))
+        return value
+
+    @contextmanager
+    def active(self, runtime: Runtime, params: Iterable[ManagedParam], *, is_forward: bool) -> Iterator[None]:
+        """Record what runs in the context: the forward or the backward of the block with these parameters."""
+        for earlier in (self.used, self.written, self.whole):
+            earlier.clear()
+        leaves = [(param, param.leaf) for param in params if isinstance(param, ShardedWeight)]
+        whole = [param for param in params if isinstance(param, WholeParam)]
+        runtime.recording = runtime.grads.recording = self
+        for weight, leaf in leaves:
+            # Autograd remembers the first stream on which it sees a leaf, which must be that of the recording.
+            weight.leaf = torch.empty_like(leaf, requires_grad=leaf.requires_grad)
+        for param in whole:
+            param.record_use = self._read
+        try:
+            with runtime.reads.apart(is_forward=is_forward):
+                yield
+        finally:
+            runtime.recording = runtime.grads.recording = None
+            for weight, leaf in leaves:
+                weight.leaf = leaf
+            for param in whole:
+                param.record_use = None
+
+
+class Block(NamedTuple):
+    """A block that is recorded, with its own ``forward``."""
+
+    name: str
+    forward: Callable[..., Any]
+    params: list[ManagedParam]
+    runtime: Runtime
+    recorder: CudaRecorder
+
+
+class Reached:
+    """Which differentiable outputs of eager calls have got a gradient; None before a backward. What only the others
+    depend on gets none, so a graph must not make zeros for it."""
+
+    def __init__(self) -> None:
+        self.indices: set[int] | None = None
+
+    def observed(self, leaves: list[Any]) -> list[Any]:
+        """The outputs for the caller: views, so that a gradient from within the block does not count."""
+        outputs = [leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+        differentiable = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for index, leaf in enumerate(differentiable):
+            leaf.register_hook(partial(self._note, index))
+        if not differentiable:
+            self.indices = set()
+        return outputs
+
+    def _note(self, index: int, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.indices = {index, *(self.indices or ())}
+
+
+class BlockGraph:
+    """The two graphs of a block for arguments with these leaves and this spec, with everything that must live as long.
+
+    ``reached`` says which outputs get gradients.
+    """
+
+    def __init__(self, block: Block, leaves: list[Any], spec: Any, reached: Reached) -> None:
+        self.block = block
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self._arguments = compat.tree_unflatten(with_tensors(leaves, self.inputs), spec)
+        self.forward_pass, self.backward_pass = Recording(), Recording()
+        self._differentiable: list[Tensor] = []
+        self.is_differentiable: list[bool] = []  # for each output that is a tensor
+        # Makes autograd call backward where no input needs a gradient.
+        self._anchor = torch.empty(0, device=block.runtime.device, requires_grad=True)
+        self._last_call: weakref.ref[_Call] | None = None
+        self.num_calls = 0
+        try:
+            self.replay_forward, (self.outputs, self._spec) = block.recorder.record(self._run_forward)
+            indices = reached.indices or ()
+            self.grad_outputs = {index: torch.empty_like(self._differentiable[index]) for index in indices}
+            self.replay_backward, self.grads = block.recorder.record(self._run_backward)
+        except Exception as error:
+            raise RuntimeError(
+                f"capture_blocks could not record block '{block.name}': {type(error).__name__}: {error}. A block that "
+                "is recorded must not wait for the GPU, draw from generators of its own, or communicate."
+            ) from error
+        # Parameters whose gradients the graphs leave.
+        written = [each.weight for each in self.backward_pass.written]
+        whole = [param for param, value in self.forward_pass.whole if value.requires_grad]
+        self.trained: list[ManagedParam] = list(dict.fromkeys((*written, *whole)))
+        self._anchor.requires_grad_(any(self.is_differentiable))
+        logger.info("capture_blocks: block '%s' recorded", block.name)
+
+    def _run_forward(self) -> tuple[list[Any], Any]:
+        block, (args, kwargs) = self.block, self._arguments
+        versions = versions_of(self.inputs)
+        with torch.enable_grad(), self.forward_pass.active(block.runtime, block.params, is_forward=True):
+            outputs, spec = compat.tree_flatten(block.forward(*args, **kwargs))
+        for index, (before, now) in enumerate(zip(versions, versions_of(self.inputs), strict=True)):
+            if before != now:
+                raise ValueError(
+                    f"it writes to its input {index}, of shape {tuple(self.inputs[index].shape)}, of which a graph "
+                    "has a copy, so the caller would not see it; return it"
+                )
+        tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        # Keeps alive what autograd has saved, see [Note: memory of a recorded block].
+        self._differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+        self.is_differentiable = [tensor.requires_grad for tensor in tensors]
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], spec
+
+    def _run_backward(self) -> list[Tensor | None]:
+        """Returns the gradients of the inputs, then of each reading of a whole parameter."""
+        sources = [*self.inputs, *(value for _, value in self.forward_pass.whole)]
+        for source in sources:
+            source.grad = None
+        with self.backward_pass.active(self.block.runtime, self.block.params, is_forward=False):
+            if self.grad_outputs:
+                outputs = [self._differentiable[index] for index in self.grad_outputs]
+                torch.autograd.backward(outputs, list(self.grad_outputs.values()), retain_graph=True)
+        grads = [source.grad for source in sources]
+        for source in sources:
+            source.grad = None
+        return grads
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of the last call may still come."""
+        return self._last_call is not None and self._last_call() is not None
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        call = _Call()
+        self._last_call = weakref.ref(call)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results: Any = _Replay.apply(self, call, self._anchor, *inputs, *(param.leaf for param in self.trained))  # type: ignore[no-untyped-call]
+        return compat.tree_unflatten(with_tensors(self.outputs, results), self._spec)
+
+    def replay(self, replay: Callable[[], None], weights: list[ShardedWeight]) -> None:
+        """Gather the weights where the graph reads them, and replay it."""
+        runtime = self.block.runtime
+        held = []
+        try:
+            for index, weight in enumerate(weights, start=1):
+                weight.follow(weight.sites[0])
+                gathered = runtime.acquire(weight)
+                if weight in weights[index:]:
+                    runtime.release(weight, gathered)  # the next use has a gather of its own, as without a graph
+                else:
+                    held.append((weight, gathered))
+            for weight, gathered in held:
+                runtime.place(weight, gathered)
+            replay()
+        finally:
+            for weight, gathered in held:
+                runtime.release(weight, gathered)
+
+
+class _Call:
+    """One replayed forward; only autograd holds it, until its backward has run."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: BlockGraph, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """``tensors`` are the inputs, then the leaves of trained parameters, which tell whether a backward wants their
+        gradients."""
+        graph.num_calls += 1
+        for target, source in zip(graph.inputs, tensors, strict=False):
+            target.detach().copy_(source)
+        graph.replay(graph.replay_forward, graph.forward_pass.used)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.graph, ctx.number = call, graph, graph.num_calls
+        ctx.versions = [weight.version for weight in graph.backward_pass.used]
+        # Copies, because the next replay overwrites the outputs.
+        results = tuple(leaf.clone() for leaf in graph.outputs if isinstance(leaf, Tensor))
+        constants = [r for r, is_one in zip(results, graph.is_differentiable, strict=True) if not is_one]
+        ctx.mark_non_differentiable(*constants)
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        graph: BlockGraph = ctx.graph
+        name, runtime, written = graph.block.name, graph.block.runtime, graph.backward_pass.written
+        if graph.num_calls != ctx.number:
+            raise RuntimeError(
+                f"The backward of block '{name}' comes after a later forward of it, whose graph has overwritten what "
+                "the first one saved. Run it before, or call remove() on what capture_blocks has returned."
+            )
+        differentiable = [grad for grad, is_one in zip(grads, graph.is_differentiable, strict=True) if is_one]
+        given = {index: grad for index, grad in enumerate(differentiable) if grad is not None}
+        if given.keys() != graph.grad_outputs.keys():
+            raise RuntimeError(
+                f"The backward of block '{name}' comes to its differentiable outputs {sorted(given)}, but was recorded "
+                f"for {sorted(graph.grad_outputs)}. What only another output depends on gets no gradient from eager "
+                "code, but zeros from the graph. Use the same outputs in every loss, or leave this block out."
+            )
+        num_inputs = len(graph.inputs)
+        leaves = enumerate(graph.trained, start=1 + num_inputs)  # behind the anchor and the inputs
+        awaited = {param for index, param in leaves if compat.is_awaited(ctx, index)}
+        runtime.note_backward()
+        for weight, version in zip(graph.backward_pass.used, ctx.versions, strict=True):
+            check_unmodified(weight, version)
+        for index, grad in given.items():
+            graph.grad_outputs[index].copy_(grad)
+        # Reductions may still read what the replay overwrites.
+        runtime.comm.retire_users([each.buffer for each in written])
+        graph.replay(graph.replay_backward, graph.backward_pass.used)
+        runtime.grads.submit_recorded([each for each in written if each.weight in awaited])
+        for (param, _), local in zip(graph.forward_pass.whole, graph.grads[num_inputs:], strict=True):
+            if local is not None and param in awaited:
+                param.add_local_grad(local)
+        ctx.call = None  # a later forward may overwrite what this one has saved
+        results = [None if grad is None else grad.clone() for grad in graph.grads[:num_inputs]]
+        return None, None, None, *results, *[None] * len(graph.trained)
