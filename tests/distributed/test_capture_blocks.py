@@ -50,21 +50,21 @@ class Wire:
             output.fill_(float("nan") if output.is_floating_point() else -1)
         return Work(lambda: copy_all(outputs, owned))
 
-    def gather(self, outputs: Any, inputs: Any, group: Any, *, async_op: bool) -> Work:
+    def gather(self, outputs: Any, inputs: Any, group: Any, async_op: bool) -> Work:
         def copy_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
             for output, input in zip(outputs, inputs, strict=True):
                 output.copy_(torch.cat([input] * group.size()))
 
         return self.launch("gather", _listed(outputs), _listed(inputs), copy_all)
 
-    def scatter(self, outputs: Any, inputs: Any, op: Any, group: Any, *, async_op: bool) -> Work:
+    def scatter(self, outputs: Any, inputs: Any, op: Any, group: Any, async_op: bool) -> Work:
         def copy_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
             for output, input in zip(outputs, inputs, strict=True):
                 output.copy_(input.chunk(group.size())[group.rank()])
 
         return self.launch("scatter", _listed(outputs), _listed(inputs), copy_all)
 
-    def exchange(self, output: torch.Tensor, input: torch.Tensor, group: Any, *, async_op: bool) -> Work:
+    def exchange(self, output: torch.Tensor, input: torch.Tensor, group: Any, async_op: bool) -> Work:
         return self.launch("exchange", [output], [input], lambda outputs, inputs: outputs[0].copy_(inputs[0]))
 
     def take_launched(self) -> list[tuple[str, list[tuple[int, ...]]]]:

@@ -98,32 +98,32 @@ def local_values(model: nn.Module) -> list[torch.Tensor]:
     return [p.to_local().clone() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
 
 
-def _all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> None:
+def _all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
     for chunk in output.chunk(group.size()):
         chunk.copy_(input)
 
 
 def _all_gathers(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, async_op: bool
 ) -> None:
     for output, input in zip(outputs, inputs, strict=True):
-        _all_gather(output, input, group, async_op=async_op)
+        _all_gather(output, input, group, async_op)
 
 
 def _reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, *, async_op: bool
+    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> None:
     output.copy_(input.chunk(group.size())[group.rank()])
 
 
 def _reduce_scatters(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: dist.ProcessGroup, *, async_op: bool
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> None:
     for output, input in zip(outputs, inputs, strict=True):
-        _reduce_scatter(output, input, op, group, async_op=async_op)
+        _reduce_scatter(output, input, op, group, async_op)
 
 
-def _all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> None:
+def _all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
     output.copy_(input)
 
 
