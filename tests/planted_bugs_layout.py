@@ -125,7 +125,7 @@ LAYOUT = [
     ),
     Bug(
         "trained again after gtp_shard",
-        "_modules/make_param.py",
+        "_modules/shard_module.py",
         "requires_grad=old.requires_grad)",
         "requires_grad=old.is_floating_point())",
         ("tests/distributed/test_gtp_shard_lora.py::TestLoRA::test_frozen_weights_are_not_reduced",),
@@ -149,7 +149,7 @@ LAYOUT = [
     Bug(
         "optimizer of before is not seen",
         "_modules/bad_arguments.py",
-        "        early = _early_optimizer(_living(torch.optim.Optimizer)[0], names)",
+        "        early = _early_optimizer(_living(torch.optim.Optimizer), names)",
         "        early = None",
         ("tests/distributed/test_errors.py::TestRefusals::test_optimizer_built_before",),
     ),

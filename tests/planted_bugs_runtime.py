@@ -40,7 +40,7 @@ RUNTIME = [
     Bug(
         "kept weight survives a state dict",
         "_modules/managed_module.py",
-        "                binding.group.runtime.drop_kept(managed)",
+        "                self._gtp_binding.group.runtime.drop_kept(managed)",
         "                pass",
         ("tests/distributed/test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",),
     ),

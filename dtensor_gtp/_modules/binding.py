@@ -1,8 +1,9 @@
-"""What ``gtp_shard`` attaches to a module."""
+"""What ``gtp_shard`` attaches to a module, and how to find it below a module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch.nn as nn
@@ -18,60 +19,90 @@ BINDING = "_gtp_binding"
 
 
 class Reads:
-    """Whether one function of a module, its forward or another that counts as one, reads sharded weights as attributes:
-    known for owners whose forward is not fused; else learned in the first call."""
+    """Whether a forward, or a method that counts as one, reads sharded weights as attributes.
+
+    True from the start for a module that owns weights and has no fused forward; otherwise learned in the first call.
+    """
 
     def __init__(self) -> None:
-        self._is_reading: bool | None = None
-        # After how many optimizer steps a call read weights that had not done so before.
+        self.is_reading: bool | None = None
+        # Number of optimizer steps before the call that read weights for the first time, though earlier calls did not.
         self._learned_in: int | None = None
 
-    def know(self) -> None:
-        """It does."""
-        self._is_reading = True
-
     def may_read(self, num_steps: int) -> bool:
-        """Whether saved tensors of a call after ``num_steps`` optimizer steps need hooks.
+        """Whether tensors that a call after ``num_steps`` optimizer steps saves need hooks.
 
         The answer changes between steps only: a recomputation (activation checkpointing) must save as many tensors in
-        the same way as its forward did, also if forwards of other microbatches were in between.
+        the same way as its forward did, also if forwards of other microbatches ran in between.
         """
         if self._learned_in is not None and num_steps != self._learned_in:
-            self._is_reading, self._learned_in = True, None
-        return self._is_reading is not False
+            self.is_reading, self._learned_in = True, None
+        return self.is_reading is not False
 
     def learn(self, is_reading: bool, num_steps: int) -> None:
-        """After a complete call, which came after ``num_steps`` optimizer steps."""
-        if self._is_reading is None:
-            self._is_reading = is_reading
-        elif is_reading and not self._is_reading and self._learned_in is None:
+        """Note what a complete call after ``num_steps`` optimizer steps did."""
+        if self.is_reading is None:
+            self.is_reading = is_reading
+        elif is_reading and not self.is_reading and self._learned_in is None:
             self._learned_in = num_steps
 
 
-class Binding:
-    """What ``gtp_shard`` attaches to a module.
+@dataclass(eq=False)
+class ShardGroup:
+    """One ``gtp_shard`` call on ``module``."""
 
-    Args:
-        module: The module.
-        group: The ``gtp_shard`` call that manages the module.
-        params: Managed parameters that are registered on this very module, by attribute name.
-    """
+    module: nn.Module
+    mesh: DeviceMesh  # 1-D (gtp) or 2-D (replicate, gtp)
+    mp_policy: MixedPrecisionPolicy
+    runtime: Runtime  # shared with the outermost call around it, once there is one
+    unmanaged: set[Site]  # where ignored parameters below the module are registered
+    params: list[ManagedParam] = field(default_factory=list)
+    num_registrations: int = -1  # at the last search for parameters that were added later, see ``frames``
+
+
+class Binding:
+    """What ``gtp_shard`` attaches to ``module``; ``params`` are those that are registered on this very module."""
 
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
         self.group = group
         self.params = params
         self.reads = Reads()
-        # The sharded weights as compiled code names them.
-        self.compiled = {
+        self.compiled = {  # the sharded weights as compiled code names them
             name: CompiledWeight(lambda: group.runtime, param, Site(module, name))
             for name, param in params.items()
             if isinstance(param, ShardedWeight)
         }
 
 
+class BoundModule(nn.Module):
+    """Base of the mixins of modules that have a binding."""
+
+    _gtp_binding: Binding
+
+
 def binding_of(module: nn.Module) -> Binding | None:
-    """The binding of a managed module, None for any other."""
     return cast("Binding | None", module.__dict__.get(BINDING))
+
+
+def bindings_below(module: nn.Module) -> list[Binding]:
+    return [binding for submodule in module.modules() if (binding := binding_of(submodule)) is not None]
+
+
+def runtimes_below(module: nn.Module) -> list[Runtime]:
+    """Each once, in an order that is the same on all ranks."""
+    return list(dict.fromkeys(binding.group.runtime for binding in bindings_below(module)))
+
+
+def managed_params(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, ManagedParam]]:
+    """Names and managed parameters below ``module``, a tied one once for each name.
+
+    Args:
+        remove_duplicate: Visit a module with several names once, as in ``named_modules``.
+    """
+    for prefix, submodule in module.named_modules(remove_duplicate=remove_duplicate):
+        binding = binding_of(submodule)
+        for name, param in binding.params.items() if binding is not None else ():
+            yield join_name(prefix, name), param
 
 
 def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -80,32 +111,8 @@ def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         binding = binding_of(owner)
         for name, param in owner._parameters.items():
             if param is not None and (binding is None or name not in binding.params):
-                yield f"{prefix}.{name}" if prefix else name, owner, name
+                yield join_name(prefix, name), owner, name
 
 
-class ShardGroup:
-    """What one ``gtp_shard`` call manages.
-
-    Args:
-        module: The module that was passed.
-        mesh: Its mesh, 1-D (gtp) or 2-D (replicate, gtp).
-        mp_policy: Mixed precision; also casts the module's inputs and outputs, as in ``fully_shard``.
-        runtime: Its runtime; that of the outermost ``gtp_shard`` call around it once there is one.
-        unmanaged: Where ignored parameters below the module are registered.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
-        runtime: Runtime,
-        unmanaged: set[Site],
-    ) -> None:
-        self.module = module
-        self.mesh = mesh
-        self.mp_policy = mp_policy
-        self.runtime = runtime
-        self.params: list[ManagedParam] = []
-        self.unmanaged = unmanaged
-        self.num_registrations = -1  # when it was last looked for others; see ``registrations``
+def join_name(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

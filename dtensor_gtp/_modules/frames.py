@@ -1,11 +1,11 @@
-"""Calls of modules, and of methods that count as their forward, as frames (see ``state``)."""
+"""Calls of modules, and of methods that count as their forward, as frames of the runtime."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,20 @@ from torch.nn.modules.module import (
 from .. import _torch_compat as compat
 from .._params.managed_param import Site
 from .._schedule.order_of_uses import Entry
-from .._schedule.runtime import Runtime
-from .binding import Reads, ShardGroup, binding_of, unmanaged_params
+from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
 from .pipelines import follow_pipelining
 
 
-class GTPFrame:
+class GTPFrame(BoundModule):
     """Mixin of modules whose call is a frame: all but those with a fused op."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _call_in_graph(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+            return _call_in_graph(self, super().__call__, args, kwargs)
         # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
         compiler = compat.set_eval_frame(None)
         try:
-            return _call_in_frame(cast(nn.Module, self), super().__call__, args, kwargs, compiler)  # type: ignore[misc]
+            return _call_in_frame(self, super().__call__, args, kwargs, compiler)
         finally:
             compat.set_eval_frame(compiler)
 
@@ -43,9 +42,9 @@ compat.skip_code(GTPFrame.__call__.__code__)
 
 def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
     """A function of a module whose calls of the bound method ``stock``, by name ``method``, are frames."""
-    reads = Reads()  # not what forward does
+    reads = Reads()  # of this method alone, not of forward
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return _call_in_graph(self, stock, args, kwargs)
         compiler = compat.set_eval_frame(None)
@@ -59,17 +58,17 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
     return functools.wraps(getattr(stock, "__func__", stock))(call)
 
 
-def _call_in_graph(module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_in_graph(module: BoundModule, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call while the compiler traces it: frames are opened outside of compiled code, if at all."""
-    binding = binding_of(module)
-    if binding is None or binding.group.module is not module:
+    group = module._gtp_binding.group
+    if group.module is not module:
         return call(*args, **kwargs)
-    args, kwargs = _cast_inputs(binding.group, args, kwargs)
-    return _cast_outputs(binding.group, call(*args, **kwargs))
+    args, kwargs = _cast_inputs(group, args, kwargs)
+    return _cast_outputs(group, call(*args, **kwargs))
 
 
 def _call_in_frame(
-    module: nn.Module,
+    module: BoundModule,
     call: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -77,11 +76,9 @@ def _call_in_frame(
     method: str = "forward",
     reads: Reads | None = None,
 ) -> Any:
-    binding = binding_of(module)
-    if binding is None:
-        return _call_compiled(call, args, kwargs, compiler)
+    binding = module._gtp_binding
     group, runtime = binding.group, binding.group.runtime
-    if group.num_registrations != (number := registrations().number):
+    if group.num_registrations != (number := _registrations()[0]):
         _refuse_added_params(group)
         group.num_registrations = number
     reads = binding.reads if reads is None else reads
@@ -100,8 +97,12 @@ def _call_in_frame(
     finally:
         runtime.exit(frame, is_complete)
     if not runtime.is_materializing and torch.is_grad_enabled():
-        follow_pipelining(_runtimes_below)
-        _watch_backward(output, partial(runtime.note_backward, Entry(module, method)))
+        follow_pipelining()
+        # Tell the runtime when a backward through the output begins, so that its first gathers start at once.
+        note = partial(runtime.note_backward, Entry(module, method))
+        for tensor in compat.tree_flatten(output)[0]:
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: note())
     return output
 
 
@@ -116,16 +117,11 @@ def _call_compiled(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], com
         compat.set_eval_frame(None)
 
 
-def _watch_backward(output: Any, note: Any) -> None:
-    """Tell the runtime that a backward through ``output`` begins, so that its first gathers start at once."""
-    for tensor in compat.tree_flatten(output)[0]:
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            tensor.register_hook(lambda grad: note())
-
-
 def _refuse_added_params(group: ShardGroup) -> None:
-    """First forward, and later where any module has been given something since: a parameter that nobody manages nor
-    ignores would train on this rank's data alone, silently."""
+    """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone, silently.
+
+    Called in the first forward, and again after any module of the process was given a module or a parameter.
+    """
     for fqn, owner, name in unmanaged_params(group.module):
         param = owner._parameters[name]
         if param is not None and param.requires_grad and Site(owner, name) not in group.unmanaged:
@@ -136,38 +132,22 @@ def _refuse_added_params(group: ShardGroup) -> None:
             )
 
 
-def _runtimes_below(module: nn.Module) -> list[Runtime]:
-    bindings = (binding_of(submodule) for submodule in module.modules())
-    return list({id(b.group.runtime): b.group.runtime for b in bindings if b is not None}.values())
-
-
-class Registrations:
-    """Counts modules and parameters that are given to any module of this process."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        register_module_module_registration_hook(self._count)
-        register_module_parameter_registration_hook(self._count)
-
-    def _count(self, module: nn.Module, name: str, registered: object) -> None:
-        self.number += 1
-
-
 @functools.cache
-def registrations() -> Registrations:
-    """The one of this process: torch has one list of such hooks."""
-    return Registrations()
+def _registrations() -> list[int]:
+    """A list whose one element counts the modules and parameters that any module of this process is given."""
+    count = [0]
+
+    def increment(module: nn.Module, name: str, registered: object) -> None:
+        count[0] += 1
+
+    register_module_module_registration_hook(increment)
+    register_module_parameter_registration_hook(increment)
+    return count
 
 
-def _cast_inputs(
-    group: ShardGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    dtype = group.mp_policy.param_dtype
-    if dtype is None or not group.mp_policy.cast_forward_inputs:
-        return args, kwargs
-    cast_args: tuple[Any, ...] = _cast(args, dtype)
-    cast_kwargs: dict[str, Any] = _cast(kwargs, dtype)
-    return cast_args, cast_kwargs
+def _cast_inputs(group: ShardGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
+    return (args, kwargs) if dtype is None else _cast((args, kwargs), dtype)
 
 
 def _cast_outputs(group: ShardGroup, output: Any) -> Any:

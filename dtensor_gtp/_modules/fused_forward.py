@@ -1,8 +1,8 @@
-"""Layers whose stock forward gets the fused op in its place."""
+"""Layers whose stock forward is replaced by a fused op."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -17,11 +17,11 @@ from ..ops.compiled_linear import parallel_linear as compiled_parallel_linear
 from ..ops.compiled_lookup import embedding as compiled_embedding
 from ..ops.embedding import embedding
 from ..ops.linear import linear, parallel_linear
-from .binding import binding_of
+from .binding import BoundModule
 
 
-class GTPFused:
-    """Mixin of a layer whose stock forward has given place to a fused op."""
+class GTPFused(BoundModule):
+    """Mixin of a layer whose stock forward is replaced by a fused op."""
 
     multiplies = True  # with the weight, in a GEMM
 
@@ -29,33 +29,32 @@ class GTPFused:
 class GTPLinear(GTPFused):
     """Mixin of ``nn.Linear``."""
 
+    bias: Tensor | None
+
     def forward(self, input: Tensor) -> Tensor:
-        module = cast(nn.Linear, self)
-        binding = binding_of(module)
-        assert binding is not None
-        weight, bias = binding.params["weight"], binding.params.get("bias")
-        runtime = binding.group.runtime
+        binding = self._gtp_binding
         if torch.compiler.is_compiling():
-            if torch.is_autocast_enabled(input.device.type) or module._parameters["weight"] is None:
-                return super().forward(input)  # type: ignore[misc, no-any-return]
+            if torch.is_autocast_enabled(input.device.type) or self._parameters["weight"] is None:
+                return cast("Tensor", super().forward(input))
             # Reads the bias as an attribute: whichever it is, the graph gets its value.
             if binding.compiled["weight"].weight.tp_spec is None:
-                return compiled_linear(input, module.bias, binding.compiled["weight"])
-            output = compiled_parallel_linear(input, module.bias, binding.compiled["weight"])
-            return super().forward(input) if output is None else output  # type: ignore[misc]
+                return compiled_linear(input, self.bias, binding.compiled["weight"])
+            output = compiled_parallel_linear(input, self.bias, binding.compiled["weight"])
+            return super().forward(input) if output is None else output
+        weight, bias = binding.params["weight"], binding.params.get("bias")
         is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
-        if not is_plain or torch.is_autocast_enabled(input.device.type) or module._parameters["weight"] is None:
+        if not is_plain or torch.is_autocast_enabled(input.device.type) or self._parameters["weight"] is None:
             return forward_in_frame(self, GTPLinear, input)
         assert isinstance(weight, ShardedWeight)
-        weight.follow(Site(module, "weight"))
+        weight.follow(Site(self, "weight"))
         if isinstance(bias, WholeParam):
-            bias.follow(Site(module, "bias"))
+            bias.follow(Site(self, "bias"))
             value: Tensor | None = bias.value()
         else:
-            value = module._parameters["bias"]
+            value = self._parameters["bias"]
         if weight.tp_spec is None:
-            return linear(input, value, runtime, weight)
-        output = parallel_linear(input, value, runtime, weight)
+            return linear(input, value, binding.group.runtime, weight)
+        output = parallel_linear(input, value, binding.group.runtime, weight)
         return forward_in_frame(self, GTPLinear, input) if output is None else output
 
 
@@ -63,31 +62,29 @@ class GTPEmbedding(GTPFused):
     """Mixin of ``nn.Embedding``."""
 
     multiplies = False
+    padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        module = cast(nn.Embedding, self)
-        binding = binding_of(module)
-        assert binding is not None
+        binding = self._gtp_binding
         weight = binding.params["weight"]
         assert isinstance(weight, ShardedWeight)
         if torch.compiler.is_compiling():
-            return compiled_embedding(input, module.padding_idx, binding.compiled["weight"])
-        weight.follow(Site(module, "weight"))
-        return embedding(input, module.padding_idx, binding.group.runtime, weight)
+            return compiled_embedding(input, self.padding_idx, binding.compiled["weight"])
+        weight.follow(Site(self, "weight"))
+        return embedding(input, self.padding_idx, binding.group.runtime, weight)
 
 
-def forward_in_frame(module: Any, mixin: Any, *args: Tensor | None) -> Tensor:
-    """The stock forward below ``mixin``, reading the weight as an attribute in a frame of its own."""
-    binding = binding_of(module)
-    assert binding is not None
-    frame = binding.group.runtime.enter(module, lambda num_steps: True)
+def forward_in_frame(module: BoundModule, mixin: type[BoundModule], *args: Tensor | None) -> Tensor:
+    """The stock forward behind ``mixin``, which reads the weight as an attribute, in a frame of its own."""
+    runtime = module._gtp_binding.group.runtime
+    frame = runtime.enter(module, lambda num_steps: True)
     is_complete = False
     try:
         output: Tensor = super(mixin, module).forward(*args)
         is_complete = True
         return output
     finally:
-        binding.group.runtime.exit(frame, is_complete)
+        runtime.exit(frame, is_complete)
 
 
 def fused_mixin(module: nn.Module, params: dict[str, ManagedParam]) -> type[GTPFused] | None:
@@ -100,7 +97,7 @@ def fused_mixin(module: nn.Module, params: dict[str, ManagedParam]) -> type[GTPF
     if not isinstance(weight, ShardedWeight) or "forward" in module.__dict__:
         return None
     if isinstance(weight.wire, HookWire):
-        return None  # what its hooks make of it is for code that knows it
+        return None  # only code that knows the hooks can use what they return
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return GTPLinear
     if weight.tp_spec is None and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:

@@ -1,53 +1,38 @@
-"""How the runtime gets into a module: one subclass made on the fly, as ``fully_shard`` does it.
+"""How the runtime gets into a module: ``bind`` swaps its class for a subclass made on the fly, as ``fully_shard`` does.
 
-The subclass does three things. A call opens a frame (see ``state``). A managed parameter becomes a class attribute
-that, while a forward or a backward runs, reads as the full weight; else it is the sharded parameter itself. And
-``nn.Linear``, ``nn.Embedding`` and ``GroupedLinear`` with their stock forward get the fused op in its place. State
-dicts, ``parameters()`` and hooks are those of ``nn.Module``.
+A call of the module opens a frame (see ``frames``). A managed parameter becomes a class attribute: the full weight
+while a forward or backward runs, otherwise the sharded parameter. The stock forward of ``nn.Linear``, ``nn.Embedding``
+and ``GroupedLinear`` is replaced by a fused op. State dicts, ``parameters()`` and hooks are those of ``nn.Module``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
+import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
-from .._params.managed_param import ManagedParam, Site
+from .._dtensor.random_init import zero_row
+from .._params.managed_param import Site
 from .._params.sharded_weight import ShardedWeight, gather_together
-from .binding import BINDING, Binding, binding_of
+from .._params.whole_param import WholeParam
+from ..ops.compiled_lookup import materialize
+from .binding import BINDING, Binding, BoundModule
 from .frames import GTPFrame
 from .fused_forward import fused_mixin
-from .param_access import FlatWeights, ParamAccess, zero_padding_row
 
 
-class TensorParallelRefusal:
-    """Answers torch's question whether a module is tensor parallel already.
-
-    Args:
-        module: Class name, for the message.
-    """
-
-    def __init__(self, module: str) -> None:
-        self._module = module
-
-    def __bool__(self) -> bool:
-        raise RuntimeError(
-            f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a {self._module}: tensor "
-            "parallelism would cut again what gtp_shard has cut. Call parallelize_module first, then gtp_shard, then "
-            "fully_shard."
-        )
-
-
-class GTPManaged:
+class GTPManaged(BoundModule):
     """Mixin of every module that holds or contains managed parameters."""
 
     _gtp_original: type[nn.Module]
     _gtp_prefix: str
 
     @property
-    def _distribute_module_applied(self) -> TensorParallelRefusal:
-        """What ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks first."""
-        return TensorParallelRefusal(self._gtp_original.__name__)
+    def _distribute_module_applied(self) -> _TensorParallelRefusal:
+        """``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, reads this first."""
+        return _TensorParallelRefusal(self._gtp_original.__name__)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Containers build slices with their own class (``sequential[:2]``): give them the original one."""
@@ -55,44 +40,28 @@ class GTPManaged:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``to_empty`` and the like may register new parameter objects: follow them, and keep ties tied."""
-        module = cast(nn.Module, self)
-        binding = binding_of(module)
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        if binding is not None:
-            for name, managed in binding.params.items():
-                managed.follow(Site(module, name))
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        for name, managed in self._gtp_binding.params.items():
+            managed.follow(Site(self, name))
         return result
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Whoever is given a shard may write to it without a trace, as ``dcp.load`` does: keep nothing made of it."""
-        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
-        binding = binding_of(cast(nn.Module, self))
-        for managed in binding.params.values() if binding is not None else ():
-            if binding is not None and isinstance(managed, ShardedWeight):
-                binding.group.runtime.drop_kept(managed)
+        """Free gathered weights: whoever gets the shard may write to it without a trace, as ``dcp.load`` does."""
+        super()._save_to_state_dict(*args, **kwargs)
+        for managed in self._gtp_binding.params.values():
+            if isinstance(managed, ShardedWeight):
+                self._gtp_binding.group.runtime.drop_kept(managed)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """With ``assign=True`` other parameter objects get registered: follow them, and refuse what is not a shard."""
-        module = cast(nn.Module, self)
-        binding = binding_of(module)
-        before = dict(module._parameters)
-        super()._load_from_state_dict(  # type: ignore[misc]
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        for name, managed in binding.params.items() if binding is not None else ():
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """``assign=True`` registers other parameter objects: follow them, and report what is not a shard as an error.
+        The last argument is the list of error messages."""
+        before = dict(self._parameters)
+        super()._load_from_state_dict(*args)
+        for name, managed in self._gtp_binding.params.items():
             try:
-                managed.follow_assigned(Site(module, name), before[name])
+                managed.follow_assigned(Site(self, name), before[name])
             except RuntimeError as error:
-                error_msgs.append(str(error))
+                args[-1].append(str(error))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
@@ -107,35 +76,92 @@ class GTPManaged:
         )
 
     def _get_name(self) -> str:
-        """What ``repr`` shows. The class itself keeps its name, as there is code that goes by it: transformers writes
-        it into the config of an export, and knows norms and rotary embeddings by it."""
+        """What ``repr`` shows. The class itself keeps its name, because other code goes by it: transformers writes it
+        into the config of an export, and recognizes norms and rotary embeddings by it."""
         original = self._gtp_original.__name__
         return f"{type(self).__name__.removesuffix(original)}{self._gtp_prefix}{original}"
 
     def extra_repr(self) -> str:
-        own: str = super().extra_repr()  # type: ignore[misc]
-        binding = binding_of(cast(nn.Module, self))
-        shown = [f"{name}: {_placement(param)}" for name, param in binding.params.items()] if binding else []
+        own = super().extra_repr()
+        shown = ", ".join(f"{name}: {param.placements[-1]}" for name, param in self._gtp_binding.params.items())
         separator = "\n  " if "\n" in own else ", "  # lists of parameters take a line for each
-        return separator.join(filter(None, (own, f"gtp=[{', '.join(shown)}]" if shown else "")))
+        return separator.join(filter(None, (own, f"gtp=[{shown}]" if shown else "")))
 
 
-def _placement(param: ManagedParam) -> str:
-    return str(param.placements[-1])
+class _TensorParallelRefusal:
+    """Raises when torch asks whether a module is tensor-parallel already; reading the attribute alone is harmless."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(
+            f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a {self._module}: tensor "
+            "parallelism would cut again what gtp_shard has cut. Call parallelize_module first, then gtp_shard, then "
+            "fully_shard."
+        )
+
+
+class ParamAccess:
+    """Class attribute in the place of a managed parameter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        params = module.__dict__["_parameters"]
+        if self._name not in params:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
+        registered = params[self._name]
+        if registered is None:
+            return None
+        binding: Binding = module.__dict__[BINDING]
+        managed = binding.params[self._name]
+        if torch.compiler.is_compiling():
+            return managed.value() if isinstance(managed, WholeParam) else materialize(binding.compiled[self._name])
+        runtime = binding.group.runtime
+        if runtime.is_materializing:
+            managed.follow(Site(module, self._name))
+            if managed.is_cut_again and not managed.is_readable:
+                return registered  # an outer fully_shard, which has not gathered it yet, reads it
+            return runtime.reads.read(managed)
+        if not managed.is_pinned:
+            return registered
+        managed.follow(Site(module, self._name))
+        return runtime.reads.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.reads.read(managed)
+
+
+class FlatWeights:
+    """``nn.RNNBase._flat_weights``: the list of parameters that recurrent layers pass on, made anew at each read."""
+
+    def __get__(self, module: nn.RNNBase | None, owner: type | None = None) -> Any:
+        return self if module is None else [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def __set__(self, module: nn.Module, value: list[Any]) -> None:
+        """RNNBase assigns the list when a parameter changes; nothing needs to be stored."""
+
+
+def _zero_padding_row(module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Replaces torch's method with which ``reset_parameters`` zeros the row of ``padding_idx``."""
+    weight = module._parameters["weight"]
+    if module.padding_idx is not None and isinstance(weight, DTensor):
+        zero_row(weight, module.padding_idx)
 
 
 def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes: dict[tuple[Any, ...], type]) -> None:
     """Attach ``binding`` and swap the module's class for a subclass.
 
     Args:
-        mixins: What comes before everything else: ``(GTPModule,)`` for the module that was passed, which always opens
-            a frame; else nothing.
+        mixins: First bases: ``(GTPModule,)`` for the module that was passed to ``gtp_shard``, which always opens a
+            frame; otherwise nothing.
         classes: Subclasses made so far in this call; modules of one class share one.
     """
     fused = fused_mixin(module, binding.params)
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if fused is None and weights:
-        binding.reads.know()
+        binding.reads.is_reading = True
     if getattr(type(module), "gtp_gathers_together", False):
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
@@ -147,8 +173,8 @@ def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes:
         if isinstance(module, nn.RNNBase) and binding.params:
             body["_flat_weights"] = FlatWeights()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and "weight" in binding.params:
-            body["_fill_padding_idx_with_zero"] = zero_padding_row
-        # Shown by modules whose own parameters are sharded, and by the root, but not by containers.
+            body["_fill_padding_idx_with_zero"] = _zero_padding_row
+        # ``repr`` marks modules whose own parameters are sharded, and the root, but not containers.
         body["_gtp_prefix"] = "GTP" if binding.params or mixins else ""
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_gtp_original": cls}
         classes[key] = type(cls.__name__, bases, body)

@@ -1,19 +1,23 @@
-"""``DistributedDataParallel`` and other wrappers around modules that ``gtp_shard`` has sharded.
+"""Other wrappers around modules that ``gtp_shard`` has sharded: refused, unless they leave our parameters alone.
 
-They take each parameter for a plain tensor that all ranks hold alike: they would broadcast one rank's shard to the
-others, and reduce gradients that never come, because ours do not pass through autograd. All that silently. What is
-right is let through: ``DistributedDataParallel`` over the very ranks of the gtp mesh reduces the parameters that
-``gtp_shard`` was told to ignore, and leaves ours alone. Everything else is refused before it has changed anything; all
-ranks construct the wrapper, so all ranks raise.
+``DistributedDataParallel`` and others take each parameter for a plain tensor that all ranks hold alike. They would
+broadcast one rank's shard to the others, and wait for gradients that never come, because ours do not pass through
+autograd. ``torch.cuda.make_graphed_callables`` would train nothing for the same reason. None of this raises by itself.
+One case is right: ``DistributedDataParallel`` over exactly the ranks of the gtp mesh reduces the ``ignored_params`` of
+``gtp_shard``. The rest is refused before it has changed anything; all ranks call the wrapper, so all ranks raise.
+
+torch has no hooks for this, so its functions are replaced. Code that imported ``make_graphed_callables`` by name before
+gets an error from the recording itself, see ``refuse_partial_recording``.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -21,7 +25,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import _torch_compat as compat
 from .._params.managed_param import ManagedParam
-from .binding import binding_of
+from .binding import managed_params
 
 _REMEDY = (
     "Pass a 2-D (replicate, gtp) mesh to gtp_shard instead, or call fully_shard over the outer mesh axis after it."
@@ -30,11 +34,11 @@ _REMEDY = (
 
 @functools.cache
 def install() -> None:
-    """Let the wrappers look at the module that they are given, once in a process."""
+    """Let the wrappers check the module that they are given, once in a process."""
     _before_init(DistributedDataParallel, _check_ddp)
     _before_init(FullyShardedDataParallel, _check_fsdp1)
-    _before_init(DataParallel, _check_dp)
-    torch_module = compat.localizing_module()
+    _before_init(DataParallel, lambda module, arguments: _refuse("DataParallel", _managed(module)))
+    torch_module, make_graphed = compat.localizing_module(), torch.cuda.make_graphed_callables
     localize = torch_module._localize_dtensor
 
     @functools.wraps(localize)
@@ -42,7 +46,20 @@ def install() -> None:
         _refuse("replicate, or DistributedDataParallel with a device_mesh,", _managed(module, ignored_params or ()))
         localize(module, *args, ignored_params=ignored_params)
 
+    @functools.wraps(make_graphed)
+    def make_graphed_or_refuse(callables: Any, *args: Any, **kwargs: Any) -> Any:
+        for module in callables if isinstance(callables, tuple) else (callables,):
+            for name in _managed(module) if isinstance(module, nn.Module) else ():
+                raise RuntimeError(
+                    f"torch.cuda.make_graphed_callables does not support a {type(module).__name__} after gtp_shard: "
+                    f"the gradient of '{name}' is reduced over ranks and does not pass through autograd, so the graph "
+                    "would leave it out. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for "
+                    "single modules."
+                )
+        return make_graphed(callables, *args, **kwargs)
+
     torch_module._localize_dtensor = localize_or_refuse
+    torch.cuda.make_graphed_callables = torch.cuda.graphs.make_graphed_callables = make_graphed_or_refuse
 
 
 def _before_init(cls: type, check: Callable[[nn.Module, dict[str, Any]], None]) -> None:
@@ -63,20 +80,11 @@ def _before_init(cls: type, check: Callable[[nn.Module, dict[str, Any]], None]) 
 def _managed(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> dict[str, ManagedParam]:
     """Our parameters below ``module`` that are not ``ignored``, by each of their names."""
     ignored_ids = {id(param) for param in ignored}
-    return {name: param for name, param in _named(module) if id(param.param) not in ignored_ids}
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, ManagedParam]]:
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
-        binding = binding_of(submodule)
-        for name, param in binding.params.items() if binding is not None else ():
-            yield f"{prefix}.{name}" if prefix else name, param
+    named = managed_params(module, remove_duplicate=False)
+    return {name: param for name, param in named if id(param.param) not in ignored_ids}
 
 
 def _refuse(what: str, managed: dict[str, ManagedParam], remedy: str = _REMEDY) -> None:
-    """Raises:
-    ValueError: There is a parameter of ours in ``managed``.
-    """
     for name, param in managed.items():
         raise ValueError(
             f"{what} cannot go around a module after gtp_shard: parameter '{name}' of shape {tuple(param.param.shape)} "
@@ -96,11 +104,8 @@ def _check_ddp(module: nn.Module, arguments: dict[str, Any]) -> None:
     others = {
         name: p for name, p in managed.items() if mesh is not None or ranks != sorted(p.mesh.mesh.flatten().tolist())
     }
-    _refuse(
-        f"DistributedDataParallel over ranks {ranks}",
-        others,
-        f"{_REMEDY} To reduce the ignored_params of gtp_shard alone, pass process_group=mesh.get_group() of its mesh.",
-    )
+    remedy = "To reduce the ignored_params of gtp_shard alone, pass process_group=mesh.get_group() of its mesh."
+    _refuse(f"DistributedDataParallel over ranks {ranks}", others, f"{_REMEDY} {remedy}")
     # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
     names = {name if "." in name else f".{name}" for name in managed} | managed.keys()
     compat.ignore_in_ddp(module, sorted(ignored | names))
@@ -112,7 +117,3 @@ def _check_fsdp1(module: nn.Module, arguments: dict[str, Any]) -> None:
         for item in arguments.get(name) or ():
             ignored.update(item.parameters() if isinstance(item, nn.Module) else [item])
     _refuse("FullyShardedDataParallel", _managed(module, ignored))
-
-
-def _check_dp(module: nn.Module, arguments: dict[str, Any]) -> None:
-    _refuse("DataParallel", _managed(module))

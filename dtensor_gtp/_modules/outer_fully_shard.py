@@ -1,23 +1,21 @@
-"""Inside of ``fully_shard``: what it gathers is our shard, and it reads ``.grad`` when its post-backward runs.
+"""``fully_shard`` outside of ``gtp_shard``: it cuts our parameters once more, over a data-parallel axis.
 
-``fully_shard`` outside of ``gtp_shard`` cuts our parameters once more, over a data-parallel axis. During a module's
-forward and backward it registers what it has gathered: a DTensor just like ours, which the runtime follows. Two things
-need care. A gather must not read a shard that is not there yet or no longer: the plan skips weights that are not
-registered as ours, and gathers in flight are dropped before ``fully_shard`` frees what they read. And gradients must be
-in ``.grad`` when its post-backward reads them.
+During a module's forward and backward it registers what it has gathered: a DTensor just like ours, which the runtime
+follows. Two things need care. A gather must not read a shard that ``fully_shard`` has not gathered yet or has freed:
+the plan skips weights that are not registered as ours, and gathers in flight are dropped before their shards are freed.
+And gradients must be in ``.grad`` when the post-backward of ``fully_shard`` reads them. Compiled code does not look at
+what is registered while it runs, so the runtime is told when something else is.
 
-Compiled code does not look at what is registered while it runs, so the runtime is told when something else is.
-
-These moments are methods of torch's parameter group, and are wrapped there. Hooks on modules would miss some: the
-module that ``fully_shard`` was called on may contain the one that ``gtp_shard`` was called on, be one of a list, or be
-a single linear layer; and where its post-backward stands in autograd's graph depends on the kinds of containers in
-which ``fully_shard`` looks for tensors. ``replicate`` (torch 2.13) is made of the same groups.
+These moments are methods of torch's parameter group, and are wrapped there. Hooks on modules would miss some of them:
+``fully_shard`` may be called on a module around ours, on one of a list, or on a single linear layer, and where its
+post-backward stands in autograd's graph depends on the containers in which it looks for tensors. ``replicate`` (torch
+2.13) is made of the same groups.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -31,12 +29,12 @@ from .._params.managed_param import ManagedParam, Site
 from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
-from .binding import binding_of
+from .binding import binding_of, managed_params
 
 
 @functools.cache
 def install() -> None:
-    """Wrap the parameter groups of ``fully_shard``, once in a process. Does nothing for groups without our parameters.
+    """Wrap the parameter groups of ``fully_shard``, once in a process; groups without our parameters stay as they are.
 
     A torch whose groups are unknown is left alone: there the first use of a parameter that ``fully_shard`` has cut
     raises (see ``ManagedParam.follow``).
@@ -52,13 +50,11 @@ def install() -> None:
         cut = compat.FullyShardCut.from_arguments(stock_init, group, params, modules, *args, **kwargs)
         _check_cuts(params, modules, cut)
         stock_init(group, params, modules, *args, **kwargs)
-        for runtime, managed in _by_runtime(group).items():
+        for runtime, param, (module, name) in _managed_in(group):
             runtime.forget_objects()
-            for param in managed:
-                param.is_cut_again = True
-                module, name = param.sites[0]
-                if module._parameters.get(name) is not param.param:
-                    optimizer_steps().note_replaced(param.param, param.fqn)
+            param.is_cut_again = True
+            if module._parameters.get(name) is not param.param:
+                optimizer_steps().note_replaced(param.param, param.fqn)
 
     @functools.wraps(stock_post_backward)
     def post_backward(group: Any, *unused: Any) -> None:
@@ -77,15 +73,11 @@ def install() -> None:
     @functools.wraps(stock_to_unsharded)
     def to_unsharded(group: Any) -> None:
         stock_to_unsharded(group)
-        for module, name in compat.fully_shard_sites(group):
-            binding = binding_of(module)
-            if binding is not None and name in binding.params:
-                binding.params[name].follow(Site(module, name))
+        for _, managed, site in _managed_in(group):
+            managed.follow(site)
 
-    group_class.__init__ = init
-    group_class.post_backward = post_backward
-    group_class._to_sharded = to_sharded
-    group_class._to_unsharded = to_unsharded
+    group_class.__init__, group_class.post_backward = init, post_backward
+    group_class._to_sharded, group_class._to_unsharded = to_sharded, to_unsharded
 
 
 def is_outer_module(module: nn.Module) -> bool:
@@ -93,13 +85,18 @@ def is_outer_module(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
-    """The parameters of a group that are ours."""
-    found: dict[Runtime, list[ManagedParam]] = {}
+def _managed_in(group: Any) -> Iterator[tuple[Runtime, ManagedParam, Site]]:
+    """Our parameters in a group."""
     for module, name in compat.fully_shard_sites(group):
         binding = binding_of(module)
         if binding is not None and name in binding.params:
-            found.setdefault(binding.group.runtime, []).append(binding.params[name])
+            yield binding.group.runtime, binding.params[name], Site(module, name)
+
+
+def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
+    found: dict[Runtime, list[ManagedParam]] = {}
+    for runtime, param, _ in _managed_in(group):
+        found.setdefault(runtime, []).append(param)
     return found
 
 
@@ -107,11 +104,10 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
     """Refuse what ``fully_shard`` cannot cut again, before it has changed anything.
 
     Raises:
-        ValueError: Its mesh has ranks in common with that of a parameter of ours, apart from this one.
+        ValueError: Its mesh has more than this rank in common with that of a parameter of ours.
         NotImplementedError: It would cut a dim whose blocks must stay whole, in other places than between them.
     """
-    submodules = [submodule for module in modules for submodule in module.modules()]
-    ours = {id(p.param): p for m in submodules if (b := binding_of(m)) is not None for p in b.params.values()}
+    ours = {id(managed.param): managed for module in modules for _, managed in managed_params(module)}
     outer = set(cut.mesh.mesh.flatten().tolist())
     for param in params:
         managed = ours.get(id(param))

@@ -2,62 +2,81 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from .. import _torch_compat as compat
 from .._dtensor import gradients, random_init
-from .._params.managed_param import ManagedParam
+from .._params.layout import WeightLayout
+from .._params.managed_param import ManagedParam, Site
+from .._params.pack_planes import make_wire
+from .._params.sharded_weight import ShardedWeight
+from .._params.ties import ReplacedParam
+from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
-from . import graphed_callables, other_wrappers, outer_fully_shard
-from .binding import Binding, ShardGroup, binding_of
-from .decide import Decision, Decisions
-from .make_param import make_param
+from ..placement import GTPShard
+from ..quant.master import master_of
+from ..quant.native import NativeWeight
+from ..quant.native_parts import recipe_groups
+from . import other_wrappers, outer_fully_shard
+from .bad_arguments import Arguments
+from .binding import Binding, ShardGroup, binding_of, managed_params
+from .decide import Decision
 from .managed_module import bind
 
 
 def shard_module(
     module: nn.Module,
-    mesh: DeviceMesh,
-    decisions: Decisions,
-    mp_policy: MixedPrecisionPolicy,
+    arguments: Arguments,
+    decisions: list[Decision],
+    unmanaged: set[Site],
     runtime: Runtime,
-    reshard_after_forward: bool,
     mixin: type,
 ) -> None:
     """Replace the parameters and swap the classes. Nothing in here may fail on bad input.
 
     Args:
+        unmanaged: Where ignored parameters are registered.
         runtime: Serves this call from now on, and earlier ones on submodules.
         mixin: Base of the class that ``module`` gets, beside the bases that all managed modules get.
     """
-    _move_buffers(module, runtime.device)
-    nested = _adopt_earlier(module, decisions.params, runtime)
-    new: list[ManagedParam] = []
+    mesh, mp_policy = arguments.mesh, arguments.mp_policy
+    for submodule in module.modules():  # buffers stay whole; like ``fully_shard``, move them to the mesh's device
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
+                submodule._buffers[name] = buffer.to(runtime.device)
+    nested = _adopt_earlier(module, decisions, runtime)
+    group = ShardGroup(module, mesh, mp_policy, runtime, unmanaged)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
-    for decision in decisions.params:
-        param = make_param(decision, mesh, runtime.device, mp_policy)
-        if decision.existing is None:
-            param.flags.reshard_after_forward = reshard_after_forward
-            new.append(param)
+    for decision in decisions:
+        param = decision.existing
+        if param is None:
+            param = _make_param(decision, mesh, runtime.device, mp_policy)
+            param.flags.reshard_after_forward = arguments.reshard_after_forward
+            group.params.append(param)
+        else:
+            param.sites.extend(decision.sites)
         for site in decision.sites:
+            site.module._parameters[site.name] = param.param
             owned.setdefault(site.module, {})[site.name] = param
-    group = ShardGroup(module, mesh, mp_policy, runtime, decisions.unmanaged)
-    group.params = new
     classes: dict[tuple[Any, ...], type] = {}
     for submodule in list(module.modules()):
         is_ours = any(m in owned or m in nested for m in submodule.modules())
         if submodule not in nested and (is_ours or submodule is module):
             mixins = (mixin,) if submodule is module else ()
             bind(submodule, Binding(submodule, group, owned.get(submodule, {})), mixins, classes)
-    runtime.add(new)
+    runtime.add(group.params)
     runtime.calls.append(group)
-    for room in (gradients, outer_fully_shard, other_wrappers, graphed_callables):
+    for room in (gradients, outer_fully_shard, other_wrappers):
         room.install()
-    for mesh_of_param in {param.spec.mesh for param in new}:
+    for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
 
@@ -67,10 +86,10 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     Returns:
         The modules below ``module`` that earlier calls manage.
     """
-    nested = {m: name for name, m in module.named_modules() if binding_of(m) is not None}
+    nested = [m for m in module.modules() if binding_of(m) is not None]
     tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
-    # In an order that is the same on all ranks (a set of modules has none): it becomes the order of collectives.
-    found = [b.group.runtime for m in (*nested, *tied) if (b := binding_of(m)) is not None]
+    # In an order that is the same on all ranks: it becomes the order of collectives.
+    found = [binding.group.runtime for m in (*nested, *tied) if (binding := binding_of(m)) is not None]
     for earlier in dict.fromkeys(found):
         for call in earlier.calls:  # all of them: a weight with two runtimes would be reduced by both
             runtime.add(call.params)
@@ -78,18 +97,58 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
         runtime.calls += earlier.calls
         earlier.close()
     names: dict[ManagedParam, str] = {}
-    for submodule, prefix in nested.items():
-        binding = binding_of(submodule)
-        for name, param in binding.params.items() if binding is not None else ():
-            names.setdefault(param, f"{prefix}.{name}")
+    for name, param in managed_params(module):
+        names.setdefault(param, name)
     for param, name in names.items():
         param.fqn = name
     return set(nested)
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers stay whole; like ``fully_shard``, they are moved to the mesh's device."""
-    for submodule in module.modules():
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                submodule._buffers[name] = buffer.to(device)
+def _make_param(
+    decision: Decision, mesh: DeviceMesh, device: torch.device, mp_policy: MixedPrecisionPolicy
+) -> ManagedParam:
+    """Cut a parameter, and make the DTensor parameter of the shard and its manager."""
+    old, recipe, placement = decision.param, decision.recipe, decision.placement
+    local, tp_spec, spec_mesh, placements = _local_part(old, mesh)
+    local = master_of(local).detach()
+    layout: WeightLayout | None = None
+    if isinstance(placement, GTPShard):
+        axis = mesh.ndim - 1
+        rank, world = mesh.get_local_rank(axis), mesh.size(axis)
+        layout = WeightLayout(local.shape, placement.dim, world, rank, placement.block_size)
+        shard = layout.shard_of(local)
+    else:
+        shard = local.clone(memory_format=torch.contiguous_format)
+    if not shard.is_meta:
+        shard = shard.to(device)
+    spec = compat.make_spec(spec_mesh, (*placements, placement), old.shape, old.dtype)
+    if isinstance(shard, NativeWeight):
+        assert recipe is not None
+        shard = shard.with_info(groups=recipe_groups(spec, recipe))
+    new = nn.Parameter(compat.wrap_local(shard, spec), requires_grad=old.requires_grad)
+    structural = old.detach().__dict__  # what a tensor subclass needs for itself, its data among it
+    for key, value in old.__dict__.items():
+        if key not in structural:
+            new.__dict__.setdefault(key, value)  # tags that users put on parameters
+    managed: ManagedParam
+    if layout is not None:
+        wire = partial(make_wire, recipe=recipe, mp_policy=mp_policy)
+        managed = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec, wire)
+    else:
+        managed = WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
+    managed.replaced = replaced = ReplacedParam(old)
+    replaced.manager = managed
+    return managed
+
+
+def _local_part(
+    param: nn.Parameter, mesh: DeviceMesh
+) -> tuple[Tensor, compat.DTensorSpec | None, DeviceMesh, tuple[Placement, ...]]:
+    """What gtp cuts, the tp spec, the mesh of the new parameter, and its placements before the gtp axis."""
+    replicate = (Replicate(),) * (mesh.ndim - 1)
+    if not isinstance(param, DTensor):
+        return param, None, mesh, replicate
+    spec = compat.dtensor_spec(param)
+    # The tp axes come first: placements apply from left to right, so gtp cuts what tp has left, also unevenly.
+    spec_mesh = compat.concatenate_meshes([spec.mesh, mesh])
+    return compat.local_tensor(param), spec, spec_mesh, (*spec.placements, *replicate)

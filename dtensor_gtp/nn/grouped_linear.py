@@ -299,7 +299,7 @@ class GTPGroupedLinear(GTPFused):
         assert binding is not None
         if torch.compiler.is_compiling():
             if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
-                return super().forward(x, split_sizes, scales)  # type: ignore[misc, no-any-return]
+                return cast(Tensor, super().forward(x, split_sizes, scales))
             compiled = binding.compiled["weight"]
             module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
             # Reads the bias as an attribute: whichever it is, the graph gets its value.
