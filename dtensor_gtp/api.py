@@ -15,7 +15,7 @@ from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.debug import DebugFlags
 from ._comm.gather_backends import refuse_unavailable
 from ._modules.bad_arguments import Arguments, in_rank_order, validate_kinds, validate_mesh, validate_module
-from ._modules.binding import BoundModule, binding_of, bindings_below
+from ._modules.binding import BoundModule, binding_of
 from ._modules.decide import Decision, decide
 from ._modules.frames import as_forward
 from ._modules.shard_module import shard_module
@@ -158,9 +158,9 @@ class GTPModule(BoundModule):
     """
 
     def _params(self, recurse: bool = True) -> list[ManagedParam]:
-        own = self._gtp_binding.group
-        bindings = [binding for binding in bindings_below(self) if recurse or binding.group is own]
-        return list(dict.fromkeys(param for binding in bindings for param in binding.params.values()))
+        group, bindings = self._gtp_binding.group, map(binding_of, self.modules())
+        chosen = [binding for binding in bindings if binding is not None and (recurse or binding.group is group)]
+        return list(dict.fromkeys(param for binding in chosen for param in binding.params.values()))
 
     def _weights(self) -> list[ShardedWeight]:
         return [param for param in self._params() if isinstance(param, ShardedWeight)]

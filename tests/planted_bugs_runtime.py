@@ -53,14 +53,14 @@ RUNTIME = [
     ),
     Bug(
         "prefetch of freed shards",
-        "_modules/outer_fully_shard.py",
+        "_modules/torch_patches.py",
         "                runtime.drop_prefetched_of(managed)",
         "                pass",
         ("tests/distributed/test_gtp_shard_fsdp.py::TestOrder::test_gathers_read_only_what_fully_shard_has_gathered",),
     ),
     Bug(
         "gradient late for fully_shard",
-        "_modules/outer_fully_shard.py",
+        "_modules/torch_patches.py",
         "            runtime.publish(managed)",
         "            pass",
         ("tests/distributed/test_gtp_shard_fsdp.py::TestFullyShardOutside::test_per_block_and_root",),
@@ -335,7 +335,7 @@ RUNTIME = [
     ),
     Bug(
         "last weight gradients of a split backward",
-        "_modules/pipelines.py",
+        "_modules/torch_patches.py",
         "                runtime.complete_gradients()",
         "                pass",
         ("tests/distributed/test_gtp_shard_pipeline.py::TestPipeline::test_zero_bubble",),

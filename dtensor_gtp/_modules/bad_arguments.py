@@ -38,14 +38,9 @@ class Arguments(NamedTuple):
 
 
 def validate_kinds(module: Any, arguments: Arguments) -> None:
-    """Raises:
-    TypeError: An argument is of the wrong kind.
-    ValueError: The module has no forward.
-    """
     expected: tuple[tuple[str, Any, Any], ...] = (
         ("an nn.Module as module", module, nn.Module),
         ("a bool as reshard_after_forward", arguments.reshard_after_forward, bool),
-        ("a callable as shard_placement_fn", arguments.shard_placement_fn, Callable | None),
         ("a MixedPrecisionPolicy as mp_policy", arguments.mp_policy, MixedPrecisionPolicy),
         ("a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy),
         ("a set of parameters as ignored_params", arguments.ignored_params, set | frozenset),
@@ -53,6 +48,9 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
     for what, value, kind in expected:
         if not isinstance(value, kind):
             raise TypeError(f"gtp_shard expects {what}, but got {type(value).__name__}: {value!r}.")
+    placement_fn = arguments.shard_placement_fn
+    if placement_fn is not None and not callable(placement_fn):
+        raise TypeError(f"gtp_shard expects a callable as shard_placement_fn, but got {placement_fn!r}.")
     for param in arguments.ignored_params:
         if not isinstance(param, nn.Parameter):
             raise TypeError(f"gtp_shard expects parameters in ignored_params, but got {type(param).__name__}.")
@@ -66,12 +64,7 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
 
 
 def validate_mesh(mesh: Any) -> None:
-    """Check, without communication, that this rank can talk to its peers over ``mesh``.
-
-    Raises:
-        TypeError: It is no mesh.
-        ValueError: It has the wrong rank or device, or does not contain this rank.
-    """
+    """Check, without communication, that this rank can talk to its peers over ``mesh``."""
     if not isinstance(mesh, DeviceMesh):
         got = f"{type(mesh).__name__}: {mesh!r}"
         raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got {got}. Build one with init_device_mesh.")
@@ -98,9 +91,6 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
 
     A process group counts its ranks in ascending order, and collectives place each rank's rows accordingly. DTensor
     computes offsets from coordinates in the mesh. If the two differ, a checkpoint files a shard under another's rows.
-
-    Raises:
-        ValueError: A 2-D mesh has no such order.
     """
     ranks = mesh.mesh.cpu()
     if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)):
@@ -119,10 +109,7 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Parameter]) -> None:
-    """Raises:
-    ValueError: The module is wrapped or sharded already, or parameters are on another device, or an optimizer or a
-        wrapper holds them already.
-    """
+    """Refuse a module that is wrapped or sharded already, and parameters of other devices, wrappers and optimizers."""
     for name, submodule in module.named_modules():
         is_wrapped = isinstance(submodule, FSDPModule | FullyShardedDataParallel | DistributedDataParallel)
         if not is_wrapped and not compat.is_replicated_by_ddp(submodule):

@@ -84,21 +84,14 @@ def binding_of(module: nn.Module) -> Binding | None:
     return cast("Binding | None", module.__dict__.get(BINDING))
 
 
-def bindings_below(module: nn.Module) -> list[Binding]:
-    return [binding for submodule in module.modules() if (binding := binding_of(submodule)) is not None]
-
-
 def runtimes_below(module: nn.Module) -> list[Runtime]:
     """Each once, in an order that is the same on all ranks."""
-    return list(dict.fromkeys(binding.group.runtime for binding in bindings_below(module)))
+    bindings = (binding_of(submodule) for submodule in module.modules())
+    return list(dict.fromkeys(binding.group.runtime for binding in bindings if binding is not None))
 
 
 def managed_params(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, ManagedParam]]:
-    """Names and managed parameters below ``module``, a tied one once for each name.
-
-    Args:
-        remove_duplicate: Visit a module with several names once, as in ``named_modules``.
-    """
+    """Names and managed parameters below ``module``, a tied one once for each name."""
     for prefix, submodule in module.named_modules(remove_duplicate=remove_duplicate):
         binding = binding_of(submodule)
         for name, param in binding.params.items() if binding is not None else ():

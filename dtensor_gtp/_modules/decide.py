@@ -42,14 +42,7 @@ class Decision:
 
 
 def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set[Site]]:
-    """Decide about each parameter of ``module`` that no earlier call manages or that is tied to one.
-
-    Returns:
-        The decisions, and where ignored parameters are registered.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: A parameter, or its ``shard_placement_fn`` result, is not supported.
-    """
+    """Decide about parameters that no earlier call manages, or that are tied to one; and where ignored ones are."""
     decisions: dict[int, Decision] = {}
     unmanaged: set[Site] = set()
     managed = {id(p.param): p for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
@@ -95,7 +88,7 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> Pla
     """What ``shard_placement_fn`` returns for a parameter; a shard as a ``GTPShard``."""
     if arguments.shard_placement_fn is None:
         return None
-    axis = _axis_name(arguments.mesh)
+    axis = (arguments.mesh.mesh_dim_names or ("gtp",))[-1]
     what = f"parameter '{fqn}' of shape {tuple(param.shape)} on mesh axis '{axis}' (rank {dist.get_rank()})"
     try:
         placement = arguments.shard_placement_fn(param)
@@ -153,10 +146,6 @@ def _placement_of_module(site: Site) -> Placement | None:
 
 
 def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Raises:
-    ValueError: The parameter has no shape yet, or is a DTensor that cannot be cut again over ``mesh``.
-    NotImplementedError: It is a sparse tensor.
-    """
     if isinstance(param, nn.UninitializedParameter):
         raise ValueError(
             f"gtp_shard expects parameters with a shape, but '{fqn}' of a lazy module has none yet. Run one forward "
@@ -183,7 +172,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     if not torch.equal(*(compat.root_mesh(m).mesh.flatten() for m in (param.device_mesh, mesh))):
         raise ValueError(
             f"gtp_shard expects parameters on meshes with the same root as its own, but {what} of another root than "
-            f"axis '{_axis_name(mesh)}' (rank {dist.get_rank()}). Build one mesh with init_device_mesh and pass its "
+            f"axis '{gtp_axes[-1]}' (rank {dist.get_rank()}). Build one mesh with init_device_mesh and pass its "
             "sub-meshes to parallelize_module and gtp_shard."
         )
     is_overlapping = bool(set(axes) & set(gtp_axes))
@@ -199,11 +188,8 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 def _check_sites(decision: Decision) -> None:
-    """Raises:
-    NotImplementedError: The forward of an embedding writes its weight, or the gradient is sparse or depends on the
-        tokens of all ranks.
-    ValueError: A module refuses the placement of its parameter.
-    """
+    """Refuse what the module of a parameter refuses, and embeddings whose forward writes the weight, or whose gradient
+    is sparse or depends on the tokens of all ranks."""
     for module, _ in decision.sites:
         if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
             module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]
@@ -217,8 +203,3 @@ def _check_sites(decision: Decision) -> None:
                     "so their copies of the weight or its gradient would differ. Build the module without it or pass "
                     "the parameter in ignored_params."
                 )
-
-
-def _axis_name(mesh: DeviceMesh) -> str:
-    """Name of the gtp axis: the last one."""
-    return mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "gtp"

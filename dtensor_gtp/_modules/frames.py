@@ -11,16 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as nn_module
 
 from .. import _torch_compat as compat
 from .._params.managed_param import Site
 from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
-from .pipelines import follow_pipelining
+from .torch_patches import follow_pipelining
 
 
 class GTPFrame(BoundModule):
@@ -58,7 +55,7 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
     return functools.wraps(getattr(stock, "__func__", stock))(call)
 
 
-def _call_in_graph(module: BoundModule, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
     """The call while the compiler traces it: frames are opened outside of compiled code, if at all."""
     group = module._gtp_binding.group
     if group.module is not module:
@@ -68,13 +65,7 @@ def _call_in_graph(module: BoundModule, call: Any, args: tuple[Any, ...], kwargs
 
 
 def _call_in_frame(
-    module: BoundModule,
-    call: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    compiler: Any,
-    method: str = "forward",
-    reads: Reads | None = None,
+    module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any, method: str = "forward", reads: Any = None
 ) -> Any:
     binding = module._gtp_binding
     group, runtime = binding.group, binding.group.runtime
@@ -89,7 +80,14 @@ def _call_in_frame(
             args, kwargs = _cast_inputs(group, args, kwargs)
         if compiler is not None or module._compiled_call_impl is not None:
             args, kwargs = compat.complete_collectives((args, kwargs))
-        output = _call_compiled(call, args, kwargs, compiler)
+        if compiler is None:
+            output = call(*args, **kwargs)
+        else:  # the call itself runs again under the compiler that was active around the frame
+            compat.set_eval_frame(compiler)
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                compat.set_eval_frame(None)
         if group.module is module:
             output = _cast_outputs(group, output)
         is_complete = True
@@ -104,17 +102,6 @@ def _call_in_frame(
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: note())
     return output
-
-
-def _call_compiled(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any) -> Any:
-    """The call itself, again under the compiler that was active around the frame, if there was one."""
-    if compiler is None:
-        return call(*args, **kwargs)
-    compat.set_eval_frame(compiler)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        compat.set_eval_frame(None)
 
 
 def _refuse_added_params(group: ShardGroup) -> None:
@@ -140,12 +127,12 @@ def _registrations() -> list[int]:
     def increment(module: nn.Module, name: str, registered: object) -> None:
         count[0] += 1
 
-    register_module_module_registration_hook(increment)
-    register_module_parameter_registration_hook(increment)
+    nn_module.register_module_module_registration_hook(increment)
+    nn_module.register_module_parameter_registration_hook(increment)
     return count
 
 
-def _cast_inputs(group: ShardGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
     dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
     return (args, kwargs) if dtype is None else _cast((args, kwargs), dtype)
 

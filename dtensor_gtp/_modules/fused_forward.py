@@ -36,10 +36,9 @@ class GTPLinear(GTPFused):
         if torch.compiler.is_compiling():
             if torch.is_autocast_enabled(input.device.type) or self._parameters["weight"] is None:
                 return cast("Tensor", super().forward(input))
-            # Reads the bias as an attribute: whichever it is, the graph gets its value.
-            if binding.compiled["weight"].weight.tp_spec is None:
-                return compiled_linear(input, self.bias, binding.compiled["weight"])
-            output = compiled_parallel_linear(input, self.bias, binding.compiled["weight"])
+            compiled = binding.compiled["weight"]
+            op = compiled_linear if compiled.weight.tp_spec is None else compiled_parallel_linear
+            output = op(input, self.bias, compiled)  # reads the bias as an attribute: the graph gets its value
             return super().forward(input) if output is None else output
         weight, bias = binding.params["weight"], binding.params.get("bias")
         is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
@@ -91,13 +90,11 @@ def fused_mixin(module: nn.Module, params: dict[str, ManagedParam]) -> type[GTPF
     """The mixin with the fused op for ``module``, if its forward is the stock one and its weight is a shard."""
     of_layer = getattr(type(module), "gtp_fused_mixin", None)
     if of_layer is not None:
-        mixin: type[GTPFused] | None = of_layer(module, params)
-        return mixin
+        return cast("type[GTPFused] | None", of_layer(module, params))
     weight = params.get("weight")
-    if not isinstance(weight, ShardedWeight) or "forward" in module.__dict__:
+    # What hooks make of a weight (HookWire), only code that knows the hooks can use.
+    if not isinstance(weight, ShardedWeight) or isinstance(weight.wire, HookWire) or "forward" in module.__dict__:
         return None
-    if isinstance(weight.wire, HookWire):
-        return None  # only code that knows the hooks can use what they return
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return GTPLinear
     if weight.tp_spec is None and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:

@@ -30,9 +30,13 @@ class GTPManaged(BoundModule):
     _gtp_prefix: str
 
     @property
-    def _distribute_module_applied(self) -> _TensorParallelRefusal:
-        """``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, reads this first."""
-        return _TensorParallelRefusal(self._gtp_original.__name__)
+    def _distribute_module_applied(self) -> _Refusal:
+        """``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for this first."""
+        return _Refusal(
+            f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a "
+            f"{self._gtp_original.__name__}: tensor parallelism would cut again what gtp_shard has cut. Call "
+            "parallelize_module first, then gtp_shard, then fully_shard."
+        )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Containers build slices with their own class (``sequential[:2]``): give them the original one."""
@@ -88,18 +92,11 @@ class GTPManaged(BoundModule):
         return separator.join(filter(None, (own, f"gtp=[{shown}]" if shown else "")))
 
 
-class _TensorParallelRefusal:
-    """Raises when torch asks whether a module is tensor-parallel already; reading the attribute alone is harmless."""
-
-    def __init__(self, module: str) -> None:
-        self._module = module
+class _Refusal(str):
+    """An error message that is raised when code asks whether it is true."""
 
     def __bool__(self) -> bool:
-        raise RuntimeError(
-            f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a {self._module}: tensor "
-            "parallelism would cut again what gtp_shard has cut. Call parallelize_module first, then gtp_shard, then "
-            "fully_shard."
-        )
+        raise RuntimeError(self)
 
 
 class ParamAccess:
@@ -133,14 +130,9 @@ class ParamAccess:
         return runtime.reads.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.reads.read(managed)
 
 
-class FlatWeights:
+def _flat_weights(module: nn.RNNBase) -> list[Any]:
     """``nn.RNNBase._flat_weights``: the list of parameters that recurrent layers pass on, made anew at each read."""
-
-    def __get__(self, module: nn.RNNBase | None, owner: type | None = None) -> Any:
-        return self if module is None else [getattr(module, name, None) for name in module._flat_weights_names]
-
-    def __set__(self, module: nn.Module, value: list[Any]) -> None:
-        """RNNBase assigns the list when a parameter changes; nothing needs to be stored."""
+    return [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def _zero_padding_row(module: nn.Embedding | nn.EmbeddingBag) -> None:
@@ -150,12 +142,11 @@ def _zero_padding_row(module: nn.Embedding | nn.EmbeddingBag) -> None:
         zero_row(weight, module.padding_idx)
 
 
-def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes: dict[tuple[Any, ...], type]) -> None:
+def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[tuple[Any, ...], type]) -> None:
     """Attach ``binding`` and swap the module's class for a subclass.
 
     Args:
-        mixins: First bases: ``(GTPModule,)`` for the module that was passed to ``gtp_shard``, which always opens a
-            frame; otherwise nothing.
+        mixin: A further base for the module that was passed to ``gtp_shard``, which always opens a frame.
         classes: Subclasses made so far in this call; modules of one class share one.
     """
     fused = fused_mixin(module, binding.params)
@@ -165,17 +156,18 @@ def bind(module: nn.Module, binding: Binding, mixins: tuple[type, ...], classes:
     if getattr(type(module), "gtp_gathers_together", False):
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
-    opens_frame = fused is None or bool(mixins)
-    bases = (*mixins, *((fused,) if fused else ()), *((GTPFrame,) if opens_frame else ()), GTPManaged, cls)
+    frame = GTPFrame if fused is None or mixin is not None else None
+    bases = (*(base for base in (mixin, fused, frame) if base is not None), GTPManaged, cls)
     key = (*bases, *binding.params)
     if key not in classes:
         body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
         if isinstance(module, nn.RNNBase) and binding.params:
-            body["_flat_weights"] = FlatWeights()
+            # RNNBase assigns the list when a parameter changes; nothing needs to be stored.
+            body["_flat_weights"] = property(_flat_weights, lambda module, value: None)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and "weight" in binding.params:
             body["_fill_padding_idx_with_zero"] = _zero_padding_row
         # ``repr`` marks modules whose own parameters are sharded, and the root, but not containers.
-        body["_gtp_prefix"] = "GTP" if binding.params or mixins else ""
+        body["_gtp_prefix"] = "GTP" if binding.params or mixin is not None else ""
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_gtp_original": cls}
         classes[key] = type(cls.__name__, bases, body)
     module.__dict__[BINDING] = binding

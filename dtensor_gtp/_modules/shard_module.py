@@ -25,7 +25,7 @@ from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight
 from ..quant.native_parts import recipe_groups
-from . import other_wrappers, outer_fully_shard
+from . import torch_patches
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
@@ -36,16 +36,16 @@ def shard_module(
     module: nn.Module,
     arguments: Arguments,
     decisions: list[Decision],
-    unmanaged: set[Site],
+    ignored: set[Site],
     runtime: Runtime,
     mixin: type,
 ) -> None:
     """Replace the parameters and swap the classes. Nothing in here may fail on bad input.
 
     Args:
-        unmanaged: Where ignored parameters are registered.
-        runtime: Serves this call from now on, and earlier ones on submodules.
-        mixin: Base of the class that ``module`` gets, beside the bases that all managed modules get.
+        ignored: Where ignored parameters are registered.
+        runtime: Serves this call from now on, and earlier calls on submodules.
+        mixin: A base of the class of ``module`` alone.
     """
     mesh, mp_policy = arguments.mesh, arguments.mp_policy
     for submodule in module.modules():  # buffers stay whole; like ``fully_shard``, move them to the mesh's device
@@ -53,7 +53,7 @@ def shard_module(
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
                 submodule._buffers[name] = buffer.to(runtime.device)
     nested = _adopt_earlier(module, decisions, runtime)
-    group = ShardGroup(module, mesh, mp_policy, runtime, unmanaged)
+    group = ShardGroup(module, mesh, mp_policy, runtime, ignored)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
     for decision in decisions:
         param = decision.existing
@@ -70,22 +70,18 @@ def shard_module(
     for submodule in list(module.modules()):
         is_ours = any(m in owned or m in nested for m in submodule.modules())
         if submodule not in nested and (is_ours or submodule is module):
-            mixins = (mixin,) if submodule is module else ()
-            bind(submodule, Binding(submodule, group, owned.get(submodule, {})), mixins, classes)
+            binding = Binding(submodule, group, owned.get(submodule, {}))
+            bind(submodule, binding, mixin if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
-    for room in (gradients, outer_fully_shard, other_wrappers):
+    for room in (gradients, torch_patches):
         room.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
-    """Give this runtime to earlier calls on submodules, and to those that share a parameter with ``module``.
-
-    Returns:
-        The modules below ``module`` that earlier calls manage.
-    """
+    """Give ``runtime`` to earlier calls on submodules, which are returned, and to those that share a parameter."""
     nested = [m for m in module.modules() if binding_of(m) is not None]
     tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
@@ -96,10 +92,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
             call.runtime = runtime
         runtime.calls += earlier.calls
         earlier.close()
-    names: dict[ManagedParam, str] = {}
-    for name, param in managed_params(module):
-        names.setdefault(param, name)
-    for param, name in names.items():
+    for name, param in reversed(list(managed_params(module))):  # the first name of each counts
         param.fqn = name
     return set(nested)
 

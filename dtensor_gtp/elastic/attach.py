@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch_compat as compat
 from .._comm.agreement import agree_on_all_ranks
 from .._modules.binding import binding_of
-from .._modules.outer_fully_shard import is_outer_module
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
@@ -100,7 +100,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
                 "gather_backend='process_group' and reduce_scatter='ring' or 'all_to_all'."
             )
     for name, submodule in module.named_modules():
-        if is_outer_module(submodule):
+        if isinstance(submodule, FSDPModule):
             raise NotImplementedError(
                 f"synchronize_replicas does not support fully_shard around gtp_shard, but '{name}' is wrapped. Use "
                 "more replicas in the place of the outer axis."

@@ -1,0 +1,265 @@
+"""Functions of torch that are replaced because they have no hooks: they work with modules of ours now, or refuse them.
+
+For modules without managed parameters they do as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .. import _torch_compat as compat
+from .._dtensor.block_layout import has_torch_chunks
+from .._params.managed_param import ManagedParam, Site
+from .._schedule.optimizer_steps import optimizer_steps
+from .._schedule.runtime import Runtime
+from ..placement import GTPShard
+from .binding import binding_of, managed_params, runtimes_below
+
+
+@functools.cache
+def install() -> None:
+    """Replace what is replaced from the start, once in a process."""
+    _wrap_fully_shard()
+    _refuse_wrappers()
+
+
+def _wrap_fully_shard() -> None:
+    """``fully_shard`` around modules of ours cuts our parameters once more, over a data-parallel axis.
+
+    In forward and backward it registers what it has gathered, a DTensor like ours, which the runtime follows. A gather
+    must not read a shard that ``fully_shard`` has freed, so gathers in flight are dropped before; and gradients must be
+    in ``.grad`` when its post-backward reads them. Both moments are methods of its parameter groups (also those of
+    ``replicate``, torch 2.13). Hooks on modules would miss some, as it may be called on modules around ours, on lists,
+    and on single layers. If the groups of this torch are unknown, ``ManagedParam.follow`` raises at the first use.
+    """
+    group_class = compat.fully_shard_group_class()
+    if group_class is None:
+        return
+    stock_init, stock_post_backward = group_class.__init__, group_class.post_backward
+    stock_to_sharded, stock_to_unsharded = group_class._to_sharded, group_class._to_unsharded
+
+    @functools.wraps(stock_init)
+    def init(group: Any, params: list[nn.Parameter], modules: tuple[nn.Module, ...], *args: Any, **kwargs: Any) -> None:
+        cut = compat.FullyShardCut.from_arguments(stock_init, group, params, modules, *args, **kwargs)
+        _check_cuts(params, modules, cut)
+        stock_init(group, params, modules, *args, **kwargs)
+        for runtime, param, (module, name) in _managed_in(group):
+            runtime.forget_objects()
+            param.is_cut_again = True
+            if module._parameters.get(name) is not param.param:
+                optimizer_steps().note_replaced(param.param, param.fqn)
+
+    @functools.wraps(stock_post_backward)
+    def post_backward(group: Any, *unused: Any) -> None:
+        for runtime, managed in _by_runtime(group).items():
+            runtime.publish(managed)
+        with compat.empty_grads_set_aside(group):
+            stock_post_backward(group, *unused)
+
+    @functools.wraps(stock_to_sharded)
+    def to_sharded(group: Any) -> None:
+        if not group.is_sharded:
+            for runtime, managed in _by_runtime(group).items():
+                runtime.drop_prefetched_of(managed)
+        stock_to_sharded(group)
+
+    @functools.wraps(stock_to_unsharded)
+    def to_unsharded(group: Any) -> None:
+        stock_to_unsharded(group)
+        # Compiled code does not look at what is registered while it runs.
+        for _, managed, site in _managed_in(group):
+            managed.follow(site)
+
+    group_class.__init__, group_class.post_backward = init, post_backward
+    group_class._to_sharded, group_class._to_unsharded = to_sharded, to_unsharded
+
+
+def _managed_in(group: Any) -> Iterator[tuple[Runtime, ManagedParam, Site]]:
+    """Our parameters in a group."""
+    for module, name in compat.fully_shard_sites(group):
+        binding = binding_of(module)
+        if binding is not None and name in binding.params:
+            yield binding.group.runtime, binding.params[name], Site(module, name)
+
+
+def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
+    found: dict[Runtime, list[ManagedParam]] = {}
+    for runtime, param, _ in _managed_in(group):
+        found.setdefault(runtime, []).append(param)
+    return found
+
+
+def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cut: compat.FullyShardCut) -> None:
+    """Refuse, before anything changes, a mesh that shares more than this rank with that of a parameter of ours, and a
+    cut of a dim whose blocks must stay whole in other places than between them."""
+    ours = {id(managed.param): managed for module in modules for _, managed in managed_params(module)}
+    outer = set(cut.mesh.mesh.flatten().tolist())
+    for param in params:
+        managed = ours.get(id(param))
+        if managed is None or not isinstance(param, DTensor):
+            continue
+        what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
+        if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
+            raise ValueError(
+                f"fully_shard expects a mesh of other axes than gtp_shard, but mesh axes {cut.mesh.mesh_dim_names} and "
+                f"{managed.mesh.mesh_dim_names} share ranks for {what}, whose gradient is averaged over the latter "
+                "already. Pass a mesh of other axes of the same root, e.g. mesh['dp'] beside mesh['gtp']; or, if "
+                "fully_shard is for other modules, pass the parameters of gtp_shard in ignored_params."
+            )
+        placement, dim = param.placements[-1], cut.dim_of(param)
+        is_same_dim = isinstance(placement, GTPShard) and placement.dim == dim and cut.num_shards > 1
+        if is_same_dim and not has_torch_chunks(compat.dtensor_spec(param), param.device_mesh.ndim - 1):
+            raise NotImplementedError(
+                f"fully_shard over mesh axes {cut.mesh.mesh_dim_names} cannot cut dim {dim} of {what} with placements "
+                f"{param.placements}: its shards hold whole blocks, which torch.chunk would not give, and DTensor has "
+                "no placement for the result. Let fully_shard cut another dim, with shard_placement_fn=lambda param: "
+                f"Shard({1 if dim == 0 else 0}) for this parameter; or choose sizes so that each rank of the gtp axis "
+                "gets equally many whole blocks; or use block_size=1."
+            )
+
+
+def _refuse_wrappers() -> None:
+    """``DistributedDataParallel`` and others take each parameter for a plain tensor that all ranks hold alike.
+
+    They would broadcast one rank's shard, and wait for gradients that never come, because ours do not pass through
+    autograd; ``make_graphed_callables`` would train nothing for the same reason. All ranks call them, so all raise,
+    before anything has changed. One case is right: ``DistributedDataParallel`` over exactly the ranks of the gtp mesh
+    reduces the ``ignored_params`` of ``gtp_shard``. Code that has imported ``make_graphed_callables`` by name before
+    gets an error from the recording itself, see ``refuse_partial_recording``.
+    """
+    _before_init(DistributedDataParallel, _check_ddp)
+    _before_init(FullyShardedDataParallel, _check_others)
+    _before_init(DataParallel, _check_others)
+    torch_module, make_graphed = compat.localizing_module(), torch.cuda.make_graphed_callables
+    localize = torch_module._localize_dtensor
+
+    @functools.wraps(localize)
+    def localize_or_refuse(module: nn.Module, *args: Any, ignored_params: set[nn.Parameter] | None = None) -> None:
+        for name, param in _managed(module, ignored_params or ()):
+            raise _refusal("replicate, or DistributedDataParallel with a device_mesh,", name, param)
+        localize(module, *args, ignored_params=ignored_params)
+
+    @functools.wraps(make_graphed)
+    def make_graphed_or_refuse(callables: Any, *args: Any, **kwargs: Any) -> Any:
+        for module in callables if isinstance(callables, tuple) else (callables,):
+            for name, _ in _managed(module) if isinstance(module, nn.Module) else ():
+                raise RuntimeError(
+                    f"torch.cuda.make_graphed_callables does not support a {type(module).__name__} after gtp_shard: "
+                    f"the gradient of '{name}' is reduced over ranks and does not pass through autograd, so the graph "
+                    "would leave it out. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for "
+                    "single modules."
+                )
+        return make_graphed(callables, *args, **kwargs)
+
+    torch_module._localize_dtensor = localize_or_refuse
+    torch.cuda.make_graphed_callables = torch.cuda.graphs.make_graphed_callables = make_graphed_or_refuse
+
+
+def _before_init(cls: type, check: Callable[[type, dict[str, Any]], None]) -> None:
+    """Call ``check(cls, arguments)`` ahead of ``cls(module, ...)``."""
+    stock: Any = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind_partial(self, *args, **kwargs).arguments
+        if isinstance(arguments.get("module"), nn.Module):
+            check(cls, arguments)
+        stock(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[misc]
+
+
+def _managed(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> list[tuple[str, ManagedParam]]:
+    """Our parameters below ``module`` that are not ``ignored``, with each of their names."""
+    ignored_ids = {id(param) for param in ignored}
+    named = managed_params(module, remove_duplicate=False)
+    return [(name, param) for name, param in named if id(param.param) not in ignored_ids]
+
+
+def _refusal(what: str, name: str, param: ManagedParam) -> ValueError:
+    return ValueError(
+        f"{what} cannot go around a module after gtp_shard: parameter '{name}' of shape {tuple(param.param.shape)} is "
+        f"sharded, and its gradient averaged, over mesh axes {param.mesh.mesh_dim_names} alone (rank "
+        f"{dist.get_rank()}). Pass a 2-D (replicate, gtp) mesh to gtp_shard instead, or call fully_shard over the "
+        "outer mesh axis after it. To reduce the ignored_params of gtp_shard alone, use DistributedDataParallel with "
+        "process_group=mesh.get_group() of its mesh."
+    )
+
+
+def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
+    module, mesh = arguments["module"], arguments.get("device_mesh")
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    managed = {name: param for name, param in _managed(module) if name not in ignored}
+    if not managed:
+        return
+    group = mesh.get_group() if mesh is not None else arguments.get("process_group")
+    ranks = sorted(dist.get_process_group_ranks(group))  # None: DDP takes the default group
+    for name, param in managed.items():
+        if mesh is not None or ranks != sorted(param.mesh.mesh.flatten().tolist()):
+            raise _refusal(f"DistributedDataParallel over ranks {ranks}", name, param)
+    # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
+    names = {name if "." in name else f".{name}" for name in managed} | managed.keys()
+    compat.ignore_in_ddp(module, sorted(ignored | names))
+
+
+def _check_others(cls: type, arguments: dict[str, Any]) -> None:
+    ignored: set[nn.Parameter] = set()
+    for name in ("ignored_modules", "ignored_states", "ignored_parameters"):
+        for item in arguments.get(name) or ():
+            ignored.update(item.parameters() if isinstance(item, nn.Module) else [item])
+    for name, param in _managed(arguments["module"], ignored):
+        raise _refusal(cls.__name__, name, param)
+
+
+def follow_pipelining() -> None:
+    """Let pipeline stages run a backward in two parts (zero bubble), once ``torch.distributed.pipelining`` is imported.
+
+    First come the gradients of a stage's inputs; those of its weights fill bubbles later. torch splits the autograd
+    graph at ``stage.submod.parameters()``. Our gradients do not pass through these, so torch would never compute one.
+    Instead, the first part is a whole backward in which the fused ops postpone their weight gradients; the second part
+    computes and reduces those. Weights that are read as attributes, and whole parameters, are done in the first part.
+    """
+    stage_class = compat.pipeline_stage_class()
+    if stage_class is not None:
+        _replace_backward(stage_class)
+
+
+@functools.cache
+def _replace_backward(stage_class: Any) -> None:
+    run = stage_class.backward_maybe_with_nosync
+
+    @functools.wraps(run)
+    def run_part(stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        runtimes = runtimes_below(stage.submod) if backward_type in ("input", "weight") else []
+        if not runtimes:
+            return run(stage, backward_type, bwd_kwargs, last_backward)
+        if backward_type == "input":
+            outputs = bwd_kwargs["stage_output"]
+            if bwd_kwargs["output_grads"] is None:  # a loss, which a whole backward expects outside of a tuple
+                (outputs,) = outputs
+            with ExitStack() as stack:
+                postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
+                grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
+            return grads, postponed  # the stage passes the list to the second part as param_groups
+        # Let torch do what else belongs to a second part (the flags of an outer fully_shard), without any gradient.
+        result = run(stage, backward_type, {**bwd_kwargs, "param_groups": []}, last_backward)
+        with torch.no_grad():
+            for runtime, jobs in bwd_kwargs["param_groups"]:
+                for job in jobs:
+                    job()
+                runtime.complete_gradients()
+        return result
+
+    stage_class.backward_maybe_with_nosync = run_part
