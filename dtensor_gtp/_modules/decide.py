@@ -42,7 +42,7 @@ class Decision:
 
 
 def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set[Site]]:
-    """Decide about parameters that no earlier call manages, or that are tied to one; and where ignored ones are."""
+    """Decide about each parameter of a module that no earlier call manages; also return where ignored ones are."""
     decisions: dict[int, Decision] = {}
     unmanaged: set[Site] = set()
     managed = {id(p.param): p for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
@@ -188,8 +188,8 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 def _check_sites(decision: Decision) -> None:
-    """Refuse what the module of a parameter refuses, and embeddings whose forward writes the weight, or whose gradient
-    is sparse or depends on the tokens of all ranks."""
+    """Ask the modules of a parameter, and refuse embeddings whose forward writes the weight, or whose gradient is
+    sparse or depends on the tokens of all ranks."""
     for module, _ in decision.sites:
         if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
             module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]

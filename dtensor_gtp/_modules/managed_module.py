@@ -93,7 +93,7 @@ class GTPManaged(BoundModule):
 
 
 class _Refusal(str):
-    """An error message that is raised when code asks whether it is true."""
+    """An error message; code that asks whether it is true raises it."""
 
     def __bool__(self) -> bool:
         raise RuntimeError(self)

@@ -74,14 +74,17 @@ def shard_module(
             bind(submodule, binding, mixin if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
-    for room in (gradients, torch_patches):
-        room.install()
+    for replacements in (gradients, torch_patches):
+        replacements.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
-    """Give ``runtime`` to earlier calls on submodules, which are returned, and to those that share a parameter."""
+    """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a parameter with ``module``.
+
+    Returns the modules below ``module`` that earlier calls manage.
+    """
     nested = [m for m in module.modules() if binding_of(m) is not None]
     tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
@@ -92,7 +95,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
             call.runtime = runtime
         runtime.calls += earlier.calls
         earlier.close()
-    for name, param in reversed(list(managed_params(module))):  # the first name of each counts
+    for name, param in reversed(list(managed_params(module))):  # reversed: a tied parameter keeps its first name
         param.fqn = name
     return set(nested)
 

@@ -1,6 +1,6 @@
-"""Functions of torch that are replaced because they have no hooks: they work with modules of ours now, or refuse them.
+"""Replaces functions of torch that have no hooks, so that they work with modules of ours, or refuse them.
 
-For modules without managed parameters they do as before.
+For modules without managed parameters the replacements do what torch does.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .binding import binding_of, managed_params, runtimes_below
 
 @functools.cache
 def install() -> None:
-    """Replace what is replaced from the start, once in a process."""
+    """Replace the functions once in a process; those of pipelines follow when pipelines are imported."""
     _wrap_fully_shard()
     _refuse_wrappers()
 
 
 def _wrap_fully_shard() -> None:
-    """``fully_shard`` around modules of ours cuts our parameters once more, over a data-parallel axis.
+    """Let ``fully_shard`` around modules of ours cut our parameters once more, over a data-parallel axis.
 
-    In forward and backward it registers what it has gathered, a DTensor like ours, which the runtime follows. A gather
-    must not read a shard that ``fully_shard`` has freed, so gathers in flight are dropped before; and gradients must be
-    in ``.grad`` when its post-backward reads them. Both moments are methods of its parameter groups (also those of
-    ``replicate``, torch 2.13). Hooks on modules would miss some, as it may be called on modules around ours, on lists,
-    and on single layers. If the groups of this torch are unknown, ``ManagedParam.follow`` raises at the first use.
+    In forward and backward it registers DTensors like ours, which the runtime follows. Two things need care. A gather
+    must not read a shard that ``fully_shard`` has freed, so gathers in flight are dropped before. Gradients must be in
+    ``.grad`` when its post-backward reads them. Both are methods of its parameter groups, which ``replicate`` of torch
+    2.13 uses, too. Hooks on modules would miss calls of ``fully_shard`` on modules around ours, on lists, and on single
+    layers. If the groups of this torch are unknown, ``ManagedParam.follow`` raises at the first use.
     """
     group_class = compat.fully_shard_group_class()
     if group_class is None:
@@ -101,8 +101,8 @@ def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
 
 
 def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cut: compat.FullyShardCut) -> None:
-    """Refuse, before anything changes, a mesh that shares more than this rank with that of a parameter of ours, and a
-    cut of a dim whose blocks must stay whole in other places than between them."""
+    """Refuse a mesh that has more than this rank in common with the mesh of a parameter of ours, and a cut that would
+    split blocks which must stay whole. Nothing has changed yet."""
     ours = {id(managed.param): managed for module in modules for _, managed in managed_params(module)}
     outer = set(cut.mesh.mesh.flatten().tolist())
     for param in params:
@@ -193,8 +193,8 @@ def _refusal(what: str, name: str, param: ManagedParam) -> ValueError:
         f"{what} cannot go around a module after gtp_shard: parameter '{name}' of shape {tuple(param.param.shape)} is "
         f"sharded, and its gradient averaged, over mesh axes {param.mesh.mesh_dim_names} alone (rank "
         f"{dist.get_rank()}). Pass a 2-D (replicate, gtp) mesh to gtp_shard instead, or call fully_shard over the "
-        "outer mesh axis after it. To reduce the ignored_params of gtp_shard alone, use DistributedDataParallel with "
-        "process_group=mesh.get_group() of its mesh."
+        "outer mesh axis after it. To reduce the ignored_params of gtp_shard alone, pass process_group=mesh.get_group() "
+        "of its mesh to DistributedDataParallel."
     )
 
 
