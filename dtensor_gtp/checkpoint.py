@@ -1,9 +1,9 @@
-"""What DCP needs beyond plain DTensors: checkpoints whose weights are stored otherwise than the model's.
+"""Loads checkpoints whose weights are stored in another way than the model's.
 
 A native weight (``quantize_(..., storage="native")``) is stored as planes under keys of their own, such as
-``up.weight_mxfp8.elements``; any other weight as ``up.weight``. Where checkpoint and model agree, plain ``dcp.load``
-moves bytes, on any topology that cuts between blocks. :func:`load` is for the rest: it dequantizes or quantizes on the
-way. Each rank reads the blocks that its shard touches and no more.
+``up.weight_mxfp8.elements``; any other weight as ``up.weight``. If checkpoint and model agree, plain ``dcp.load`` moves
+bytes, on any topology that cuts between blocks. If not, :func:`load` dequantizes or quantizes on the way. Each rank
+reads only the blocks that its shard touches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from .quant.base import Recipe
-from .quant.native import NativeWeight, native_of
+from .quant.native import native_of
 from .quant.native_parts import PLANE_NAMES, groups_of, native_block_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES
@@ -46,19 +46,19 @@ def load(
     no_dist: bool = False,
     allow_partial_load: bool = False,
 ) -> None:
-    """``torch.distributed.checkpoint.load``, also where checkpoint and ``state_dict`` store a weight differently.
+    """``torch.distributed.checkpoint.load``, also if checkpoint and ``state_dict`` store a weight differently.
 
     A weight that the checkpoint holds as planes is dequantized into an ordinary tensor; a native weight that it holds
     in high precision, or in another recipe, is quantized. Everything else is loaded as ``dcp.load`` does, in place.
 
     Args:
         state_dict: As for ``dcp.load``.
-        model: The module whose native weights are in ``state_dict``; needed only if some are to be quantized.
+        model: The module whose native weights are in ``state_dict``; needed only if some must be quantized.
         checkpoint_id, storage_reader, process_group, no_dist: As for ``dcp.load``.
-        allow_partial_load: Leave entries alone that the checkpoint does not have.
+        allow_partial_load: Leave entries as they are that the checkpoint does not have.
 
     Raises:
-        ValueError: A native weight is to be quantized and ``model`` does not have it, or shapes differ.
+        ValueError: A native weight must be quantized but ``model`` does not have it, or shapes differ.
         RuntimeError: The checkpoint has no entry for a key, under any recipe.
     """
     planner = ConvertingLoadPlanner(model, allow_partial_load)
@@ -74,42 +74,37 @@ def load(
 
 
 class _Region(NamedTuple):
-    """A part of a weight that is read.
+    """This rank's part of a weight that the checkpoint stores in another way, and what is read for it."""
 
-    Args:
-        offsets, sizes: Of the part that is wanted.
-        begin, shape: Of the whole blocks that contain it.
-        recipe: Of the planes; None if the weight itself is read.
-        tensors: What is read, by key in the checkpoint.
-    """
-
-    offsets: tuple[int, ...]
+    target: Tensor  # the weight of the model
+    offsets: tuple[int, ...]  # of this rank's part
     sizes: tuple[int, ...]
-    begin: tuple[int, ...]
+    begin: tuple[int, ...]  # of the whole blocks that contain the part
     shape: torch.Size
-    recipe: Recipe | None
-    tensors: dict[str, Tensor]
+    recipe: Recipe | None  # of the planes in the checkpoint; None if the weight itself is read
+    tensors: dict[str, Tensor]  # what is read, by key in the checkpoint
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The values that are wanted; ``dtype`` is that of dequantized ones."""
+        """The values of the part; dequantized ones in ``dtype``."""
         if self.recipe is None:
             (value,) = self.tensors.values()
             return value
-        specs = native_planes(self.recipe)
         stored = {key.rsplit(".", 1)[1]: tensor for key, tensor in self.tensors.items()}
-        planes = tuple(_typed(stored[name], specs[name].dtype) for name in PLANE_NAMES if name in specs)
-        whole = self.recipe.dequantize(Quantized(planes, stored.get("amax")), self.shape, Direction.ROWWISE, dtype)
+        whole = _dequantize(self.recipe, stored, self.shape, dtype)
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(dim, offset - self.begin[dim], size)
         return whole
 
 
-def _typed(plane: Tensor, dtype: torch.dtype) -> Tensor:
-    return plane if plane.dtype == dtype else plane.view(dtype)
+def _dequantize(recipe: Recipe, stored: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A weight of ``shape`` from its planes, which a checkpoint may hold as bytes."""
+    specs = native_planes(recipe)
+    planes = tuple(stored[name].view(specs[name].dtype) for name in PLANE_NAMES if name in specs)
+    return recipe.dequantize(Quantized(planes, stored.get("amax")), shape, Direction.ROWWISE, dtype)
 
 
 class ConvertingLoadPlanner(DefaultLoadPlanner):
-    """The planner of :func:`load`; call :meth:`finish` when ``dcp.load`` has returned on all ranks.
+    """The planner of :func:`load`. Call :meth:`finish` when ``dcp.load`` has returned on all ranks.
 
     Args:
         model: As in :func:`load`.
@@ -120,16 +115,14 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=allow_partial_load)
         self._model = model
         self._regions: dict[str, _Region] = {}  # by the key of the weight
-        self._targets: dict[str, Tensor] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Find out which weights the checkpoint stores otherwise."""
+        """Find out which weights the checkpoint stores in another way."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         self._regions.clear()
-        self._targets.clear()
         stored = metadata.state_dict_metadata
         for key, value in list(self.state_dict.items()):
             match = _PLANE_KEY.fullmatch(key)
@@ -138,11 +131,10 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
                 continue
             source = _recipe_of(stored, weight)
             if source is None and weight not in stored:
-                continue  # torch says that it is missing
+                continue  # it is missing: torch raises
             del self.state_dict[key]
             if weight not in self._regions:
                 target = self._native(weight, match["recipe"]) if match else value
-                self._targets[weight] = target
                 self._regions[weight] = _region(weight, target, source, stored)
 
     def _native(self, weight: str, recipe: str) -> nn.Parameter:
@@ -151,12 +143,12 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             if (weight == name or weight.endswith(f".{name}")) and native_of(param) is not None:
                 return param
         raise ValueError(
-            f"The checkpoint holds '{weight}' otherwise than as data of {recipe}, so it has to be quantized, for which "
-            "load expects the module that has the weight as model."
+            f"load expects the module that has '{weight}' as model, because the checkpoint does not hold this weight "
+            f"as data of {recipe}, so load must quantize it. Pass the module as model=."
         )
 
     def create_local_plan(self) -> LoadPlan:
-        """Of torch, and what is read for conversions."""
+        """The plan of torch, and what is read for conversions."""
         assert self.metadata is not None
         plan = super().create_local_plan()
         items = list(plan.items)
@@ -170,7 +162,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         return plan
 
     def lookup_tensor(self, index: Any) -> Tensor:
-        """Where an item is read to."""
+        """The tensor that an item is read into."""
         match = _PLANE_KEY.fullmatch(index.fqn)
         for weight in (index.fqn, match["weight"] if match else index.fqn):
             if weight in self._regions and index.fqn in self._regions[weight].tensors:
@@ -179,39 +171,30 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Convert what was read; collective where a scale runs over a whole weight."""
-        weights = sorted(self._regions)
-        quantized: list[tuple[NativeWeight, Any, Tensor]] = []
-        for weight in weights:
-            target, region = self._targets[weight], self._regions[weight]
-            native = native_of(target)
+        """Convert what was read. Collective if a scale covers a whole weight."""
+        values, infos, natives = [], [], []
+        for _, region in sorted(self._regions.items()):
+            native = native_of(region.target)
             if native is None:
-                local = compat.local_part(target)
+                local = compat.local_part(region.target)
                 local.copy_(region.values(local.dtype))
                 continue
-            info = native.info._replace(groups=groups_of(target, native.recipe))
-            quantized.append((native, info, region.values(torch.float32).to(native.device)))
-        parts = quantize_parts([values for _, _, values in quantized], [info for _, info, _ in quantized])
-        for (native, _, _), part in zip(quantized, parts, strict=True):
+            values.append(region.values(torch.float32).to(native.device))
+            infos.append(native.info._replace(groups=groups_of(region.target, native.recipe)))
+            natives.append((native, region.target))
+        for (native, target), part in zip(natives, quantize_parts(values, infos), strict=True):
             native.write(part)
-        for weight in weights:
-            if native_of(self._targets[weight]) is not None:
-                torch.autograd.graph.increment_version(self._targets[weight])
+            torch.autograd.graph.increment_version(target)
         self._regions.clear()
-        self._targets.clear()
 
 
 def _recipe_of(stored: Mapping[str, Any], weight: str) -> Recipe | None:
-    """The recipe in which a checkpoint or state dict holds a weight; None if it does not, or not so."""
+    """The recipe of the planes in which a checkpoint or state dict holds a weight; None if it holds no planes of it."""
     return next((cls() for name, cls in RECIPES.items() if f"{weight}_{name}.elements" in stored), None)
 
 
 def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[str, Any]) -> _Region:
-    """What this rank reads of a weight.
-
-    Raises:
-        ValueError: The checkpoint has it in another shape.
-    """
+    """What this rank reads of a weight."""
     sizes, offsets = tuple(target.shape), (0,) * target.ndim
     if isinstance(target, DTensor):
         sizes, offsets = compat.local_shape_and_offset(target)
@@ -219,14 +202,14 @@ def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[
     if source is None or weight in stored:
         meta = _checked(weight, stored, torch.Size(target.shape))
         tensor = torch.empty(sizes, dtype=meta.properties.dtype)
-        return _Region(offsets, sizes, offsets, torch.Size(sizes), None, {weight: tensor})
+        return _Region(target, offsets, sizes, offsets, torch.Size(sizes), None, {weight: tensor})
     begin, shape = [], []
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         block, whole = native_block_of(source, dim - target.ndim), target.shape[dim]
         begin.append(offset // block * block)
         end = min(-(-(offset + size) // block) * block, whole)
         shape.append(end - begin[-1] if prod(sizes) else 0)
-    region = _Region(offsets, sizes, tuple(begin), torch.Size(shape), source, {})
+    region = _Region(target, offsets, sizes, tuple(begin), torch.Size(shape), source, {})
     for name, spec in native_planes(source).items():
         key = f"{weight}_{source.name}.{name}"
         meta = _checked(key, stored, spec.shape(torch.Size(target.shape)))
@@ -235,7 +218,7 @@ def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[
 
 
 def _plane_begin(region: _Region, key: str) -> tuple[int, ...]:
-    """Where the part of a plane that is read begins in it."""
+    """The offset of the read part in its plane."""
     assert region.recipe is not None
     spec, ndim = native_planes(region.recipe)[key.rsplit(".", 1)[1]], len(region.begin)
     return tuple(
@@ -252,11 +235,11 @@ def _checked(key: str, stored: Mapping[str, Any], shape: torch.Size) -> TensorSt
 
 
 def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """A full state dict without planes: each native weight as one tensor, for a module that does not store it so.
+    """A full state dict in which each native weight is one tensor, for a module that does not store it as planes.
 
     Args:
-        state_dict: Of plain tensors.
-        module: Says by its parameters which shape and dtype each weight has.
+        state_dict: A full state dict of plain tensors.
+        module: Its parameters give the shape and dtype of each weight.
 
     Raises:
         ValueError: ``module`` has no parameter for planes in ``state_dict``.
@@ -270,10 +253,8 @@ def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> d
                 f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has no "
                 f"'{weight}'."
             )
-        shape, specs = torch.Size(param.shape), native_planes(recipe)
-        planes = {name: _typed(state_dict[f"{weight}_{recipe.name}.{name}"], s.dtype) for name, s in specs.items()}
-        quantized = Quantized(tuple(planes[name] for name in PLANE_NAMES if name in planes), planes.get("amax"))
-        result[weight] = recipe.dequantize(quantized, shape, Direction.ROWWISE, param.dtype)
+        stored = {name: state_dict[f"{weight}_{recipe.name}.{name}"] for name in native_planes(recipe)}
+        result[weight] = _dequantize(recipe, stored, torch.Size(param.shape), param.dtype)
     return result
 
 

@@ -1,4 +1,4 @@
-"""What ``gtp_shard`` did, as a table: every parameter, its placement, its bytes, how it is used, and the schedule."""
+"""``sharding_report``: a table of what ``gtp_shard`` did. Placement, bytes and use of each parameter; the schedule."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 import torch.nn as nn
 
 from ._comm.debug import format_nbytes
-from ._modules.binding import Binding, binding_of
+from ._modules.binding import binding_of, join_name, unmanaged_params
 from ._modules.fused_forward import GTPFused
 from ._params.managed_param import ManagedParam
 from ._params.pack_planes import QuantizedWire
 from ._params.sharded_weight import ShardedWeight
 from ._params.whole_param import WholeParam
 from ._schedule.order_of_uses import format_plan
+from ._schedule.runtime import Runtime
 from .quant.native import native_of
 
 
 class ReportRow(NamedTuple):
-    """One parameter of the report. Sizes are in bytes; ``gathered_nbytes`` is 0 for a parameter that stays whole.
-    ``storage`` tells how a weight with a recipe is stored, "native mxfp8" or "mxfp8 from master"; empty without one."""
+    """One parameter of the report. ``gathered_nbytes`` is 0 for a parameter that stays whole. ``storage`` is "native
+    mxfp8" or "mxfp8 from master" for a weight with a recipe, else empty."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,11 +38,11 @@ class PassReport(NamedTuple):
     """The plan of one pass that computes gradients.
 
     Args:
-        is_backward: Whether it is a backward; else the forward of an outermost module.
+        is_backward: False for the forward of an outermost module.
         uses: Names of the weights in the order of their uses.
         gathered_nbytes: For each use, the bytes of full weights that are in memory or on their way: the one in use,
             those that are gathered ahead, and those that are kept from forward to backward.
-        between_nbytes: The same before each use, and, one more, after the last one.
+        between_nbytes: The same before each use and after the last one.
     """
 
     is_backward: bool
@@ -57,11 +58,11 @@ class ShardingReport:
     Args:
         mesh: Axes and sizes of the root's mesh.
         rows: One for each distinct parameter.
-        schedule: The observed plan of each chain, as text; empty before the first forward.
+        schedule: The observed plan of each forward and backward, as text; empty before the first forward.
         passes: The same as data.
-        symmetric_nbytes: Memory of this rank that peers copy from by copy engines. The caching allocator knows nothing
-            of it: it is in none of ``torch.cuda.memory_stats``.
-        gather_backends: Who gathers on each mesh and why, as text; empty before the first forward, and where
+        symmetric_nbytes: Memory of this rank that peers copy from by copy engines. It does not come from the caching
+            allocator, so ``torch.cuda.memory_stats`` does not count it.
+        gather_backends: Who gathers on each mesh and why, as text; empty before the first forward, and if
             ``SchedulePolicy.gather_backend`` is the default.
     """
 
@@ -76,22 +77,18 @@ class ShardingReport:
         cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
         for row in self.rows:
             shape, dtype = "x".join(map(str, row.shape)) or "scalar", str(row.dtype).removeprefix("torch.")
-            nbytes = (
-                format_nbytes(row.local_nbytes),
-                format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-",
-            )
             dtype += f" ({row.storage})" if row.storage else ""
-            cells.append((row.name, shape, dtype, row.placements, *nbytes, row.use))
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+            gathered = format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-"
+            cells.append((row.name, shape, dtype, row.placements, format_nbytes(row.local_nbytes), gathered, row.use))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
         local = sum(row.local_nbytes for row in self.rows)
         largest = max((row.gathered_nbytes for row in self.rows), default=0)
-        total = f"{format_nbytes(local)} of parameters per rank; largest gathered weight {format_nbytes(largest)}"
-        table = "\n".join(line.rstrip() for line in lines)
+        lines = [f"gtp_shard on {self.mesh}", *(line.rstrip() for line in lines)]
+        lines += [f"{format_nbytes(local)} of parameters per rank; largest gathered weight {format_nbytes(largest)}"]
         if self.symmetric_nbytes:
-            total += f"\n{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from"
-        lines = [f"gtp_shard on {self.mesh}", table, total, *self.gather_backends]
-        return "\n".join((*lines, self.schedule or "schedule: not observed yet"))
+            lines.append(f"{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from")
+        return "\n".join((*lines, *self.gather_backends, self.schedule or "schedule: not observed yet"))
 
 
 def sharding_report(module: nn.Module) -> ShardingReport:
@@ -106,51 +103,49 @@ def sharding_report(module: nn.Module) -> ShardingReport:
     binding = binding_of(module)
     if binding is None:
         raise ValueError(f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}.")
-    seen: dict[int, tuple[ManagedParam, str]] = {}
-    in_gemm: set[int] = set()
-    aliases: dict[int, list[str]] = {}
-    ignored: list[ReportRow] = []
-    for name, submodule in module.named_modules():
+    sites: dict[ManagedParam, dict[str, nn.Module]] = {}
+    for prefix, submodule in module.named_modules():
         inner = binding_of(submodule)
-        for local_name, param in submodule._parameters.items():
-            fqn = f"{name}.{local_name}" if name else local_name
-            managed = inner.params.get(local_name) if inner is not None else None
-            if managed is not None:
-                aliases.setdefault(id(managed), []).append(fqn)
-                assert inner is not None
-                seen.setdefault(id(managed), (managed, _use(submodule, managed)))
-                in_gemm.update([id(managed)] if isinstance(submodule, GTPFused) and submodule.multiplies else [])
-            elif param is not None:
-                nbytes = param.numel() * param.element_size()
-                ignored.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
-    rows = [_row(" = ".join(aliases[key]), managed, use, key in in_gemm) for key, (managed, use) in seen.items()]
-    comm = binding.group.runtime.comm
-    is_default = binding.group.runtime.schedule.gather_backend == "process_group"
+        for name in submodule._parameters:
+            if inner is not None and name in inner.params:
+                sites.setdefault(inner.params[name], {})[join_name(prefix, name)] = submodule
+    rows = [_row(managed, modules) for managed, modules in sites.items()]
+    for fqn, owner, name in unmanaged_params(module):
+        param = owner._parameters[name]
+        assert param is not None
+        nbytes = param.numel() * param.element_size()
+        rows.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
+    mesh, runtime = binding.group.mesh, binding.group.runtime
+    axes = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     return ShardingReport(
-        _describe_mesh(binding),
-        (*rows, *ignored),
-        _schedule(binding),
-        _passes(binding),
-        comm.symmetric_nbytes,
-        () if is_default else tuple(comm.choices),
+        ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True)),
+        tuple(rows),
+        _schedule(runtime),
+        _passes(runtime),
+        runtime.comm.symmetric_nbytes,
+        () if runtime.schedule.gather_backend == "process_group" else tuple(runtime.comm.choices),
     )
 
 
-def _row(name: str, managed: ManagedParam, use: str, in_gemm: bool) -> ReportRow:
+def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
+    """The row of a parameter; ``modules`` has the one module of each of its names."""
     param, shard = managed.param, managed.shard
     placements = "(" + ", ".join(map(str, managed.placements)) + ")"
     native = native_of(shard)
     local_nbytes = shard.numel() * shard.element_size() if native is None else native.stored_nbytes
     storage = "" if native is None else f"native {native.recipe.name}"
-    gathered = 0
+    gathered, use = 0, _use(next(iter(modules.values())), managed)
     if isinstance(managed, ShardedWeight):
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
         if native is None and isinstance(managed.wire, QuantizedWire):
             storage = f"{managed.wire.recipe.name} from master"
         if managed.wire is not None:
             gathered = managed.wire.num_bytes() or gathered
+            in_gemm = any(isinstance(module, GTPFused) and module.multiplies for module in modules.values())
             use = f"{use}, {managed.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
-    return ReportRow(name, tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use, storage)
+    return ReportRow(
+        " = ".join(modules), tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use, storage
+    )
 
 
 def _use(module: nn.Module, managed: ManagedParam) -> str:
@@ -163,16 +158,9 @@ def _use(module: nn.Module, managed: ManagedParam) -> str:
     return "attribute"
 
 
-def _describe_mesh(binding: Binding) -> str:
-    mesh = binding.group.mesh
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
-
-
-def _schedule(binding: Binding) -> str:
-    runtime = binding.group.runtime
+def _schedule(runtime: Runtime) -> str:
     columnwise = {id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight}
-    names = [t.weight.fqn + " (columnwise)" * (id(t) in columnwise) for t in runtime.gatherables]
+    names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.gatherables]
     plans = [
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
         for weight in runtime.weights
@@ -197,10 +185,9 @@ def _schedule(binding: Binding) -> str:
     return "\n".join(plans)
 
 
-def _passes(binding: Binding) -> tuple[PassReport, ...]:
-    runtime = binding.group.runtime
-    targets = runtime.gatherables
+def _passes(runtime: Runtime) -> tuple[PassReport, ...]:
     passes = []
+    nbytes = [gatherable.kept_nbytes for gatherable in runtime.gatherables]
     for key, chain in list(runtime.chains.items()):
         plan = chain.plan
         if not plan.uses or not key.is_grad_enabled:
@@ -210,12 +197,11 @@ def _passes(binding: Binding) -> tuple[PassReport, ...]:
         for cursor in range(len(plan.uses) + 1):
             used = frozenset(plan.uses[:cursor])
             held = kept - used if key.is_backward else kept & used
-            ahead = {
-                plan.uses[position] for positions in plan.window(plan.cursors(cursor)) for position in positions
-            } | held
-            between.append(sum(targets[index].kept_nbytes for index in ahead))
+            launches = plan.window(plan.cursors(cursor))
+            ahead = held | {plan.uses[position] for positions in launches for position in positions}
+            between.append(sum(nbytes[index] for index in ahead))
             if cursor:
-                during.append(sum(targets[index].kept_nbytes for index in {plan.uses[cursor - 1], *ahead}))
-        names = tuple(targets[use].weight.fqn for use in plan.uses)
+                during.append(sum(nbytes[index] for index in {plan.uses[cursor - 1], *ahead}))
+        names = tuple(runtime.gatherables[use].weight.fqn for use in plan.uses)
         passes.append(PassReport(key.is_backward, names, tuple(during), tuple(between)))
     return tuple(passes)
