@@ -2,7 +2,7 @@
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from . import _dtensor, elastic  # noqa: F401 (_dtensor teaches DTensor what it must know of placements)
+from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
 from ._version import __version__
 from .api import GTPModule, UnshardHandle, gtp_shard, register_gtp_forward_method
 from .graphs.capture_blocks import CapturedBlocks, capture_blocks

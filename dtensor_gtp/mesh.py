@@ -1,6 +1,6 @@
-"""``init_weight_mesh``: from sizes of axes to named meshes over all ranks, with device, process group and RNG set up.
+"""``init_weight_mesh``: named meshes over all ranks from sizes of axes; sets up device, process group and RNG, too.
 
-The same ranks are seen in two ways ("parallel folding"): dense layers use the axes
+There are two views of the same ranks ("parallel folding"): dense layers use the axes
 
     (replicate, dp, cp, gtp, tp)                                 replicate * dp * cp * gtp * tp == number of ranks
 
@@ -8,12 +8,12 @@ and mixture-of-experts layers the axes
 
     (replicate, expert_dp, ep, expert_gtp, expert_tp)            expert_dp is what the other four leave
 
-Both are row-major over one list of ranks: the axis on the right changes fastest, so that tp (expert_tp) groups are
-neighbours. ``replicate`` is the same axis in both. The other expert axes fold dp, cp, gtp and tp together: with
-``expert_tp=1``, ranks that share a dense layer along tp work on different experts, or on different rows of them.
+Both are row-major over one list of ranks: the axis on the right changes fastest, so ranks of a tp (expert_tp) group are
+neighbours. ``replicate`` is the same axis in both. The other expert axes divide the ranks of dp, cp, gtp and tp in
+another way: with ``expert_tp=1``, ranks that share a dense layer along tp work on different experts, or on different
+rows of them.
 
-Both views, and all meshes made of their axes, are sub-meshes of one 1-D root, so that tensor-parallel DTensors can be
-sharded again by ``gtp_shard`` and by ``fully_shard``.
+All meshes are sub-meshes of one 1-D root, so ``gtp_shard`` and ``fully_shard`` can cut tensor-parallel DTensors again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from ._comm.agreement import agree_on_all_ranks
 from ._comm.process_groups import device_types, set_device, start_process_group, world_mesh, world_size
 from .random import DATA_AXES, DENSE_AXES, EXPERT_AXES, MeshRNG
 
-# Groups of an axis that are printed.
-_MAX_GROUPS = 8
+_MAX_GROUPS = 8  # groups of an axis that are printed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +54,8 @@ class WeightMesh:
         expert_weights: The same for experts: the ranks along replicate and expert_dp, by expert_gtp.
         rng: Random number streams of this rank; put it into checkpoints.
 
-    A flattened axis of which only one part is larger than 1 is that part, under its own name: no group is made twice.
+    If only one of several flattened axes is larger than 1, the mesh is that axis, under its own name: no process group
+    is made twice.
     """
 
     dense: DeviceMesh
@@ -67,7 +67,7 @@ class WeightMesh:
     rng: MeshRNG
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """The sub-mesh of one axis or of several, which must be named in the order of their view.
+        """The sub-mesh of one or more axes, named in the order of their view.
 
         Raises:
             KeyError: Unknown axes, axes of both views, or another order.
@@ -94,7 +94,7 @@ class WeightMesh:
         return _flatten(self[axes], "_".join(axes))
 
     def fork_rng(self, *axes: str) -> AbstractContextManager[None]:
-        """Draw unlike along ``axes`` and alike along all others within the context: see :meth:`MeshRNG.fork`.
+        """In the context, ranks along ``axes`` draw different numbers and all others the same: :meth:`MeshRNG.fork`.
 
         ``fork_rng("params")`` is for building and initializing models, ``fork_rng("sequence_parallel")`` for dropout on
         activations that are split along tp, ``fork_rng("gtp", "tp")`` for code that fills its own weight shards.
@@ -133,10 +133,10 @@ def init_weight_mesh(
 ) -> WeightMesh:
     """Build the meshes of a model that is sharded over several axes, and all that must exist before it is built.
 
-    In this order: the arguments are checked; this process's device is set from ``LOCAL_RANK``; the default process
-    group is initialized, if there is none, from what ``torchrun`` puts into the environment; all ranks compare their
-    arguments; the groups are made; torch's default generators are seeded, unlike along the data axes (replicate, dp,
-    cp, gtp) and alike along tp. Build the model under ``mesh.fork_rng("params")``, which is alike on all ranks.
+    The steps are: check the arguments; set this process's device from ``LOCAL_RANK``; initialize the default process
+    group, if there is none, from the environment of ``torchrun``; compare the arguments of all ranks; make the groups;
+    seed torch's default generators, with different seeds along the data axes (replicate, dp, cp, gtp) and the same
+    along tp. Build the model under ``mesh.fork_rng("params")``, in which all ranks draw the same numbers.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or another device type of torch.
@@ -149,20 +149,17 @@ def init_weight_mesh(
         expert_gtp: Ranks over which ``gtp_shard`` splits the weights of each expert.
         expert_tp: Tensor-parallel ranks of each expert. ``replicate * ep * expert_gtp * expert_tp`` divides the number
             of ranks; the quotient is the axis ``expert_dp``, along which experts are replicated.
-        rank_order: Which process stands where, in row-major order of the dense axes: a permutation of the numbers in
-            ``RANK``. The process group that this call initializes counts ranks in this order, so that
-            ``dist.get_rank()`` is the place in it (``RANK`` stays as it was). Torch's subgroups count their ranks in
-            ascending order, whatever the mesh says; so a group that exists already cannot be put in another order.
-        seed: Of the random number streams; the same on all ranks.
+        rank_order: The processes in row-major order of the dense axes: a permutation of the numbers in ``RANK``. The
+            process group that this call initializes counts ranks in this order, so ``dist.get_rank()`` is the place in
+            it (``RANK`` stays as it was). An existing process group cannot be put in another order, because torch's
+            subgroups count their ranks in ascending order.
+        seed: Seed of the random number streams; the same on all ranks.
         backend: For ``init_process_group``. Default: ``"nccl"`` for cuda, ``"gloo"`` for cpu, else torch's choice.
         timeout: For ``init_process_group``, of collectives and of the rendezvous.
 
-    Returns:
-        The meshes and the random number streams.
-
     Raises:
-        TypeError, ValueError: A size is not a positive integer, the sizes do not fill the ranks, or another argument
-            does not fit; the message says which sizes would.
+        TypeError, ValueError: A size is not a positive integer, the product of the sizes is not the number of ranks, or
+            another argument does not fit; the message says which sizes would fit.
         RuntimeError: Variables of the environment are missing, or ranks got different arguments.
     """
     sizes = {"replicate": replicate, "dp": dp, "cp": cp, "gtp": gtp, "tp": tp}
@@ -197,7 +194,7 @@ def init_weight_mesh(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Sizes of both views in the order of their axes, and the processes in row-major order of either."""
+    """Sizes of both views in the order of their axes, and the processes in row-major order."""
 
     dense: tuple[int, ...]
     expert: tuple[int, ...]
@@ -207,7 +204,7 @@ class _Layout:
     def of(
         sizes: dict[str, int], expert_sizes: dict[str, int], world_size: int, rank_order: Sequence[int] | None
     ) -> _Layout:
-        """Check and complete."""
+        """Check the sizes, and compute that of ``expert_dp``."""
         for name, size in (sizes | expert_sizes).items():
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"init_weight_mesh expects an int as {name}, but got {type(size).__name__}: {size!r}.")
@@ -232,17 +229,13 @@ def _check_dense_sizes(sizes: dict[str, int], world_size: int) -> None:
     if num_ranks == world_size:
         return
     off = [f"{axis}={size}" for axis, size in sizes.items() if world_size % size]
-    fits = []
-    for axis, size in sizes.items():
-        others = num_ranks // size
-        if world_size % others == 0:
-            fits.append(f"{axis}={world_size // others}")
+    others = {axis: num_ranks // size for axis, size in sizes.items()}
+    fits = [f"{axis}={world_size // rest}" for axis, rest in others.items() if world_size % rest == 0]
     problem = f"{' and '.join(off)} {'do' if len(off) > 1 else 'does'} not divide {world_size}. " if off else ""
-    remedy = f"What would fit, changing one: {', '.join(fits)}. " if fits else "No change of one of them would fit. "
     raise ValueError(
         f"init_weight_mesh expects {' * '.join(sizes)} to be the number of ranks, {world_size} (WORLD_SIZE), but got "
-        f"{' * '.join(map(str, sizes.values()))} = {num_ranks}. {problem}{remedy}Or start {num_ranks} processes "
-        "(torchrun --nproc-per-node)."
+        f"{' * '.join(map(str, sizes.values()))} = {num_ranks}. {problem}{_what_fits(fits, ', ')} Or start "
+        f"{num_ranks} processes (torchrun --nproc-per-node)."
     )
 
 
@@ -256,11 +249,14 @@ def _check_expert_sizes(sizes: dict[str, int], num_ranks: int) -> None:
         if remainder == 0:
             values = [str(value) for value in range(1, rest + 1) if rest % value == 0]
             fits.append(f"{name} in {{{', '.join(values)}}}")
-    remedy = f"What would fit, changing one: {' or '.join(fits)}." if fits else "No change of one of them would fit."
     raise ValueError(
         f"init_weight_mesh expects {' * '.join(sizes)} to divide dp * cp * gtp * tp = {num_ranks}, but got "
-        f"{' * '.join(map(str, sizes.values()))} = {inner}. {remedy}"
+        f"{' * '.join(map(str, sizes.values()))} = {inner}. {_what_fits(fits, ' or ')}"
     )
+
+
+def _what_fits(fits: list[str], separator: str) -> str:
+    return f"What would fit, changing one: {separator.join(fits)}." if fits else "No change of one of them would fit."
 
 
 def _check_others(device_type: str, seed: Any, timeout: Any) -> None:

@@ -1,11 +1,10 @@
-"""Helpers for optimizers: masters of native weights (``_master_optimizer``), and ``Muon`` for sharded matrices.
+"""Optimizers: ``Muon`` for sharded matrices, and ``MasterOptimizer`` for native weights.
 
-Muon's update ``lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix: no shard can compute its
-part alone. ``torch.optim.Muon`` on DTensors (torch 2.11 to 2.13) makes each product of the iteration a collective one:
-right up to the order of bfloat16 sums, 11 to 16 collectives a matrix, and refused for a matrix with fewer rows than
-ranks. Here a matrix is orthogonalized whole, by one rank: ranks trade shards for whole matrices (all-to-all), work on
-one each, and trade back: two collectives for as many matrices as there are ranks, and the bits of one process. State
-and state dict are those of ``torch.optim.Muon``.
+Muon's update ``lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix, so no shard can compute its
+part alone. ``torch.optim.Muon`` on DTensors (torch 2.11 to 2.13) needs 11 to 16 collectives for each matrix, sums in
+another order, and refuses a matrix with fewer rows than ranks. Here one rank orthogonalizes a whole matrix: an
+all-to-all turns shards into one whole matrix for each rank, a second one turns them back. So two collectives serve as
+many matrices as there are ranks, and the results are the bits of one process.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Orthogonalize = Callable[[Tensor], Tensor]
 class Muon(torch.optim.Muon):
     """``torch.optim.Muon`` with the same arguments, state and results, for parameters sharded by ``gtp_shard``.
 
-    A matrix that is sharded over one mesh axis is orthogonalized by one rank of that axis. One that is sharded over
-    several (tensor parallelism) is gathered and orthogonalized by each of its ranks; one that is whole, likewise.
+    If a matrix is sharded over one mesh axis, one rank of that axis orthogonalizes it. A matrix that is sharded over
+    several axes (tensor parallelism) is gathered, and each of its ranks orthogonalizes it, as with a whole one.
 
     Args:
         params: 2-D parameters, DTensors or plain ones, or groups of them. Muon is meant for the matrices of hidden
@@ -67,7 +66,7 @@ class Muon(torch.optim.Muon):
         for grad, buffer in zip(grads, buffers, strict=True):
             buffer.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-            updates.append(update.bfloat16())  # what the iteration starts with, and half the bytes to exchange
+            updates.append(update.bfloat16())  # the iteration runs in bfloat16, so exchange half the bytes
 
         def orthogonalize(update: Tensor) -> Tensor:
             return compat.muon_orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
@@ -81,21 +80,13 @@ class Muon(torch.optim.Muon):
 
 
 class _Job(NamedTuple):
-    """A matrix that is sharded over one axis.
+    """A matrix that is sharded over one axis. Its "rows" run along the sharded dim."""
 
-    Args:
-        position: Its place in the list of updates.
-        rows: This rank's rows of it, as a vector; the sharded dim in front.
-        row_numel: Elements of a row.
-        num_rows: Rows of each rank of the axis.
-        dim: The sharded dim.
-    """
-
-    position: int
-    rows: Tensor
+    position: int  # in the list of updates
+    rows: Tensor  # those of this rank, as a vector
     row_numel: int
-    num_rows: list[int]
-    dim: int
+    num_rows: list[int]  # of each rank of the axis
+    dim: int  # the sharded dim
 
 
 def orthogonalize_all(updates: Sequence[Tensor], orthogonalize: Orthogonalize) -> list[Tensor]:
@@ -106,7 +97,7 @@ def orthogonalize_all(updates: Sequence[Tensor], orthogonalize: Orthogonalize) -
         orthogonalize: From a whole matrix of shape ``(M, N)`` to one of that shape, both bfloat16.
 
     Returns:
-        One matrix for each update, bfloat16, placed as it is.
+        One matrix for each update, bfloat16, with the placements of the update.
     """
     results: list[Tensor] = list(updates)
     shared: dict[str, list[_Job]] = {}
@@ -115,11 +106,8 @@ def orthogonalize_all(updates: Sequence[Tensor], orthogonalize: Orthogonalize) -
         if not isinstance(update, DTensor):
             results[index] = orthogonalize(update)
             continue
-        axes = [
-            axis
-            for axis, p in enumerate(update.placements)
-            if not p.is_replicate() and update.device_mesh.size(axis) > 1
-        ]
+        sizes = zip(update.placements, update.device_mesh.shape, strict=True)
+        axes = [axis for axis, (placement, size) in enumerate(sizes) if size > 1 and not placement.is_replicate()]
         if not axes:
             results[index] = _placed_as(update, orthogonalize(compat.local_tensor(update)))
         elif len(axes) == 1 and _is_contiguous_shard(update.placements[axes[0]]):
@@ -131,7 +119,7 @@ def orthogonalize_all(updates: Sequence[Tensor], orthogonalize: Orthogonalize) -
             replicated = DTensor.from_local(whole, update.device_mesh, [Replicate()] * update.device_mesh.ndim)
             results[index] = replicated.redistribute(placements=update.placements)
     for name, jobs in shared.items():
-        jobs.sort(key=lambda job: sum(job.num_rows) * job.row_numel)  # ranks work on matrices of like size at a time
+        jobs.sort(key=lambda job: sum(job.num_rows) * job.row_numel)  # matrices of one batch have similar sizes
         for begin in range(0, len(jobs), groups[name].size()):
             batch = jobs[begin : begin + groups[name].size()]
             for job, rows in zip(batch, _exchange(batch, groups[name], orthogonalize), strict=True):
@@ -155,11 +143,7 @@ def _job(position: int, update: DTensor, axis: int) -> _Job:
 
 
 def _exchange(batch: list[_Job], group: dist.ProcessGroup, orthogonalize: Orthogonalize) -> list[Tensor]:
-    """Let rank ``i`` orthogonalize matrix ``i`` of ``batch``.
-
-    Returns:
-        This rank's rows of each result, as vectors.
-    """
+    """Let rank ``i`` orthogonalize matrix ``i`` of ``batch``. Returns this rank's rows of each result, as vectors."""
     rank, world = dist.get_rank(group), group.size()
     mine = batch[rank] if rank < len(batch) else None
     sizes = [job.rows.numel() for job in batch]

@@ -6,7 +6,7 @@ on one rank, the last chunk that has rows may be short, and later ones are empty
 
 ``block_size=1`` is torch's own layout: ``GTPShard(d)`` equals ``Shard(d)`` and ``GTPShard(d, split_factor=s)`` equals
 ``_StridedShard(d, split_factor=s)``, so everything that DTensor knows about those holds for it. With ``block_size > 1``
-the chunk sizes are ours; ``_dtensor`` teaches DTensor about them when the first such placement is made.
+the chunk sizes are ours; ``_dtensor`` changes DTensor accordingly when the first such placement is made.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ._torch_compat import StridedShard, maybe_run_for_local_tensor, mesh_coordi
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement as _PlacementBase
 else:
-    # At run time the concrete classes below are Placements through Shard or StridedShard; a second path to torch's C++
-    # base class would ask for a second C++ object.
+    # At run time the concrete classes below are Placements through Shard or StridedShard. A second base class of torch
+    # in C++ would need a second C++ object.
     _PlacementBase = object
 
 
@@ -61,16 +61,11 @@ def chunk_size_and_offset(num_rows: int, num_chunks: int, index: int, block_size
     return min(rows, num_rows - offset), offset
 
 
-class Lessons(NamedTuple):
-    """What DTensor learns before it meets the first placement of ours: functions that do their work once.
+class Preparation(NamedTuple):
+    """Functions that change DTensor before the first placement of ours is made. Only their first call has effects."""
 
-    Args:
-        for_any: For any placement.
-        for_blocks: For one with blocks or a split factor.
-    """
-
-    for_any: Callable[[], None]
-    for_blocks: Callable[[], None]
+    for_any: Callable[[], None]  # for any placement
+    for_blocks: Callable[[], None]  # for one with blocks or a split factor
 
 
 class GTPShard(_PlacementBase):
@@ -92,7 +87,7 @@ class GTPShard(_PlacementBase):
     dim: int
     split_factor: int
     block_size: int
-    _lessons: ClassVar[Lessons]
+    _preparation: ClassVar[Preparation]  # set by ``_dtensor``, which imports this file
 
     def __new__(cls, dim: int, *, split_factor: int = 1, block_size: int = 1) -> GTPShard:
         _check_int("dim", dim)
@@ -111,20 +106,15 @@ class GTPShard(_PlacementBase):
         return _rebuild_gtp_shard, (self.dim, self.split_factor, self.block_size)
 
     def __repr__(self) -> str:
-        args = [f"dim={self.dim}"]
-        if self.split_factor > 1:
-            args.append(f"split_factor={self.split_factor}")
-        if self.block_size > 1:
-            args.append(f"block_size={self.block_size}")
-        return f"GTPShard({', '.join(args)})"
+        return f"GTPShard({self._format('dim=', 'split_factor=', 'block_size=')})"
 
     def __str__(self) -> str:
-        args = [str(self.dim)]
-        if self.split_factor > 1:
-            args.append(f"sf={self.split_factor}")
-        if self.block_size > 1:
-            args.append(f"b={self.block_size}")
-        return f"G({', '.join(args)})"
+        return f"G({self._format('', 'sf=', 'b=')})"
+
+    def _format(self, dim: str, split_factor: str, block_size: str) -> str:
+        shown = f"{dim}{self.dim}"
+        shown += f", {split_factor}{self.split_factor}" if self.split_factor > 1 else ""
+        return shown + (f", {block_size}{self.block_size}" if self.block_size > 1 else "")
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         return repr(self), {"GTPShard": GTPShard}
@@ -149,11 +139,11 @@ class _RowGTPShard(GTPShard, Shard):
 
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         Shard.__init__(self, dim)
-        self._lessons.for_any()
+        self._preparation.for_any()
 
     def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In torch 2.11 the whole of an uneven tensor is a view of the padded one, and a full state dict with such a
-        view in it reaches the other ranks of ``broadcast_from_rank0`` with the padding among the values."""
+        """In torch 2.11 the full tensor of an uneven shard is a view of the padded one. ``broadcast_from_rank0`` would
+        send the padding of such a view in a full state dict as values."""
         result: Tensor = super()._to_replicate_tensor(*args, **kwargs)
         return result if result.is_contiguous() else result.contiguous()
 
@@ -161,32 +151,32 @@ class _RowGTPShard(GTPShard, Shard):
 class _StridedGTPShard(GTPShard, StridedShard):
     """``split_factor > 1``: torch's ``_StridedShard``, equal to it and hashed alike.
 
-    DTensor reads such a placement from left to right in some places and as an order of axes in others. Where the two
-    differ, or where ``block_size`` asks for other chunks than torch's, a spec that holds it is refused
-    (``_dtensor.block_layout.check_placements``).
+    DTensor reads such a placement from left to right in some places and as an order of axes in others. If the two
+    differ, or if ``block_size`` needs other chunks than torch's, ``_dtensor.block_layout.check_placements`` refuses a
+    spec that holds it.
     """
 
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         StridedShard.__init__(self, dim, split_factor=split_factor)
         self.block_size = block_size
-        self._lessons.for_any()
-        self._lessons.for_blocks()
+        self._preparation.for_any()
+        self._preparation.for_blocks()
 
 
 class _BlockGTPShard(_RowGTPShard):
     """``split_factor == 1``, ``block_size > 1``: chunks of whole blocks.
 
-    ``Shard(dim) == placement`` would compare dims only, were Python not to ask the more derived operand first: so this
-    class derives from every class whose objects it could be compared with.
+    ``Shard.__eq__`` compares dims only. Python calls ``__eq__`` of the more derived operand first, so this class
+    derives from every class whose objects it could be compared with.
 
-    It is a ``Shard`` whose chunk sizes differ, so it overrides what computes sizes. Collectives need chunks of one
-    size: they run on tensors padded to ``num_chunks * chunk_rows`` rows, which torch's own code then cuts evenly.
+    It overrides the methods of ``Shard`` that compute sizes. Collectives need chunks of one size, so they run on
+    tensors padded to ``num_chunks * chunk_rows`` rows, which torch's own code then cuts evenly.
     """
 
     def __init__(self, dim: int, *, split_factor: int = 1, block_size: int = 1) -> None:
         super().__init__(dim)
         self.block_size = block_size
-        self._lessons.for_blocks()
+        self._preparation.for_blocks()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _BlockGTPShard) and (self.dim, self.block_size) == (other.dim, other.block_size)
@@ -262,8 +252,8 @@ class _BlockGTPShard(_RowGTPShard):
     def _to_new_shard_dim(self, *args: object, **kwargs: object) -> Tensor:
         raise AssertionError(f"{self!r} goes to another sharding through Replicate(), but an all-to-all was planned.")
 
-    # Sizes may differ between the ranks that LocalTensorMode runs in one process, so each step that computes with them
-    # is a function that this mode can run once for each rank; none of them communicates.
+    # LocalTensorMode runs several ranks in one process, and their sizes may differ. So each step that computes with
+    # sizes is a function that this mode can run once for each rank; none of them communicates.
 
     @maybe_run_for_local_tensor
     def _padded_rows(self, rows: int, num_chunks: int) -> int:
@@ -304,11 +294,6 @@ def _pad_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
     padded = tensor.new_zeros(shape)
     padded.narrow(dim, 0, size).copy_(tensor)
     return padded
-
-
-def teach(lessons: Lessons) -> None:
-    """Called by ``_dtensor``, which knows DTensor's ops and the placements of this file."""
-    GTPShard._lessons = lessons
 
 
 # torch.load(weights_only=True), its default, rebuilds only what is listed

@@ -1,4 +1,4 @@
-"""What users pass: frozen dataclasses, checked when they are made. ``MixedPrecisionPolicy`` is torch's own class."""
+"""The policies that users pass. ``SchedulePolicy`` checks its fields; ``MixedPrecisionPolicy`` is torch's own class."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GatherBackendName = Literal["process_group", "copy_engine", "auto"]
 
 
 class GatherBackend(Protocol):
-    """What a class that is passed as ``SchedulePolicy.gather_backend`` has to be.
+    """The interface of a class that is passed as ``SchedulePolicy.gather_backend``.
 
-    It is made once for each communicator, at the first forward, on all of its ranks alike; what it raises there is
-    raised on all ranks of the mesh. Then its gathers are called in the same order on all ranks.
+    One object is made for each communicator, at the first forward, on all of its ranks. If the constructor raises on
+    one rank, all ranks of the mesh raise. All ranks call its gathers in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None: ...
@@ -28,16 +28,17 @@ class GatherBackend(Protocol):
         """Gather each shard of all ranks into the output at the same index, on the current stream.
 
         Args:
-            outputs: Shape ``(world * rows, ...)``, contiguous, in ranks' order.
+            outputs: Shape ``(world * rows, ...)``, contiguous, in rank order.
             shards: Shape ``(rows, ...)``, contiguous, same dtype; may be this rank's own slice of the output.
 
         Returns:
-            On devices without streams: what waits for the gather. None if it is complete, or ordered by the stream.
+            On devices without streams: an object to wait for the gather. None if the gather is complete, or if the
+            stream orders it.
         """
 
 
 class Waitable(Protocol):
-    """A work in the background."""
+    """Work in the background."""
 
     def wait(self) -> object:
         """Wait for it. Waiting twice is harmless."""
@@ -45,14 +46,14 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """How gathers and reduce-scatters are placed around compute.
+    """When weights are gathered and gradients reduced, and by which kinds of communication.
 
-    They change time and memory, and no result but the rounding of what ``reduce_scatter``, ``embedding``, ``head`` and
-    ``coalesce_grad_nbytes`` sum in another order or dtype.
+    The fields change time and memory. Results change only by rounding: ``reduce_scatter``, ``embedding``, ``head`` and
+    ``coalesce_grad_nbytes`` may sum in another order or dtype.
 
     Args:
-        prefetch_depth: Number of weights, at least, that are gathered ahead of the one in use. 0 gathers each weight
-            when it is used.
+        prefetch_depth: At least this many weights are gathered ahead of the one in use. 0 gathers each weight when it
+            is used.
         max_inflight_reduce_scatters: Number of gradient send buffers that may wait for their reduce-scatter before
             compute waits for the oldest. At least 1. Each costs one full gradient of memory.
         min_shard_numel: A weight with fewer elements stays whole on every rank (``Replicate()``), because a collective
@@ -61,53 +62,53 @@ class SchedulePolicy:
             which sends and adds in ``reduce_dtype``. ``"all_to_all"`` sends in ``reduce_dtype``, adds on the receiving
             rank in float32 and accumulates in float32: with a 16-bit ``reduce_dtype`` the error does not grow with the
             axis. It costs one more full gradient of memory for each reduction in flight. Parameters that stay whole
-            are then all-reduced in float32. ``"copy_engine"`` is the same sum, but peers' addends are fetched by the
-            copy engines of GPUs of one host.
-        embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table, as
-            any weight. ``"exchange"`` leaves it where it is: each rank looks up its own rows for the tokens of all
-            ranks, and the activations are exchanged, as are their gradients in backward. The activations are the same
-            bits. ``"auto"`` takes what moves fewer bytes, decided in the first lookup by the most tokens of a rank
-            there. An exchange carries so many tokens of each rank: fewer are padded, and more raise an error, unless
-            all ranks have more. Without gradients, and where ranks do not hold whole rows (tensor parallelism,
-            quantized tables), the table is gathered.
-        head: How ``nn.functional.linear_cross_entropy`` computes losses where gradients are computed. ``"exchange"``:
-            each rank computes the logits of its own rows of the vocabulary for the tokens of all ranks, and neither
-            weight nor logits are ever whole. ``"gather"``: the weight is gathered, as any. ``"auto"`` as above.
-        exchange_tokens: Most tokens of a rank in one call, for exchanges of activations. None takes those of the first
-            call, in which ranks compare theirs.
-        prefetch_nbytes: Bytes of gathered weights, at least, that are gathered ahead of the one in use; a weight that
-            is larger is begun as many bytes ahead as it has. 0 leaves it to ``prefetch_depth``. The larger of the two
-            windows counts: gathered ahead are at most these bytes and one weight, or ``prefetch_depth`` weights. The
-            default is what a link of 300 GB/s moves in a millisecond.
-        coalesce_nbytes: Weights used one after the other that are together not larger are gathered in one operation;
-            0 gathers each by itself. Every operation costs the host a launch, and waits on all ranks until GEMMs leave
-            it room. With the default, about half a block of a model with 8 billion parameters travels together.
-        coalesce_grad_nbytes: Gradients computed one after the other that are together not larger are reduce-scattered
-            in one operation; 0 reduces each by itself. They wait for each other, and the last ones are exposed at the
-            end of backward, for less than half a millisecond on a link of 300 GB/s with the default. How a sum is
-            rounded may depend on what is reduced beside it.
-        expert_blocks_ahead: Weights of ``gtp_shard`` calls on other meshes than the outermost one, as those of experts,
-            are gathered this many calls ahead, each while its counterpart of the earlier call is used. Each costs the
-            gathered weights of one call. 0 treats them as all others.
-        keep_nbytes: Bytes of gathered weights that may be kept from forward to backward, so that they are gathered once
-            less. Chosen are those that backward uses first, where the least compute hides a gather; the report names
-            them. Beside them is kept what ``keep_last`` and ``reshard_after_forward=False`` say.
+            are then all-reduced in float32. ``"copy_engine"`` computes the same sum, but the copy engines of GPUs of
+            one host fetch the addends of peers.
+        embedding: How ``nn.Embedding`` looks up tokens if gradients are computed. ``"gather"`` gathers the table, like
+            any weight. ``"exchange"`` does not: each rank looks up its own rows for the tokens of all ranks, and ranks
+            exchange the activations, and their gradients in backward. The activations are the same bits. ``"auto"``
+            takes what moves fewer bytes; the first lookup decides, by the largest number of tokens of a rank. An
+            exchange carries this number of tokens of each rank: fewer are padded, and more raise an error, unless all
+            ranks have more. Without gradients, and if ranks do not hold whole rows (tensor parallelism, quantized
+            tables), the table is gathered.
+        head: How ``nn.functional.linear_cross_entropy`` computes losses if gradients are computed. ``"exchange"``: each
+            rank computes the logits of its own rows of the vocabulary for the tokens of all ranks; no rank holds the
+            whole weight or all logits. ``"gather"``: the weight is gathered, like any. ``"auto"`` as above.
+        exchange_tokens: Largest number of tokens of a rank in one call, for exchanges of activations. None takes that
+            of the first call, in which ranks compare theirs.
+        prefetch_nbytes: At least this many bytes of weights are gathered ahead of the one in use. The gather of a
+            larger weight begins as many bytes ahead as the weight has. 0 leaves it to ``prefetch_depth``. The larger of
+            the two windows counts: at most these bytes and one weight, or ``prefetch_depth`` weights, are gathered
+            ahead. A link of 300 GB/s moves the default in about a millisecond.
+        coalesce_nbytes: Successive weights of at most this size together are gathered in one operation; 0 gathers each
+            by itself. Every operation costs the host a launch, and on all ranks it waits until GEMMs leave it room.
+            With the default, about half a block of a model with 8 billion parameters is gathered together.
+        coalesce_grad_nbytes: Successive gradients of at most this size together are reduce-scattered in one operation;
+            0 reduces each by itself. They wait for each other. No compute hides the last ones at the end of backward:
+            less than half a millisecond on a link of 300 GB/s with the default. The rounding of a sum may depend on
+            what is reduced in the same operation.
+        expert_blocks_ahead: Weights of ``gtp_shard`` calls on other meshes than the outermost one, such as experts, are
+            gathered this many calls ahead, each while its counterpart of the earlier call is used. Each call ahead
+            costs the memory of its gathered weights. 0 treats them like all others.
+        keep_nbytes: Bytes of gathered weights that may be kept from forward to backward, which saves a gather of each.
+            Those are kept that backward uses first, where the least compute hides a gather; the report names them.
+            Weights that ``keep_last`` and ``reshard_after_forward=False`` keep come in addition.
         gather_backend: Who gathers. ``"process_group"``: the process group of the mesh. ``"copy_engine"``: the copy
             engines of GPUs of one host, through symmetric memory, which leaves all SMs to the GEMMs but costs the host
-            a launch for each peer. ``"auto"``: copy engines where all ranks of the mesh can have them, else the process
-            group; the report says which and why. A class: one of these is made for each communicator, see
+            a launch for each peer. ``"auto"``: copy engines if all ranks of the mesh can have them, else the process
+            group; the report says which and why. A class: one object of it is made for each communicator, see
             :class:`GatherBackend`.
         wgrad_first: Whether backward of a linear or grouped layer computes the gradient of its weight before that of
-            its input, so that the GEMM of the former hides the end of the weight's gather, and that of the latter the
-            reduce-scatter. False: after it, when the gathered weight is freed already, so that the peak is lower by the
-            smaller of the two where one layer decides it (a head).
+            its input. Then the first GEMM hides the end of the weight's gather, and the second the reduce-scatter.
+            False computes it after the gathered weight has been freed. If one layer (a head) causes the peak of memory,
+            the peak is lower by the smaller of weight and gradient.
         keep_last: Whether the last weight of the forward, if it is the first of backward (a head), stays gathered in
-            between. False: it is gathered once more, when the gradient of the loss is there. Nothing hides this gather,
-            but the loss, where logits are largest, has the weight's memory.
+            between. False gathers it once more when the gradient of the loss is there. Nothing hides this gather, but
+            the loss, where logits are largest, can use the weight's memory.
 
     Raises:
         TypeError: A number is not an ``int``, or a flag not a ``bool``.
-        ValueError: A field is out of its range, or names nothing that there is.
+        ValueError: A field is out of its range, or is not one of its choices.
     """
 
     prefetch_depth: int = 2

@@ -1,19 +1,20 @@
-"""Random numbers per mesh axis: alike on the ranks that must agree, unlike on those that must not.
+"""Random numbers per mesh axis: the same on ranks that must agree, different on all others.
 
-Two streams are kept on every rank:
+Every rank has two streams:
 
-- torch's default generators (CPU and this rank's device), from which stock code draws. ``MeshRNG`` seeds them unlike
-  along the data axes and alike along ``tp``: what dropout needs outside of sequence-parallel regions.
-- a CPU generator that is alike on all ranks and that only ``fork`` draws from.
+- torch's default generators (CPU and this rank's device), from which stock code draws. ``MeshRNG`` seeds them with
+  different seeds along the data axes and the same seed along ``tp``, as dropout needs outside of sequence-parallel
+  regions.
+- a CPU generator with the same state on all ranks, from which only ``fork`` draws.
 
-``fork(*axes)`` seeds torch's default generators, for as long as it lasts, with a hash of one number from one of the two
-and of this rank's coordinates on ``axes``. So what is drawn inside is unlike along ``axes`` and alike along all others.
-The number comes from the default CPU generator where that is alike on the ranks that must agree (``axes`` contains all
-data axes), and from the common one elsewhere.
+``fork(*axes)`` seeds torch's default generators, for as long as it lasts, with a hash of a number from one of the two
+streams and of this rank's coordinates on ``axes``. So ranks along ``axes`` draw different numbers in it, and all others
+the same. If ``axes`` contains all data axes, the number comes from the default CPU generator, which is the same on the
+ranks that must agree; otherwise it comes from the common generator.
 
-Why no state per region, as other trackers keep it: activation checkpointing restores torch's default generators when it
-recomputes, and nothing else. A region that starts from them draws the same numbers again without being told, under
-reentrant, non-reentrant and selective checkpointing alike. And a checkpoint holds two states instead of one per region.
+Other trackers keep a state per region. But activation checkpointing restores torch's default generators alone when it
+recomputes. A region that starts from them draws the same numbers again, in every kind of checkpointing. And a
+checkpoint holds two states instead of one per region.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ DENSE_AXES = ("replicate", "dp", "cp", "gtp", "tp")
 EXPERT_AXES = ("replicate", "expert_dp", "ep", "expert_gtp", "expert_tp")
 DATA_AXES = ("replicate", "dp", "cp", "gtp")
 _REGIONS = {"params": (), "sequence_parallel": DENSE_AXES}
-# Of the common generator; any number that is not a seed a user would pick for something else.
-_COMMON = "common"
+_COMMON = "common"  # the common generator, in seeds and checkpoints
 
 
 class MeshRNG:
@@ -46,7 +46,7 @@ class MeshRNG:
         expert: Mesh of the same ranks with the axes (replicate, expert_dp, ep, expert_gtp, expert_tp).
         seed: The same integer on all ranks.
 
-    Source: the tracker of named states is known from Megatron-LM (``CudaRNGStatesTracker``); states here are derived.
+    Source: Megatron-LM's ``CudaRNGStatesTracker`` keeps a state for each name; here states are derived.
     """
 
     def __init__(self, dense: DeviceMesh, expert: DeviceMesh, seed: int) -> None:
@@ -62,7 +62,7 @@ class MeshRNG:
         self.manual_seed(seed)
 
     def manual_seed(self, seed: int) -> None:
-        """Start all streams anew, e.g. after a load onto another mesh, whose ranks have no saved streams.
+        """Seed all streams again, e.g. after a load onto a mesh of other sizes, for which no streams were saved.
 
         Args:
             seed: The same integer on all ranks.
@@ -76,26 +76,26 @@ class MeshRNG:
 
     @contextmanager
     def fork(self, *axes: str) -> Iterator[None]:
-        """Draw unlike along ``axes`` and alike along all other axes, then go on as if nothing had been drawn.
+        """A region in which ranks along ``axes`` draw different numbers, and ranks along all other axes the same.
 
-        Inside, torch's default generators of the CPU and of this rank's device are seeded for the region; at the end
-        they are put back. All ranks that are to agree must enter the same regions in the same order. Each entry draws
-        other numbers than the one before.
+        In the region, torch's default generators of the CPU and of this rank's device have another seed; at the end
+        their states are restored. Ranks that must agree must enter the same regions in the same order. Each region
+        draws other numbers than the one before.
 
         Recomputation by activation checkpointing draws the same numbers again if ``axes`` contains all data axes
-        (``preserve_rng_state`` must be on, as it is by default); in other regions it is refused. Not supported: a
-        region entered while a CUDA graph is captured, or in a function under ``torch.compile(fullgraph=True)``.
+        (``preserve_rng_state`` must be on, as it is by default); other regions refuse it. Not supported: a region
+        entered while a CUDA graph is captured, or in a function under ``torch.compile(fullgraph=True)``.
 
         Args:
             axes: Names of axes of one view of the mesh, dense or expert; or one of
 
-                - ``"params"``: alike everywhere. For building a model that is sharded afterwards, and for the random
-                  initialization of DTensors, of which each rank then keeps or draws other elements.
-                - ``"sequence_parallel"``: unlike along all axes, for activations that are split along tp too.
+                - ``"params"``: the same on all ranks. For building a model that is sharded afterwards, and for the
+                  random initialization of DTensors, of which each rank then keeps or draws other elements.
+                - ``"sequence_parallel"``: different along all axes, for activations that are split along tp, too.
 
         Raises:
             ValueError: Unknown names, or axes of both views.
-            RuntimeError: In a recomputation or while a CUDA graph is captured, as said above.
+            RuntimeError: In a recomputation or while a CUDA graph is captured, see above.
         """
         names = self._resolve(axes)
         seed = _mix(self._draw(names), *((axis, self._coordinates[axis]) for axis in names))
@@ -111,8 +111,8 @@ class MeshRNG:
     def state_dict(self) -> dict[str, Any]:
         """The states of this rank's streams, under a key that names the sizes of the mesh and the rank's place in it.
 
-        So each rank of a mesh finds its own states, also with permuted ranks. A mesh of other sizes has no use for
-        them: ``dcp.load`` says that the key is missing. Leave the streams out of what is loaded there, and seed them.
+        So each rank of a mesh finds its own states, also with permuted ranks. On a mesh of other sizes ``dcp.load``
+        says that the key is missing: leave the streams out of what is loaded there, and call :meth:`manual_seed`.
 
         Returns:
             ``{sizes: {place: {"common": ..., "cpu": ..., device type: ...}}}``, uint8 tensors on the CPU.
@@ -127,7 +127,7 @@ class MeshRNG:
         return {self._mesh_key(): {self._place_key(): states}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the streams stood when ``state_dict`` was made, bit for bit.
+        """Continue the streams where they were when ``state_dict`` was made, bit for bit.
 
         Raises:
             ValueError: It was made on a mesh of other sizes, by another rank, or for another device.
@@ -135,7 +135,7 @@ class MeshRNG:
         """
         self._refuse_in_region("load_state_dict")
         places = state_dict.get(self._mesh_key())
-        states = places.get(self._place_key()) if places is not None else None
+        states = (places or {}).get(self._place_key())
         if states is None:
             raise ValueError(
                 f"MeshRNG expects the states of place {self._place_key()} on a mesh with {self._mesh_key()}, but got "
@@ -166,7 +166,7 @@ class MeshRNG:
     def _seed_default(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         if self._device_index is not None:
-            # Of the current device only: the others may belong to other ranks' processes or to the user.
+            # Only the current device: other devices may belong to other ranks or to the user.
             with self._device_module().device(self._device_index):
                 self._device_module().manual_seed(seed)
 
@@ -183,7 +183,7 @@ class MeshRNG:
 
     @torch.compiler.disable(reason="fork_rng reads a random number on the host")  # type: ignore[untyped-decorator]
     def _draw(self, names: tuple[str, ...]) -> int:
-        """A number that is alike on all ranks with the same coordinates on ``names``, another one each time."""
+        """A number that is the same on all ranks with the same coordinates on ``names``, another one each time."""
         if self._device_type == "cuda" and self._device_index is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
@@ -191,7 +191,7 @@ class MeshRNG:
             )
         generator = None
         if set(names) not in (set(DENSE_AXES), set(EXPERT_AXES)) and not set(DATA_AXES) <= set(names):
-            # Gradients are enabled in a recomputation, and off in a backward of the user's own that draws.
+            # Gradients are enabled in a recomputation, and disabled in a custom backward that draws.
             if compat.current_graph_task_id() != -1 and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"fork_rng expects a region that is unlike along all data axes {DATA_AXES} in a function that "

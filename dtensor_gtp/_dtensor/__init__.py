@@ -1,6 +1,6 @@
 """What DTensor must learn for our placements: layouts, propagation of ops, norms, random values."""
 
-from ..placement import Lessons, teach
+from ..placement import GTPShard, Preparation
 from .propagation import install, prepare
 
-teach(Lessons(for_any=prepare, for_blocks=install))
+GTPShard._preparation = Preparation(for_any=prepare, for_blocks=install)
