@@ -110,9 +110,7 @@ def sharding_report(module: nn.Module) -> ShardingReport:
             if inner is not None and name in inner.params:
                 sites.setdefault(inner.params[name], {})[join_name(prefix, name)] = submodule
     rows = [_row(managed, modules) for managed, modules in sites.items()]
-    for fqn, owner, name in unmanaged_params(module):
-        param = owner._parameters[name]
-        assert param is not None
+    for fqn, _, param in unmanaged_params(module):
         nbytes = param.numel() * param.element_size()
         rows.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
     mesh, runtime = binding.group.mesh, binding.group.runtime
@@ -134,8 +132,13 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
     native = native_of(shard)
     local_nbytes = shard.numel() * shard.element_size() if native is None else native.stored_nbytes
     storage = "" if native is None else f"native {native.recipe.name}"
-    gathered, use = 0, _use(next(iter(modules.values())), managed)
+    gathered, use = 0, "attribute"
+    if isinstance(managed, WholeParam):
+        use = f"whole ({managed.reason})"
     if isinstance(managed, ShardedWeight):
+        if isinstance(next(iter(modules.values())), GTPFused):
+            exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
+            use = ", ".join(("fused op", *exchanges))
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
         if native is None and isinstance(managed.wire, QuantizedWire):
             storage = f"{managed.wire.recipe.name} from master"
@@ -146,16 +149,6 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
     return ReportRow(
         " = ".join(modules), tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use, storage
     )
-
-
-def _use(module: nn.Module, managed: ManagedParam) -> str:
-    if isinstance(managed, WholeParam):
-        return f"whole ({managed.reason})"
-    assert isinstance(managed, ShardedWeight)
-    if isinstance(module, GTPFused):
-        exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
-        return ", ".join(("fused op", *exchanges))
-    return "attribute"
 
 
 def _schedule(runtime: Runtime) -> str:

@@ -98,13 +98,13 @@ def managed_params(module: nn.Module, remove_duplicate: bool = True) -> Iterator
             yield join_name(prefix, name), param
 
 
-def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Parameters below ``module`` that no call manages: fully qualified name, owner and attribute name."""
-    for prefix, owner in module.named_modules():
-        binding = binding_of(owner)
-        for name, param in owner._parameters.items():
+def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, Site, nn.Parameter]]:
+    """Names, places and parameters below ``module`` that no call manages."""
+    for prefix, submodule in module.named_modules():
+        binding = binding_of(submodule)
+        for name, param in submodule._parameters.items():
             if param is not None and (binding is None or name not in binding.params):
-                yield join_name(prefix, name), owner, name
+                yield join_name(prefix, name), Site(submodule, name), param
 
 
 def join_name(prefix: str, name: str) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from .. import _torch_compat as compat
-from .._params.managed_param import Site
 from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
 from .torch_patches import follow_pipelining
@@ -109,9 +108,8 @@ def _refuse_added_params(group: ShardGroup) -> None:
 
     Called in the first forward, and again after any module of the process was given a module or a parameter.
     """
-    for fqn, owner, name in unmanaged_params(group.module):
-        param = owner._parameters[name]
-        if param is not None and param.requires_grad and Site(owner, name) not in group.unmanaged:
+    for fqn, site, param in unmanaged_params(group.module):
+        if param.requires_grad and site not in group.unmanaged:
             raise RuntimeError(
                 f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
                 f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "

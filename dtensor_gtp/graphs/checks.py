@@ -69,9 +69,8 @@ def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -
         raise NotImplementedError(f"{where}: its weights belong to several gtp_shard calls without one around them.")
     if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in block.modules()):
         raise NotImplementedError(f"{where}: it is compiled. Compile it, or record it, or record the whole step.")
-    for fqn, owner, local in unmanaged_params(block):
-        param = owner._parameters[local]
-        if param is not None and param.requires_grad:
+    for fqn, _, param in unmanaged_params(block):
+        if param.requires_grad:
             raise NotImplementedError(f"{where}: nobody manages its parameter '{fqn}', whose gradient would be lost.")
     check_buffers(f"capture_blocks, of block '{name}',", block, runtimes[0].device)
     for managed in params_of(block):

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
 from .._comm.debug import DebugFlags
-from .._modules.binding import binding_of
 from .._modules.fused_forward import GTPFused, forward_in_frame
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
@@ -295,8 +294,7 @@ class GTPGroupedLinear(GTPFused):
 
     def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
         module = cast(GroupedLinear, self)
-        binding = binding_of(module)
-        assert binding is not None
+        binding = self._gtp_binding
         if torch.compiler.is_compiling():
             if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
                 return cast(Tensor, super().forward(x, split_sizes, scales))
