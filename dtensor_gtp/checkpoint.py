@@ -165,8 +165,9 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         """The tensor that an item is read into."""
         match = _PLANE_KEY.fullmatch(index.fqn)
         for weight in (index.fqn, match["weight"] if match else index.fqn):
-            if weight in self._regions and index.fqn in self._regions[weight].tensors:
-                return self._regions[weight].tensors[index.fqn]
+            region = self._regions.get(weight)
+            if region is not None and index.fqn in region.tensors:
+                return region.tensors[index.fqn]
         return super().lookup_tensor(index)
 
     @torch.no_grad()

@@ -90,7 +90,7 @@ class MeshRNG:
             axes: Names of axes of one view of the mesh, dense or expert; or one of
 
                 - ``"params"``: the same on all ranks. For building a model that is sharded afterwards, and for the
-                  random initialization of DTensors, of which each rank then keeps or draws other elements.
+                  random initialization of DTensors: each rank then keeps or draws its own elements.
                 - ``"sequence_parallel"``: different along all axes, for activations that are split along tp, too.
 
         Raises:

@@ -102,7 +102,7 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
         raise ValueError(
             f"gtp_shard expects a mesh whose ranks can be put in ascending order along each axis without changing its "
             f"groups, but got {ranks.tolist()} on axes {mesh.mesh_dim_names} (rank {dist.get_rank()}): the replicas of "
-            "a shard would not meet. Build the mesh with init_device_mesh."
+            "a shard would be in different groups. Build the mesh with init_device_mesh."
         )
     groups = mesh.get_all_groups()
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=rows, mesh_dim_names=mesh.mesh_dim_names)
@@ -132,7 +132,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
     bindings = [b for m in module.modules() if (b := binding_of(m)) is not None]
     if any(b.group.runtime.grads.replicas is not None for b in bindings):
         raise ValueError(
-            f"gtp_shard was called on a {type(module).__name__} of which a part sums its gradients with other replicas "
+            f"gtp_shard was called on a {type(module).__name__}, but a part sums its gradients with other replicas "
             "already. Call gtp_shard on the submodules and the root first, then elastic.synchronize_replicas on the "
             "root."
         )

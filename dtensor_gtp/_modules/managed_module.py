@@ -88,7 +88,7 @@ class GTPManaged(BoundModule):
     def extra_repr(self) -> str:
         own = super().extra_repr()
         shown = ", ".join(f"{name}: {param.placements[-1]}" for name, param in self._gtp_binding.params.items())
-        separator = "\n  " if "\n" in own else ", "  # lists of parameters take a line for each
+        separator = "\n  " if "\n" in own else ", "  # lists of parameters have one line for each
         return separator.join(filter(None, (own, f"gtp=[{shown}]" if shown else "")))
 
 

@@ -253,7 +253,7 @@ def _replace_backward(stage_class: Any) -> None:
                 postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
                 grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
             return grads, postponed  # the stage passes the list to the second part as param_groups
-        # Let torch do what else belongs to a second part (the flags of an outer fully_shard), without any gradient.
+        # Without parameters, torch computes no gradient here, but still sets the flags of an outer fully_shard.
         result = run(stage, backward_type, {**bwd_kwargs, "param_groups": []}, last_backward)
         with torch.no_grad():
             for runtime, jobs in bwd_kwargs["param_groups"]:
