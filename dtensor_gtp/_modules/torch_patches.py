@@ -39,9 +39,9 @@ def _wrap_fully_shard() -> None:
 
     In forward and backward it registers DTensors like ours, which the runtime follows. Two things need care. A gather
     must not read a shard that ``fully_shard`` has freed, so gathers in flight are dropped before. Gradients must be in
-    ``.grad`` when its post-backward reads them. Both are methods of its parameter groups, which ``replicate`` of torch
-    2.13 uses, too. Hooks on modules would miss calls of ``fully_shard`` on modules around ours, on lists, and on single
-    layers. If the groups of this torch are unknown, ``ManagedParam.follow`` raises at the first use.
+    ``.grad`` when its post-backward reads them. Both moments are methods of its parameter groups, which
+    ``replicate`` of torch 2.13 uses, too. Hooks on modules would miss calls of ``fully_shard`` on modules around ours,
+    on lists, and on single layers. If this torch has other groups, ``ManagedParam.follow`` raises at the first use.
     """
     group_class = compat.fully_shard_group_class()
     if group_class is None:
