@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from .quant.base import Recipe
 from .quant.native import NativeWeight, native_of
 from .quant.native_parts import PLANE_NAMES, groups_of, native_block_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
-from .quant.recipes import RECIPES
+from .quant.recipes import RECIPES, Recipe
 
 _PLANE_KEY = re.compile(
     rf"(?P<weight>.+)_(?P<recipe>{'|'.join(RECIPES)})\.(?P<plane>{'|'.join((*PLANE_NAMES, 'amax'))})"

@@ -12,14 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import cast
-from .base import Recipe
 from .master import dense_of, hook, in_place_of, with_recipe
 from .native import NativeWeight
 from .native_parts import PLANE_NAMES, NativeInfo, groups_of, native_planes, quantize_parts
 from .native_state import hook_native, unhook_native
 from .placement import check_slices
 from .planes import Quantized
-from .recipes import resolve_recipe
+from .recipes import Recipe, resolve_recipe
 
 
 def quantize_(

@@ -1,14 +1,13 @@
-"""The arithmetic of every cast, in plain torch: the definition that any faster path must equal bit for bit.
+"""The arithmetic of every cast, in plain torch: any faster path must equal it bit for bit.
 
-All casts read the weight in float32 (bfloat16 and float16 widen exactly), divide by a scale in float32 and round to
-nearest, ties to even; what lies beyond the largest finite value saturates to it. Scales are dequantization scales: a
-value is ``element * scale``.
+A cast reads the weight in float32 (bfloat16 and float16 widen exactly), divides by a scale in float32 and rounds to
+nearest, ties to even. What lies beyond the largest finite value saturates to it. A value is ``element * scale``.
 
 - *Zero*: a block of zeros gets the smallest scale and elements of zero; signs of zeros are kept.
-- *NaN and Inf*: one of either in what shares a scale makes that scale NaN, hence all that it covers. Weights that have
-  diverged must not come back as plausible numbers.
-- *Denormals* are exact; no scale is so small that a division by it, or its reciprocal, leaves the range of normal
-  float32 numbers, so that devices that flush denormals agree for every normal weight.
+- *NaN and Inf*: either of them makes its scale NaN, hence all values of that scale. Weights that have diverged must not
+  come back as plausible numbers.
+- *Denormals* are exact. Scales are large enough that a division by one, or its reciprocal, stays in the range of normal
+  float32 numbers. So devices that flush denormals agree for every normal weight.
 
 Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 and e5m2 in saturating mode; OCP Microscaling
 Formats (MX) 1.0, section 6.3, for the power-of-two scale (``floor``); Mishra et al., "Recipes for Pre-training LLMs
@@ -22,32 +21,14 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
-
-
 E4M3_MIN = 2.0**-9  # the smallest, a denormal
-
-
 E5M2_MAX = 57344.0
-
-
 E2M1_MAX = 6.0
-
-
-# The smallest normal float32.
-SMALLEST_SCALE = 2.0**-126
-
-
+SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 # A block scale of nvfp4 may be as small as E4M3_MIN: their product is still normal.
 SMALLEST_TENSOR_SCALE = SMALLEST_SCALE / E4M3_MIN
-
-
-# Dtypes that widen to float32.
-WIDENS = (torch.float32, torch.bfloat16, torch.float16)
-
-
+WIDENS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that widen to float32
 _E8M0_NAN = 0xFF
-
-
 _NAN = float("nan")
 
 
@@ -97,8 +78,8 @@ def pad_to_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """A scale for each element of matrices of ``shape`` from one for each block.
 
-    By index, because torch 2.13's inductor, fusing a cast on CPU, leaves out the short block at the end of what
-    ``repeat_interleave`` and ``narrow`` make.
+    By index: with ``repeat_interleave`` and ``narrow``, torch 2.13's inductor leaves out the short block at the end
+    when it fuses a cast on CPU.
     """
     for dim, b in zip((-2, -1), block, strict=True):
         if b > 1:
@@ -109,16 +90,16 @@ def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
 
 def e4m3_scale(largest: Tensor) -> Tensor:
     """Scale that maps ``largest`` (float32 magnitudes) to 448, e4m3's largest: ``largest / 448``, at least 2^-126."""
-    return _scale(largest, E4M3_MAX)
+    return _scale(largest, E4M3_MAX, SMALLEST_SCALE)
 
 
 def e5m2_scale(largest: Tensor) -> Tensor:
     """The same for e5m2, whose largest is 57344."""
-    return _scale(largest, E5M2_MAX)
+    return _scale(largest, E5M2_MAX, SMALLEST_SCALE)
 
 
-def _scale(largest: Tensor, element_max: float) -> Tensor:
-    scale = _divided(largest, element_max).clamp(min=SMALLEST_SCALE)
+def _scale(largest: Tensor, element_max: float, smallest: float) -> Tensor:
+    scale = _divided(largest, element_max).clamp(min=smallest)
     return torch.where(largest.isfinite(), scale, _NAN)
 
 
@@ -138,7 +119,7 @@ def to_e5m2(values: Tensor) -> Tensor:
 
 
 def _saturated(values: Tensor, element_max: float) -> Tensor:
-    # A NaN stays one; what rounds to more than the largest, torch's own cast would make NaN or infinity.
+    # torch's own cast makes NaN or infinity of what rounds to more than the largest.
     saturated = values.clamp(-element_max, element_max)
     return torch.where(saturated.isnan(), _NAN, saturated)
 
@@ -150,10 +131,6 @@ def e8m0_scale(largest: Tensor, rounding: str) -> Tensor:
 
     - ``"floor"``: ``2**(k - 8)``, as in the MX specification. Elements reach up to 512, so those beyond 448 saturate.
     - ``"rceil"``: the smallest power of two with ``largest / scale <= 448``; nothing saturates.
-
-    Args:
-        largest: Magnitudes, float32.
-        rounding: ``"floor"`` or ``"rceil"``.
 
     Returns:
         Biased exponents as float8_e8m0fnu, at least that of 2^-127; its NaN where ``largest`` is not finite.
@@ -171,19 +148,18 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
     code = scale.view(torch.uint8).to(torch.int32)
     # 2^-127 is denormal: half of the smallest normal number
     bits = torch.where(code == 0, 0x00400000, code << 23)
-    return torch.where(code == _E8M0_NAN, float("nan"), bits.view(torch.float32))
+    return torch.where(code == _E8M0_NAN, _NAN, bits.view(torch.float32))
 
 
 def e8m0_reciprocal(scale: Tensor) -> Tensor:
     """``1 / scale`` in float32, exact: a multiplication by it is the division. Codes above 253 do not occur."""
     code = scale.view(torch.uint8).to(torch.int32)
-    return torch.where(code == _E8M0_NAN, float("nan"), ((254 - code) << 23).view(torch.float32))
+    return torch.where(code == _E8M0_NAN, _NAN, ((254 - code) << 23).view(torch.float32))
 
 
 def nvfp4_tensor_scale(largest: Tensor) -> Tensor:
     """The float32 scale of a whole weight: maps ``largest`` to 448 * 6, at least 2^-117."""
-    scale = _divided(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_TENSOR_SCALE)
-    return torch.where(largest.isfinite(), scale, float("nan"))
+    return _scale(largest, E4M3_MAX * E2M1_MAX, SMALLEST_TENSOR_SCALE)
 
 
 def nvfp4_block_scale(largest: Tensor, tensor_scale: Tensor) -> Tensor:
@@ -193,7 +169,7 @@ def nvfp4_block_scale(largest: Tensor, tensor_scale: Tensor) -> Tensor:
 
 def to_e2m1(values: Tensor) -> Tensor:
     """float32 to the 4-bit codes of e2m1 (sign, then 0, .5, 1, 1.5, 2, 3, 4, 6) in uint8: nearest, ties to even,
-    saturating at 6. There is no NaN: it becomes 0, and the scale says that it is one."""
+    saturating at 6. e2m1 has no NaN: a NaN becomes 0, and its scale is NaN."""
     magnitude = values.abs()
     code = (magnitude > 0.25).to(torch.uint8)
     # A tie goes to the code that is even: down at .25, 1.25, 2.5 and 5, up at .75, 1.75 and 3.5.

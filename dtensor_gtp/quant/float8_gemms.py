@@ -1,9 +1,9 @@
 """The three GEMMs of a linear layer in float8, one class for each granularity.
 
-Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered; activations and
-gradients are quantized here, each time by their own magnitudes (*dynamic* scaling), with the casts of ``cast``. What a
-cast makes is a list of tensors, so that compiled code can trace the cast and hand its result to the opaque op that
-gathers the weight and multiplies.
+Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered. Activations and
+gradients are quantized here, each time by their own magnitudes (*dynamic* scaling), with the casts of ``cast``. A cast
+returns a list of tensors, so that compiled code can trace the cast and hand its result to the opaque op that gathers
+the weight and multiplies.
 
 Only forward sums in the tensor cores' own precision (``use_fast_accum``), as torchao and Transformer Engine have it:
 sums of gradients are of more terms that cancel.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -40,25 +41,29 @@ class Float8GEMMs(ABC):
     high_precision_wgrad: bool
     on_hardware: bool
 
-    @property
-    def name(self) -> str:
-        """What :func:`gemms_of_name` makes these GEMMs of."""
-        return f"{type(self).__name__}({self.high_precision_wgrad}, {self.on_hardware})"
-
+    granularity: ClassVar[Granularity]  # of activations and gradients
+    weight_granularity: ClassVar[Granularity]
     # Dtypes that hardware gives wgrad in.
     wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
+
+    @property
+    def name(self) -> str:
+        """The argument of :func:`gemms_of_name` for these GEMMs."""
+        return f"{type(self).__name__}({self.high_precision_wgrad}, {self.on_hardware})"
 
     @abstractmethod
     def cast_input(self, input_MK: Tensor) -> Tensors:
         """What forward needs of its input."""
 
-    @abstractmethod
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """``x @ w.T``, shape ``(M, N)``."""
+        left = Operand(input[0], input[1], self.granularity)
+        right = Operand(weight.planes[0], weight.planes[1], self.weight_granularity)
+        return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
-    @abstractmethod
     def cast_grad(self, grad_MN: Tensor) -> Tensors:
         """What dgrad needs of the output's gradient."""
+        return self.cast_input(grad_MN)
 
     @abstractmethod
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -75,51 +80,39 @@ class Float8GEMMs(ABC):
     def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> Tensor:
         """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
         grad, grad_scale, input, input_scale = operands
-        kind = self._wgrad_granularity
+        left, right = Operand(grad, grad_scale, self.granularity), Operand(input, input_scale, self.granularity)
         out_dtype = dtype if not self.on_hardware or dtype in self.wgrad_dtypes else torch.bfloat16
-        left, right = Operand(grad, grad_scale, kind), Operand(input, input_scale, kind)
         return product(left, right, out_dtype, on_hardware=self.on_hardware).to(dtype)
-
-    _wgrad_granularity: ClassVar[Granularity]
 
 
 class TensorwiseGEMMs(Float8GEMMs):
     """One scale for each matrix. Gradients are e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv
     2209.05433), everything else e4m3. Transposes are transposes of the same bytes."""
 
-    _wgrad_granularity = Granularity.TENSOR
+    granularity = weight_granularity = Granularity.TENSOR
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_matrix(input_MK)]
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        right = Operand(weight.planes[0], self._weight_scale(weight), Granularity.TENSOR)
-        return self._product(input, right, dtype, use_fast_accum=True)
+        left, right = Operand(input[0], input[1], Granularity.TENSOR), self._operand(weight, weight.planes[0])
+        return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
     def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return [*casts_for(grad_MN).cast_matrix(grad_MN, torch.float8_e5m2)]
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        right = Operand(weight.planes[0].t(), self._weight_scale(weight), Granularity.TENSOR)
-        return self._product(grad, right, dtype)
+        left, right = Operand(grad[0], grad[1], Granularity.TENSOR), self._operand(weight, weight.planes[0].t())
+        return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         turned = casts_for(grad[0]).turned(grad[0], ALIGNMENT)
         return [turned, grad[1], *casts_for(input_MK).cast_matrix_turned(input_MK, ALIGNMENT)]
 
     @staticmethod
-    def _weight_scale(weight: Quantized) -> Tensor:
+    def _operand(weight: Quantized, data: Tensor) -> Operand:
         assert weight.amax is not None
-        return casts_for(weight.amax).e4m3_scale(weight.amax)
-
-    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype, use_fast_accum: bool = False) -> Tensor:
-        return product(
-            Operand(left[0], left[1], Granularity.TENSOR),
-            right,
-            dtype,
-            on_hardware=self.on_hardware,
-            use_fast_accum=use_fast_accum,
-        )
+        return Operand(data, casts_for(weight.amax).e4m3_scale(weight.amax), Granularity.TENSOR)
 
 
 class RowwiseGEMMs(Float8GEMMs):
@@ -129,25 +122,19 @@ class RowwiseGEMMs(Float8GEMMs):
     before that is quantized: ``g @ (s * q) = (g * s) @ q``. So dgrad casts after the gather, on the spot.
     """
 
-    _wgrad_granularity = Granularity.ROW
-    # On some devices torch multiplies rows by kernels that know no other.
+    granularity = weight_granularity = Granularity.ROW
+    # On some devices torch multiplies rows by kernels that give bfloat16 only.
     wgrad_dtypes = (torch.bfloat16,)
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_rows(input_MK)]
-
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        left = Operand(input[0], input[1], Granularity.ROW)
-        right = Operand(weight.planes[0], weight.planes[1], Granularity.ROW)
-        return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
     def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return [grad_MN]
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
-        cast_data, cast_scale = casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1))
-        left = Operand(cast_data, cast_scale, Granularity.ROW)
+        left = Operand(*casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1)), Granularity.ROW)
         ones = torch.ones((data.shape[1], 1), dtype=torch.float32, device=data.device)
         return product(left, Operand(data.t(), ones, Granularity.ROW), dtype, on_hardware=self.on_hardware)
 
@@ -161,43 +148,37 @@ class BlockwiseGEMMs(Float8GEMMs):
     """Weights in blocks of 128 x 128, activations and gradients in blocks of 128 along the contraction, all e4m3
     (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
 
-    _wgrad_granularity = Granularity.ROW_BLOCK
+    granularity, weight_granularity = Granularity.ROW_BLOCK, Granularity.SQUARE_BLOCK
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_blocks(input_MK, Granularity.ROW_BLOCK.block)]
 
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        data, scale = weight.planes
-        return self._product(input, Operand(data, scale, Granularity.SQUARE_BLOCK), dtype)
-
-    def cast_grad(self, grad_MN: Tensor) -> Tensors:
-        return self.cast_input(grad_MN)
-
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
-        return self._product(grad, Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK), dtype)
+        left = Operand(grad[0], grad[1], Granularity.ROW_BLOCK)
+        right = Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK)
+        return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         block = Granularity.ROW_BLOCK.block
         matrices = (grad_MN, input_MK)
         return [t for m in matrices for t in casts_for(m).cast_blocks_turned(m, block, ALIGNMENT)]
 
-    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype) -> Tensor:
-        # The kernel of block scales knows no fast accumulation.
-        return product(Operand(left[0], left[1], Granularity.ROW_BLOCK), right, dtype, on_hardware=self.on_hardware)
 
-
-_ALL = tuple(
-    cls(high_precision_wgrad, on_hardware)
-    for cls in (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)
-    for high_precision_wgrad in (False, True)
-    for on_hardware in (False, True)
+_BY_NAME = MappingProxyType(
+    {
+        gemms.name: gemms
+        for cls in (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)
+        for gemms in (
+            cls(high_precision, on_hardware) for high_precision in (False, True) for on_hardware in (False, True)
+        )
+    }
 )
 
 
 def gemms_of_name(name: str) -> Float8GEMMs:
-    """The GEMMs of that name: an op of compiled code takes only such arguments."""
-    return next(gemms for gemms in _ALL if gemms.name == name)
+    """The GEMMs of that name: an op of compiled code takes no objects."""
+    return _BY_NAME[name]
 
 
 class GroupedRowwiseGEMMs(RowwiseGEMMs):
@@ -221,19 +202,20 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=data.shape[0] - 1)
         left = casts_for(grad_TN).cast_rows(grad_TN, factor=scale.squeeze(-1), group=group_T)
         ones_GK = torch.ones((data.shape[0], data.shape[2]), dtype=torch.float32, device=data.device)
-        return self._grouped(left, data.mT, ones_GK, ends_G, dtype)
+        return self._grouped(left, data.mT, ones_GK, ends_G, dtype, use_fast_accum=False)
 
     def _grouped(
         self,
-        operand: tuple[Tensor, Tensor],
+        quantized: tuple[Tensor, Tensor],
         data_GRC: Tensor,
         scale_GR: Tensor,
         ends_G: Tensor,
         dtype: torch.dtype,
-        use_fast_accum: bool = False,
+        *,
+        use_fast_accum: bool,
     ) -> Tensor:
-        """Rows of the quantized operand times the transpose of each group's matrix."""
-        left, left_scale = operand
+        """Quantized rows times the transpose of each group's matrix."""
+        left, left_scale = quantized
         if self.on_hardware:
             result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left,
@@ -250,8 +232,8 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         output = left_scale.new_zeros(left.shape[0], data_GRC.shape[1], dtype=dtype)
         begin = 0
         for group, end in enumerate(ends_G.tolist()):
-            right = Operand(data_GRC[group], scale_GR[group].unsqueeze(-1), Granularity.ROW)
             rows = Operand(left[begin:end], left_scale[begin:end], Granularity.ROW)
-            output[begin:end] = rows.dequantize().mm(right.dequantize().t()).to(dtype)
+            right = Operand(data_GRC[group], scale_GR[group].unsqueeze(-1), Granularity.ROW)
+            output[begin:end] = product(rows, right, dtype, on_hardware=False)
             begin = end
         return output

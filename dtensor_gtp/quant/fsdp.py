@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
-from .base import Recipe
 from .planes import Direction, Quantized
+from .recipes import Recipe
 from .weight import WeightWithRecipe
 
 aten = torch.ops.aten

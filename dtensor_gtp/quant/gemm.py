@@ -1,8 +1,8 @@
 """Products of two float8 matrices with scales: on hardware that multiplies them, or by the reference arithmetic.
 
-An operand has the product's contraction in its last dim. ``torch.nn.functional.scaled_mm`` on Hopper takes a row-major
-and a column-major matrix only, which is just that; so what lies the other way round in memory (a weight for dgrad, both
-operands of wgrad) is a transposing copy of bytes.
+The contraction is the last dim of both operands. ``torch.nn.functional.scaled_mm`` on Hopper takes a row-major and a
+column-major matrix only, which is just that. An operand that lies otherwise in memory (a weight for dgrad, both
+operands of wgrad) needs a transposing copy of bytes.
 
 Sources: documentation and checks of ``torch.nn.functional.scaled_mm`` (2.11 to 2.15); cuBLAS 12.9 documentation, "1D
 and 2D block scaling for FP8 data types", for the layout of block scales.
@@ -14,21 +14,19 @@ import enum
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from . import cast
 from .casts import casts_for
 
-# Of rows and columns of an operand on hardware.
-ALIGNMENT = 16
-
-
+ALIGNMENT = 16  # of rows and columns of an operand on hardware
 BLOCK = 128
 
 
 class Granularity(enum.Enum):
-    """What of an operand shares a scale, by the name of the product's scaling type."""
+    """Which elements of an operand share a scale, by the name of the product's scaling type."""
 
     TENSOR = "TensorWise"  # all: scale of shape (1, 1)
     ROW = "RowWise"  # a row: (rows, 1)
@@ -69,7 +67,7 @@ def product(
         right: Shape ``(N, K)``; on hardware N and K are multiples of 16.
         dtype: Of the result, to which sums in float32 are rounded.
         on_hardware: Multiply float8; else multiply the dequantized values in float32.
-        use_fast_accum: On Hopper, sum in the tensor cores' own precision.
+        use_fast_accum: On Hopper, sum in the tensor cores' own precision; not with scales of blocks.
 
     Returns:
         Shape ``(M, N)``.
@@ -79,15 +77,15 @@ def product(
         return left.dequantize().mm(right.dequantize().t()).to(dtype)
     if rows == 0 or left.data.shape[1] == 0:
         return left.data.new_zeros((rows, right.data.shape[0]), dtype=dtype)
-    # Scales of blocks of rows come in columns, which the kernel wants aligned.
     is_blockwise = left.granularity is Granularity.ROW_BLOCK
+    # The kernel wants the columns of block scales aligned.
     missing = -rows % ALIGNMENT if is_blockwise else 0
     if missing:
         left = left._replace(data=_pad_rows(left.data, missing), scale=_pad_rows(left.scale, missing))
     result = scaled_mm(
         casts_for(left.data).row_major(left.data),
         casts_for(right.data).row_major(right.data).t(),
-        _left_scale(left),
+        _column_major(left.scale) if is_blockwise else left.scale,
         ScalingType.__members__[left.granularity.value],
         _right_scale(right),
         ScalingType.__members__[right.granularity.value],
@@ -99,16 +97,12 @@ def product(
 
 def _pad_rows(matrix: Tensor, missing: int) -> Tensor:
     """Zeros below: in bytes, because padding is not defined for every float8."""
-    padding = torch.zeros((missing, matrix.shape[1]), dtype=torch.uint8, device=matrix.device)
-    if matrix.dtype.itemsize > 1:
-        return torch.cat((matrix, padding.to(matrix.dtype)))
-    return torch.cat((matrix.view(torch.uint8), padding)).view(matrix.dtype)
+    plain = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
+    return F.pad(plain, (0, 0, 0, missing)).view(matrix.dtype)
 
 
-def _left_scale(operand: Operand) -> Tensor:
-    if operand.granularity is Granularity.ROW_BLOCK:
-        return operand.scale.t().contiguous().t()  # one column of scales after the other
-    return operand.scale
+def _column_major(scale: Tensor) -> Tensor:
+    return scale.t().contiguous().t()
 
 
 def _right_scale(operand: Operand) -> Tensor:
@@ -116,8 +110,8 @@ def _right_scale(operand: Operand) -> Tensor:
     if operand.granularity is Granularity.ROW:
         return scale.reshape(1, -1)
     if operand.granularity is Granularity.ROW_BLOCK:
-        return scale.t().contiguous().t()
+        return _column_major(scale)
     if operand.granularity is Granularity.SQUARE_BLOCK:
         # Rows of four scales, along the contraction.
-        return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
+        return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
     return scale

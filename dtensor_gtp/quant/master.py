@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .base import Recipe
 from .fsdp import StoredWeight
 from .planes import Direction, Quantized
+from .recipes import Recipe
 from .weight import WeightWithRecipe
 
 

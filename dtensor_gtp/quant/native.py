@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .base import Recipe
 from .fsdp import StoredWeight
 from .native_parts import PLANE_NAMES, NativeInfo, native_block_of, native_planes, quantize_parts
 from .planes import Direction, Quantized
+from .recipes import Recipe
 
 aten = torch.ops.aten
 

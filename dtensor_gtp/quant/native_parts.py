@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .base import Recipe
 from .planes import Direction, PlaneSpec, Quantized
+from .recipes import Recipe
 
 PLANE_NAMES = ("elements", "scales")
 

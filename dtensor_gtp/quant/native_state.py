@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
 from ..placement import GTPShard
-from .base import Recipe
 from .native import NativeWeight, native_of
 from .native_parts import PLANE_NAMES, NativeInfo, groups_of, native_planes, quantize_parts
 from .planes import PlaneSpec, Quantized
-from .recipes import RECIPES
+from .recipes import RECIPES, Recipe
 
 _NAMES = (*PLANE_NAMES, "amax")
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
 from ..placement import GTPShard
-from .base import Recipe
 from .compute import check_forced
 from .native import native_of
 from .native_parts import native_block_of
+from .recipes import Recipe
 
 
 def place_quantized(

@@ -1,4 +1,4 @@
-"""The planes that quantized data consist of."""
+"""The planes that quantized data consist of: matrices of elements or of scales."""
 
 from __future__ import annotations
 
@@ -47,13 +47,6 @@ class PlaneSpec(NamedTuple):
     def shape(self, weight: torch.Size) -> torch.Size:
         """Shape of the plane of a weight of that shape."""
         return torch.Size(self.size(dim - len(weight), size) for dim, size in enumerate(weight))
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes for each element of a large weight; a plane with one element for all rows or columns counts as 0."""
-        if self.rows is None or self.columns is None:
-            return 0.0
-        return self.dtype.itemsize * self.packed / (self.rows * self.columns)
 
 
 class Quantized(NamedTuple):

@@ -6,24 +6,24 @@ import torch
 from torch import Tensor
 
 from . import cast
+from .planes import Quantized
 
 
 class Casts:
     """The reference. Matrices have shape ``(*, rows, columns)``; magnitudes and scales are float32 if nothing else is
-    said."""
+    said. A cast returns elements and scales."""
 
     def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Largest magnitude over ``dims``: ``(-1,)`` or ``(-2, -1)``."""
         return cast.amax(weight, dims)
 
     def e4m3_scale(self, largest: Tensor) -> Tensor:
-        """Scales of e4m3."""
         return cast.e4m3_scale(largest)
 
     def cast_matrix(
         self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Elements, and a scale of shape ``(*, 1, 1)`` for each matrix.
+        """A scale of shape ``(*, 1, 1)`` for each matrix.
 
         Args:
             dtype: float8_e4m3fn or float8_e5m2.
@@ -43,11 +43,11 @@ class Casts:
     def cast_rows(
         self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """e4m3 elements, and a scale of shape ``(*, rows, 1)`` for each row.
+        """e4m3 with a scale of shape ``(*, rows, 1)`` for each row.
 
         Args:
-            factor: Each column is multiplied by one first, in float32; shape ``(columns,)``.
-            group: Shape ``(rows,)``: which factors are those of each row; ``factor`` has shape ``(groups, columns)``.
+            factor: What each column is multiplied by first, in float32; shape ``(columns,)``.
+            group: Which factors each row takes, shape ``(rows,)``; then ``factor`` has shape ``(groups, columns)``.
             amax: Largest magnitudes, shape ``(*, rows, 1)``; by default the matrix's own.
         """
         values = cast.wide(matrix)
@@ -57,7 +57,7 @@ class Casts:
         return cast.to_e4m3(values / scale), scale
 
     def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """e4m3 elements, and a scale for each block: of columns ``(1, size)``, or square."""
+        """e4m3 with a scale for each block: of columns ``(1, size)``, or square."""
         scale = cast.e4m3_scale(cast.block_amax(matrix, block))
         return cast.to_e4m3(cast.wide(matrix) / cast.spread(scale, block, matrix.shape)), scale
 
@@ -66,13 +66,13 @@ class Casts:
         return self.cast_blocks(self.turned(matrix, multiple), block)
 
     def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
-        """e4m3 elements, and an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
+        """e4m3 with an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
         scale = cast.e8m0_scale(cast.block_amax(matrix, block), rounding)
         reciprocal = cast.spread(cast.e8m0_reciprocal(scale), block, matrix.shape)
         return cast.to_e4m3(cast.wide(matrix) * reciprocal), scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of e2m1 elements, and an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``.
+        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``.
 
         Args:
             amax: Largest magnitude, shape ``(*, 1, 1)``.
@@ -83,33 +83,31 @@ class Casts:
         spread = cast.spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
         return cast.pack_nibbles(cast.to_e2m1(padded / spread), -1 if block[0] == 1 else -2), scale
 
-    def dequantize_matrix(self, data: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of :meth:`cast_matrix` of e4m3, in ``dtype``."""
-        return (data.to(torch.float32) * cast.e4m3_scale(amax)).to(dtype)
-
-    def dequantize_blocks(self, data: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The values of e4m3 elements, in ``dtype``.
+    def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The values of a cast, in ``dtype``.
 
         Args:
-            scale: float32 or e8m0, one for each block; with a block of ``(1, 0)`` one for each row.
+            quantized: Elements alone, of :meth:`cast_matrix` in e4m3, whose scale follows from ``amax``; elements and
+                scales; or what :meth:`cast_nvfp4` has made, with ``amax``.
+            block: Rows and columns that share a scale; ``(1, 0)`` for whole rows.
+            shape: Of the weight.
         """
-        if block[1]:
+        data, *scales = quantized.planes
+        amax = quantized.amax
+        if not scales:
+            assert amax is not None
+            return (data.to(torch.float32) * cast.e4m3_scale(amax)).to(dtype)
+        (scale,) = scales
+        if amax is None:
             wide = cast.e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale
-            scale = cast.spread(wide, block, data.shape)
-        return (data.to(torch.float32) * scale).to(dtype)
-
-    def dequantize_nvfp4(
-        self, packed: Tensor, scale: Tensor, amax: Tensor, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype
-    ) -> Tensor:
-        """The values of :meth:`cast_nvfp4`, of ``shape``, in ``dtype``."""
-        elements = cast.from_e2m1(cast.unpack_nibbles(packed, -1 if block[0] == 1 else -2))
-        total = scale.to(torch.float32) * cast.nvfp4_tensor_scale(amax)
-        spread = cast.spread(total, block, elements.shape)
+            return (data.to(torch.float32) * cast.spread(wide, block, data.shape)).to(dtype)
+        elements = cast.from_e2m1(cast.unpack_nibbles(data, -1 if block[0] == 1 else -2))
+        spread = cast.spread(scale.to(torch.float32) * cast.nvfp4_tensor_scale(amax), block, elements.shape)
         return (elements * spread)[..., : shape[-2], : shape[-1]].to(dtype)
 
     def turned(self, matrix: Tensor, multiple: int = 1) -> Tensor:
         """The transpose, row-major, its columns filled up with zeros to a multiple."""
-        # Elements of float8 are moved as bytes: compilers know how to.
+        # Compilers know how to move bytes, but not float8.
         dtype, plain = matrix.dtype, matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
         missing = -matrix.shape[-2] % multiple
         turned = torch.nn.functional.pad(plain.mT, (0, missing)) if missing else plain.mT

@@ -1,17 +1,12 @@
 """The arithmetic that the Triton kernels of all recipes share."""
 
-
 # No `from __future__ import annotations`: Triton reads them.
 
 import triton
 import triton.language as tl
 
 _INFINITY = tl.constexpr(0x7F800000)
-
-
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
-
-
 _SMALLEST_TENSOR_SCALE = tl.constexpr(2.0**-117)
 
 
@@ -31,11 +26,11 @@ def _scale_of(largest, E5M2: tl.constexpr):
 
 @triton.jit
 def _divided(x, scale, HARDWARE: tl.constexpr):
-    """``x / scale``, rounded as IEEE says, for quotients that are not beyond the range of float8.
+    """``x / scale``, rounded as IEEE says, for quotients within the range of float8.
 
-    IEEE's division costs as much as all the rest of a cast. For many quotients with one divisor, its correctly rounded
-    reciprocal and two corrections by the exact remainder give the same bits (Markstein, "Computation of elementary
-    functions on the IBM RISC System/6000 processor", 1990), if the remainder is a normal number: hence the shift.
+    IEEE's division costs as much as all the rest of a cast. The correctly rounded reciprocal of the scale and two
+    corrections by the exact remainder give the same bits (Markstein, "Computation of elementary functions on the IBM
+    RISC System/6000 processor", 1990), if the remainder is a normal number: hence the shift.
     """
     if HARDWARE:
         shift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)

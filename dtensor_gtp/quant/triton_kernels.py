@@ -1,13 +1,12 @@
 """The casts as Triton kernels: the arithmetic of ``cast``, bit for bit, in one pass over memory.
 
-What makes the bits equal: magnitudes are compared as integers, so that no order of a maximum loses a NaN; quotients are
-rounded as IEEE says; products are never part of a sum that could fuse with them; float8 comes from the hardware's own
-conversion (``HARDWARE``: compute capability 8.9 and later), or from integers. float8 and e8m0 are passed as uint8,
-because not every GPU lets Triton name the type.
+Why the bits are equal: magnitudes are compared as integers, so that a maximum keeps a NaN; quotients are rounded as
+IEEE says; no product is part of a sum that could fuse with it; float8 comes from the hardware's own conversion
+(``HARDWARE``: compute capability 8.9 and later), or from integers. float8 and e8m0 are passed as uint8, because Triton
+cannot name the types on every GPU.
 
 Matrices are row-major, several of them one after the other. Offsets within a tile are int32, those of tiles int64.
 """
-
 
 # No `from __future__ import annotations`: Triton reads them.
 
@@ -49,11 +48,11 @@ def finish_amax(parts_ptr, amax_ptr, NUM: tl.constexpr):
 
 
 @triton.jit
-def scales_of(amax_ptr, scale_ptr, num, E5M2: tl.constexpr, BLOCK: tl.constexpr):
-    """float8 scales of magnitudes."""
+def scales_of(amax_ptr, scale_ptr, num, BLOCK: tl.constexpr):
+    """e4m3 scales of magnitudes."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.load(amax_ptr + index, mask=index < num, other=0) & 0x7FFFFFFF
-    tl.store(scale_ptr + index, _scale_of(largest, E5M2), mask=index < num)
+    tl.store(scale_ptr + index, _scale_of(largest, False), mask=index < num)
 
 
 @triton.jit
@@ -69,7 +68,7 @@ def cast_matrix(
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Elements of float8 and the scale of each matrix, of which ``NUM`` magnitudes are known."""
+    """float8 and the scale of each matrix; ``NUM`` magnitudes of each are given."""
     matrix, program = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
     largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
     scale = _scale_of(largest, E5M2)
@@ -100,12 +99,11 @@ def turn(
     num_tiles,
     NUM: tl.constexpr,
     CAST: tl.constexpr,
-    E5M2: tl.constexpr,
     HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The transpose of each matrix, its columns filled up with zeros; quantized as by ``cast_matrix`` if ``CAST``."""
+    """The transpose of each matrix, its columns filled up with zeros; in e4m3 if ``CAST``, as by ``cast_matrix``."""
     matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     in_row = tl.cdiv(num_columns, COLUMNS)
     row0, column0 = (tile // in_row) * ROWS, (tile % in_row) * COLUMNS
@@ -115,10 +113,12 @@ def turn(
     x = tl.load(x_ptr + (row - row0) * num_columns + column, mask=is_inside, other=0)
     if CAST:
         largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
-        scale = _scale_of(largest, E5M2)
+        scale = _scale_of(largest, False)
         if tile == 0:
             tl.store(scale_ptr + matrix, scale)
-        x = tl.where(is_inside, _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), E5M2, HARDWARE), 0).to(tl.uint8)
+        x = tl.where(is_inside, _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), False, HARDWARE), 0).to(
+            tl.uint8
+        )
     q_ptr += (matrix.to(tl.int64) * num_columns + column0) * padded_rows
     tl.store(q_ptr + (column - column0) * padded_rows + row, x, mask=(row < padded_rows) & (column < num_columns))
 
@@ -154,7 +154,7 @@ def cast_rows(
     """e4m3 and the scale of each row, or (not ``CAST``) its largest magnitude.
 
     ``HAS_FACTOR``: columns are multiplied by factors first, those of a row's group if ``HAS_GROUP``. ``HAS_AMAX``: the
-    magnitudes are known. ``IS_SINGLE``: a row is one block, and is read once.
+    magnitudes are given. ``IS_SINGLE``: a row is one block, and is read once.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     is_row = row < num_rows
@@ -198,12 +198,12 @@ def cast_blocks(
     padded_along,
     x_across,
     x_along,
+    x_matrix,
     q_across,
     q_along,
+    q_matrix,
     s_across,
     s_along,
-    x_matrix,
-    q_matrix,
     s_matrix,
     num_tiles,
     E8M0: tl.constexpr,
@@ -215,8 +215,8 @@ def cast_blocks(
 ):
     """e4m3 with a scale for each ``SIZE`` elements along one dim: float32, or a power of two in e8m0.
 
-    ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales across and along the blocks and from matrix
-    to matrix. What lies beyond ``num_along`` counts as zeros; elements are written up to ``padded_along``.
+    ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales: across the blocks, along them, and from
+    matrix to matrix. Beyond ``num_along`` the input counts as zeros; elements are written up to ``padded_along``.
     """
     matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
     num_blocks = tl.cdiv(padded_along, SIZE)
@@ -230,9 +230,8 @@ def cast_blocks(
     block = tl.arange(0, BLOCKS)[None, :, None]
     along = block * SIZE + tl.arange(0, SIZE)[None, None, :]
     is_line = line0 + line < num_across
-    x = tl.load(
-        x_ptr + line * x_across + along * x_along, mask=is_line & (block0 * SIZE + along < num_along), other=0.0
-    ).to(tl.float32)
+    x_ptrs, scale_ptrs = x_ptr + line * x_across + along * x_along, scale_ptr + line * s_across + block * s_along
+    x = tl.load(x_ptrs, mask=is_line & (block0 * SIZE + along < num_along), other=0.0).to(tl.float32)
     largest = tl.max(_magnitude(x), 2, keep_dims=True)
     is_block = is_line & (block0 + block < num_blocks)
     if E8M0:
@@ -241,22 +240,15 @@ def cast_blocks(
             exponent += ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
         is_finite = largest < _INFINITY
         exponent = tl.maximum(exponent, 0)
-        tl.store(
-            scale_ptr + line * s_across + block * s_along,
-            tl.where(is_finite, exponent, 0xFF).to(tl.uint8),
-            mask=is_block,
-        )
+        tl.store(scale_ptrs, tl.where(is_finite, exponent, 0xFF).to(tl.uint8), mask=is_block)
         reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         value = x * tl.where(is_finite, reciprocal, float("nan"))
     else:
         scale = _scale_of(largest, False)
-        tl.store(scale_ptr + line * s_across + block * s_along, scale, mask=is_block)
+        tl.store(scale_ptrs, scale, mask=is_block)
         value = _divided(x, scale, HARDWARE)
-    tl.store(
-        q_ptr + line * q_across + along * q_along,
-        _to_float8(value, False, HARDWARE),
-        mask=is_line & (block0 * SIZE + along < padded_along),
-    )
+    is_written = is_line & (block0 * SIZE + along < padded_along)
+    tl.store(q_ptr + line * q_across + along * q_along, _to_float8(value, False, HARDWARE), mask=is_written)
 
 
 @triton.jit
@@ -287,12 +279,12 @@ def cast_nvfp4(
     num_along,
     x_across,
     x_along,
+    x_matrix,
     p_across,
     p_along,
+    p_matrix,
     s_across,
     s_along,
-    x_matrix,
-    p_matrix,
     s_matrix,
     num_tiles,
     HARDWARE: tl.constexpr,
@@ -385,6 +377,5 @@ def dequantize(
         elif KIND == "nvfp4":
             scale = _from_e4m3(scale, HARDWARE) * _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
     out_ptr += (matrix * num_rows + row0) * num_columns
-    tl.store(
-        out_ptr + (row - row0) * num_columns + column, (value * scale).to(out_ptr.dtype.element_ty), mask=is_inside
-    )
+    result = (value * scale).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (row - row0) * num_columns + column, result, mask=is_inside)

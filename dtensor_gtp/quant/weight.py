@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .base import Recipe
 from .compute import choose_path
 from .float8_gemms import Float8GEMMs
 from .planes import Direction, Quantized
+from .recipes import Recipe
 
 
 def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
