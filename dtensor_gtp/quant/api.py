@@ -7,18 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import cast
-from .master import dense_of, hook, in_place_of, with_recipe
+from .master import dense_of, in_place_of, with_recipe
 from .native import NativeWeight
-from .native_parts import PLANE_NAMES, NativeInfo, groups_of, native_planes, quantize_parts
-from .native_state import hook_native, unhook_native
+from .native_parts import NativeInfo, groups_of, native_planes, quantize_parts, quantized_of
 from .placement import check_slices
-from .planes import Quantized
 from .recipes import Recipe, resolve_recipe
+from .state_dict import hook_state_dict
 
 
 def quantize_(
@@ -71,25 +69,26 @@ def quantize_(
         raise TypeError(f"quantize_ expects an nn.Module, but got {type(module).__name__}: {module!r}.")
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"quantize_ expects a callable as filter_fn, but got {filter_fn!r}.")
-    recipes = (
+    recipes: Any = (
         {name: resolve_recipe(value) for name, value in recipe.items()}
         if isinstance(recipe, Mapping)
         else resolve_recipe(recipe)
     )
-    storages = _storages(storage)
+    for value in storage.values() if isinstance(storage, Mapping) else (storage,):
+        if value not in ("master", "native"):
+            raise ValueError(f"quantize_ expects storage 'master' or 'native', but got {value!r}.")
     chosen: dict[nn.Parameter, _Choice] = {}
     matched: set[str] = set()
     sharded = [f"{name}." if name else "" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     for name, submodule in module.named_modules():
-        weight = _candidate(submodule, name, filter_fn)
-        found = recipes if isinstance(recipes, Recipe) else recipes.get(name)
+        weight, found = _candidate(submodule, name, filter_fn), _at(recipes, name, None)
         if weight is None or found is None:
             continue
         is_sharded = any(f"{name}.".startswith(prefix) for prefix in sharded)
         _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)
         matched.add(name)
-        choice = chosen.setdefault(weight, _Choice(f"{name}.weight" if name else "weight", found, storages(name)))
-        if (choice.recipe, choice.storage) != (found, storages(name)):
+        choice = _Choice(f"{name}.weight" if name else "weight", found, _at(storage, name, "master"))
+        if chosen.setdefault(weight, choice)[1:] != choice[1:]:
             raise ValueError(f"quantize_ expects one recipe for the tied weight of '{name}', but got several.")
     for names in (recipes, storage):
         if isinstance(names, Mapping) and (missing := names.keys() - matched):
@@ -101,6 +100,11 @@ def quantize_(
         raise ValueError(f"quantize_ found no weight to quantize in {type(module).__name__}. Check filter_fn.")
     _replace(module, chosen)
     return module
+
+
+def _at(values: Any, name: str, default: Any) -> Any:
+    """What a mapping has for a name; anything else is for all names."""
+    return values.get(name, default) if isinstance(values, Mapping) else values
 
 
 def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str], bool] | None) -> nn.Parameter | None:
@@ -145,77 +149,35 @@ class _Choice(NamedTuple):
     storage: str
 
 
-def _storages(storage: Any) -> Callable[[str], str]:
-    """The storage for each name of a module.
-
-    Raises:
-        ValueError: There is no such storage.
-    """
-    for value in storage.values() if isinstance(storage, Mapping) else (storage,):
-        if value not in ("master", "native"):
-            raise ValueError(f"quantize_ expects storage 'master' or 'native', but got {value!r}.")
-    return (lambda name: storage.get(name, "master")) if isinstance(storage, Mapping) else (lambda name: storage)
-
-
 def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
-    native = {choice.name: param for param, choice in chosen.items() if choice.storage == "native"}
-    for name, param in native.items():
-        if isinstance(param, DTensor):
-            check_slices("quantize_", name, param, chosen[param].recipe, is_native=True)
-    made = to_native(native, {name: chosen[param].recipe for name, param in native.items()})
-    new = {
-        param: made[choice.name] if choice.storage == "native" else with_recipe(param, choice.recipe)
-        for param, choice in chosen.items()
-    }
+    new = _to_native({param: choice for param, choice in chosen.items() if choice.storage == "native"})
+    for param, choice in chosen.items():
+        if choice.storage == "master":
+            new[param] = with_recipe(param, choice.recipe)
     for submodule in list(module.modules()):
-        for name, registered in submodule._parameters.items():
-            if registered is None or registered not in new:
-                continue
-            submodule._parameters[name] = new[registered]
-            choice = chosen[registered]
-            if choice.storage == "native":
-                hook_native(submodule, name, choice.recipe)
-            else:
-                unhook_native(submodule, name)
-                hook(submodule, name, choice.recipe)
+        for name, old in submodule._parameters.items():
+            if old is not None and old in new:
+                submodule._parameters[name] = new[old]
+                choice = chosen[old]
+                hook_state_dict(submodule, name, choice.recipe, is_native=choice.storage == "native")
 
 
-def blank_native(values: Tensor, shape: torch.Size, info: NativeInfo) -> NativeWeight:
-    """A native weight without values, for one on the meta device.
-
-    Args:
-        values: Of its dtype and device.
-        shape: Of this part.
-    """
-    specs = native_planes(info.recipe)
-    stored = {n: torch.empty(s.shape(shape), dtype=s.dtype, device=values.device) for n, s in specs.items()}
-    if "amax" in stored:  # one for each matrix
-        stored["amax"] = torch.empty((*shape[:-2], 1, 1), dtype=torch.float32, device=values.device)
-    planes = tuple(stored[name] for name in PLANE_NAMES if name in stored)
-    return NativeWeight(Quantized(planes, stored.get("amax")), shape, values.dtype, info)
-
-
-def to_native(params: dict[str, nn.Parameter], recipes: dict[str, Recipe]) -> dict[str, nn.Parameter]:
-    """Native parameters with the values of ``params``, in the same places.
-
-    Args:
-        params: By name.
-        recipes: By the same names.
-    """
-    infos = {
-        name: NativeInfo(recipes[name], name, torch.Size(param.shape), groups_of(param, recipes[name]))
-        for name, param in params.items()
-    }
-    values = {name: dense_of(param).detach() for name, param in params.items()}
-    real = [name for name, value in values.items() if not value.is_meta]
-    quantized = dict(
-        zip(real, quantize_parts([values[name] for name in real], [infos[name] for name in real]), strict=True)
-    )
+def _to_native(chosen: dict[nn.Parameter, _Choice]) -> dict[nn.Parameter, nn.Parameter]:
+    """Native parameters with the values of others, in the same places; without values on the meta device."""
+    infos, values = {}, {}
+    for param, (name, recipe, _) in chosen.items():
+        if isinstance(param, DTensor):
+            check_slices("quantize_", name, param, recipe, is_native=True)
+        infos[param] = NativeInfo(recipe, name, torch.Size(param.shape), groups_of(param, recipe))
+        values[param] = dense_of(param).detach()
+    real = [param for param in chosen if not values[param].is_meta]
+    parts = quantize_parts([values[param] for param in real], [infos[param] for param in real])
+    quantized = dict(zip(real, parts, strict=True))
     new = {}
-    for name, param in params.items():
-        value, info = values[name], infos[name]
-        local = blank_native(value, value.shape, info)
-        if name in quantized:
-            local = NativeWeight(quantized[name], value.shape, value.dtype, info)
-        new[name] = in_place_of(param, local)
+    for param, value in values.items():
+        if value.is_meta:
+            specs = native_planes(infos[param].recipe)
+            empty = {n: torch.empty(s.shape(value.shape), dtype=s.dtype, device="meta") for n, s in specs.items()}
+            quantized[param] = quantized_of(empty)
+        new[param] = in_place_of(param, NativeWeight(quantized[param], value.shape, value.dtype, infos[param]))
     return new

@@ -1,14 +1,8 @@
-"""What native storage keeps of a weight, and how parts of weights are quantized to it.
-
-[Note: native blocks]
-Rowwise data alone ask less of a shard than a recipe with two directions: its rows may be cut anywhere where a block is
-one row high, as those of mxfp8 and nvfp4 are.
-"""
+"""What native storage keeps of a weight, and how parts of weights are quantized to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import lcm
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +15,7 @@ from .planes import Direction, PlaneSpec, Quantized
 from .recipes import Recipe
 
 PLANE_NAMES = ("elements", "scales")
-
-
+STORED_NAMES = (*PLANE_NAMES, "amax")
 _AMAX = PlaneSpec(torch.float32, None, None)  # one for each matrix
 
 
@@ -42,21 +35,20 @@ class NativeInfo(NamedTuple):
     groups: tuple[str, ...] | None = ()
 
 
-def stores_amax(recipe: Recipe) -> bool:
-    """Whether the data mean nothing without the largest magnitude of the whole weight."""
+def _stores_amax(recipe: Recipe) -> bool:
+    """Whether dequantizing takes the largest magnitude of the whole weight."""
     return -2 in recipe.amax_dims
 
 
 def native_planes(recipe: Recipe) -> dict[str, PlaneSpec]:
     """What is stored of a weight, by name."""
-    planes = dict(zip(PLANE_NAMES, recipe.planes(Direction.ROWWISE), strict=False))
-    return planes | {"amax": _AMAX} if stores_amax(recipe) else planes
+    planes = dict(zip(PLANE_NAMES, recipe.rowwise, strict=False))
+    return planes | {"amax": _AMAX} if _stores_amax(recipe) else planes
 
 
-def native_block_of(recipe: Recipe, dim: int, block_size: int = 1) -> int:
-    """As ``Recipe.block_of``, for rowwise data alone. See [Note: native blocks]."""
-    steps = [spec.step(dim) or 1 for spec in recipe.planes(Direction.ROWWISE)]
-    return lcm(block_size, *steps)
+def quantized_of(stored: Mapping[str, Tensor]) -> Quantized:
+    """What the tensors of a native weight are, given by name."""
+    return Quantized(tuple(stored[name] for name in PLANE_NAMES if name in stored), stored.get("amax"))
 
 
 def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
@@ -69,10 +61,9 @@ def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> lis
     Raises:
         NotImplementedError: A statistic over the whole weight is needed, and it is not known which ranks hold it.
     """
-    maxima: list[Tensor | None] = []
+    maxima = [info.recipe.amax(value) for value, info in zip(values, infos, strict=True)]
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
-    for value, info in zip(values, infos, strict=True):
-        amax = info.recipe.amax(value)
+    for amax, info in zip(maxima, infos, strict=True):
         if amax is not None and info.groups is None:
             raise NotImplementedError(
                 f"Native parameter '{info.name}' of shape {tuple(info.whole)} cannot be written by copy_ under "
@@ -81,20 +72,22 @@ def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> lis
             )
         if amax is not None and info.groups:
             by_groups.setdefault(info.groups, []).append(amax)
-        maxima.append(amax)
     for names, members in by_groups.items():
-        agree(members, names)
-    return [_rowwise(info.recipe, value, amax) for value, info, amax in zip(values, infos, maxima, strict=True)]
+        _all_reduce_max(members, names)
+    results = []
+    for value, info, amax in zip(values, infos, maxima, strict=True):
+        quantized = info.recipe.quantize(value, Direction.ROWWISE, amax)
+        results.append(quantized if _stores_amax(info.recipe) else Quantized(quantized.planes, None))
+    return results
 
 
-def _rowwise(recipe: Recipe, values: Tensor, amax: Tensor | None) -> Quantized:
-    quantized = recipe.quantize(values, Direction.ROWWISE, amax)
-    return quantized if stores_amax(recipe) else Quantized(quantized.planes, None)
+def _all_reduce_max(maxima: Sequence[Tensor], groups: Sequence[str]) -> None:
+    """Replace magnitudes by their maximum over all ranks, in place, on the current stream.
 
-
-def agree(maxima: Sequence[Tensor], groups: Sequence[str]) -> None:
-    """Replace magnitudes by their maximum over all ranks, in place, on the current stream. As integers: for floats that
-    are not negative the order is the same, but a NaN is the largest of all."""
+    [Note: magnitudes as integers]
+    For floats that are not negative the order of the integers with the same bits is the same, but a NaN is the largest.
+    A maximum of floats may lose a NaN.
+    """
     flat = torch.cat([amax.reshape(-1) for amax in maxima])
     for name in groups:
         dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=compat.resolve_group(name))

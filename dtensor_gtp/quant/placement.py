@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -12,7 +10,6 @@ from .. import _torch_compat as compat
 from ..placement import GTPShard
 from .compute import check_forced
 from .native import native_of
-from .native_parts import native_block_of
 from .recipes import Recipe
 
 
@@ -21,8 +18,7 @@ def place_quantized(
 ) -> GTPShard:
     """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the recipe.
 
-    A weight with a recipe is sharded however small it is: what stays whole is not gathered, so nothing would be
-    quantized.
+    A weight with a recipe is sharded however small it is: a whole weight is not gathered, so it would not be quantized.
 
     Args:
         device, dtype: Where and in which dtype a layer computes with the weight.
@@ -38,24 +34,24 @@ def place_quantized(
             f"the recipe {recipe}, but shard_placement_fn returned {asked!r}. Leave it out of quantize_, or return "
             "None or a GTPShard for it."
         )
+    is_native = native_of(param) is not None
     if isinstance(param, DTensor):
-        check_slices("gtp_shard", fqn, param, recipe, is_native=native_of(param) is not None)
+        check_slices("gtp_shard", fqn, param, recipe, is_native=is_native)
     dim = getattr(asked, "dim", 0)
-    block_of = recipe.block_of if native_of(param) is None else partial(native_block_of, recipe)
-    return GTPShard(dim, block_size=block_of(dim - param.ndim, getattr(asked, "block_size", 1)))
+    block_size = recipe.block_of(dim - param.ndim, getattr(asked, "block_size", 1), is_native=is_native)
+    return GTPShard(dim, block_size=block_size)
 
 
 def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_native: bool) -> None:
     """Raises:
     ValueError: Tensor parallelism cuts the blocks of a weight.
     """
-    block_of = partial(native_block_of, recipe) if is_native else recipe.block_of
     shape = list(param.shape)
     for axis, placement in enumerate(param.placements):
         dim = getattr(placement, "dim", None)
         if dim is None:
             continue
-        mesh, block = param.device_mesh, block_of(dim - param.ndim)
+        mesh, block = param.device_mesh, recipe.block_of(dim - param.ndim, is_native=is_native)
         size, rows = mesh.size(axis), -(-shape[dim] // mesh.size(axis))
         if rows < shape[dim] and rows % block:
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)

@@ -87,8 +87,8 @@ class Casts:
         """The values of a cast, in ``dtype``.
 
         Args:
-            quantized: Elements alone, of :meth:`cast_matrix` in e4m3, whose scale follows from ``amax``; elements and
-                scales; or what :meth:`cast_nvfp4` has made, with ``amax``.
+            quantized: e4m3 elements alone, whose scale follows from ``amax``, as by :meth:`cast_matrix`; e4m3 elements
+                and scales; or pairs of e2m1 (uint8), scales and ``amax``, as by :meth:`cast_nvfp4`.
             block: Rows and columns that share a scale; ``(1, 0)`` for whole rows.
             shape: Of the weight.
         """
@@ -98,9 +98,10 @@ class Casts:
             assert amax is not None
             return (data.to(torch.float32) * cast.e4m3_scale(amax)).to(dtype)
         (scale,) = scales
-        if amax is None:
+        if data.dtype != torch.uint8:
             wide = cast.e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale
             return (data.to(torch.float32) * cast.spread(wide, block, data.shape)).to(dtype)
+        assert amax is not None
         elements = cast.from_e2m1(cast.unpack_nibbles(data, -1 if block[0] == 1 else -2))
         spread = cast.spread(scale.to(torch.float32) * cast.nvfp4_tensor_scale(amax), block, elements.shape)
         return (elements * spread)[..., : shape[-2], : shape[-1]].to(dtype)

@@ -224,13 +224,13 @@ class TritonCasts(Casts):
         num_rows, num_columns = shape[-2:]
         rows, columns = (16, 256) if num_columns > 64 else (64, 64)
         with _on(data):
-            data = data.contiguous().view(torch.uint8)
             if scale is None:
                 kind = "amax"
-            elif amax is not None:
+            elif data.dtype == torch.uint8:
                 kind, packed = "nvfp4", 2 if block[0] == 1 else 1
             elif scale.dtype == torch.float8_e8m0fnu:
                 kind = "e8m0"
+            data = data.contiguous().view(torch.uint8)
             if scale is not None:
                 scale = scale.contiguous().view(torch.uint8 if scale.itemsize == 1 else scale.dtype)
             result = torch.empty(shape, dtype=dtype, device=data.device)
