@@ -54,7 +54,7 @@ def make_param(
     spec = compat.make_spec(spec_mesh, (*placements, decision.placement), old.shape, old.dtype)
     if isinstance(shard, NativeWeight):
         assert recipe is not None
-        shard = shard.like(info=shard.info._replace(groups=recipe_groups(spec, recipe)))
+        shard = shard.like(groups=recipe_groups(spec, recipe))
     new = nn.Parameter(compat.wrap_local(shard, spec), requires_grad=old.requires_grad)
     structural = old.detach().__dict__  # what a tensor subclass needs for itself, its data among it
     for key, value in old.__dict__.items():

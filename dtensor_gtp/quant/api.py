@@ -168,8 +168,8 @@ def _to_native(chosen: dict[nn.Parameter, _Choice]) -> dict[nn.Parameter, nn.Par
     for param, (name, recipe, _) in chosen.items():
         if isinstance(param, DTensor):
             check_slices("quantize_", name, param, recipe, is_native=True)
-        infos[param] = NativeInfo(recipe, name, torch.Size(param.shape), groups_of(param, recipe))
         values[param] = dense_of(param).detach()
+        infos[param] = NativeInfo(recipe, name, torch.Size(param.shape), values[param].shape, groups_of(param, recipe))
     real = [param for param in chosen if not values[param].is_meta]
     parts = quantize_parts([values[param] for param in real], [infos[param] for param in real])
     quantized = dict(zip(real, parts, strict=True))

@@ -13,10 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
 from .planes import Direction, Quantized
@@ -46,12 +44,7 @@ class StoredWeight(WeightWithRecipe):
         raise NotImplementedError
 
     def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
         """Called by ``fully_shard``: the quantized bytes of this shard.
 
@@ -171,9 +164,7 @@ class GatheredWeight(WeightWithRecipe):
         return Quantized(tuple(planes), info.amax)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default):
             return GatheredWeight(args[0].slots, args[0].info, args[0].dtype)
         args, kwargs = compat.tree_map_only(

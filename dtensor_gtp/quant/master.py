@@ -63,9 +63,7 @@ class MasterWeight(StoredWeight):
         return amax
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         recipes: list[Recipe] = []
 
         def unwrap(tensor: MasterWeight) -> Tensor:

@@ -31,31 +31,20 @@ class NativeWeight(StoredWeight):
         quantized: Rowwise planes, and the statistic if the recipe needs it to dequantize.
         shape: Of the weight or the part of it.
         dtype: Of what it stands for: that of its dequantized values and of its gradient.
-        info: Its format, its name, and the weight it is a part of.
-        matrix: Shape that the planes describe, if this tensor is a view of another shape.
     """
 
     is_native = True
     # stored_* are what __tensor_flatten__ names.
-    __slots__ = ("info", "is_blank", "matrix", "quantized", *(f"stored_{name}" for name in STORED_NAMES))
+    __slots__ = ("info", "is_blank", "quantized", *(f"stored_{name}" for name in STORED_NAMES))
     quantized: Quantized  # shares memory
     info: NativeInfo
-    matrix: torch.Size
     is_blank: bool  # zeros that fully_shard fills: a part of them may end within a block
 
     @staticmethod
-    def __new__(
-        cls,
-        quantized: Quantized,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        info: NativeInfo,
-        matrix: torch.Size | None = None,
-    ) -> NativeWeight:
+    def __new__(cls, quantized: Quantized, shape: torch.Size, dtype: torch.dtype, info: NativeInfo) -> NativeWeight:
         device, strides = quantized.planes[0].device, torch.empty(shape, device="meta").stride()
         result = compat.make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         result.quantized, result.info, result.recipe, result.is_blank = quantized, info, info.recipe, False
-        result.matrix = torch.Size(shape if matrix is None else matrix)
         for name, tensor in result.stored.items():
             setattr(result, f"stored_{name}", tensor)
         return result  # type: ignore[no-any-return]
@@ -63,15 +52,13 @@ class NativeWeight(StoredWeight):
     def like(
         self,
         quantized: Quantized | None = None,
-        *,
         shape: torch.Size | None = None,
-        matrix: torch.Size | None = None,
         dtype: torch.dtype | None = None,
-        info: NativeInfo | None = None,
+        **changes: Any,
     ) -> NativeWeight:
-        """The same weight, but for what is given."""
-        quantized, shape, matrix = quantized or self.quantized, shape or self.shape, matrix or self.matrix
-        return NativeWeight(quantized, shape, dtype or self.dtype, info or self.info, matrix)
+        """The same weight, but for what is given; ``changes`` are fields of its info."""
+        info = self.info._replace(**changes) if changes else self.info
+        return NativeWeight(quantized or self.quantized, shape or self.shape, dtype or self.dtype, info)
 
     @property
     def stored(self) -> dict[str, Tensor]:
@@ -89,7 +76,7 @@ class NativeWeight(StoredWeight):
 
     def dequantized_to(self, dtype: torch.dtype) -> Tensor:
         """The values, computed in float32 and rounded once to ``dtype``."""
-        values = self.recipe.dequantize(self.quantized, self.matrix, Direction.ROWWISE, dtype)
+        values = self.recipe.dequantize(self.quantized, self.info.matrix, Direction.ROWWISE, dtype)
         # torch 2.11 gathers contiguous tensors only, and the cast may have cut off padding.
         return values.contiguous().view(self.shape)
 
@@ -113,7 +100,7 @@ class NativeWeight(StoredWeight):
     def narrowed(self, dim: int, start: int, length: int) -> NativeWeight | None:
         """A part that shares memory; None if it does not consist of whole blocks."""
         dim %= self.ndim
-        if self.shape != self.matrix:
+        if self.shape != self.info.matrix:
             return None
         start = start if length else 0
         specs, stored = native_planes(self.recipe), {}
@@ -129,13 +116,11 @@ class NativeWeight(StoredWeight):
             stored[name] = tensor.narrow(dim, begin, specs[name].size(dim - self.ndim, length))
         shape = torch.Size(length if d == dim else size for d, size in enumerate(self.shape))
         is_cut = length != self.shape[dim] and dim - self.ndim in self.recipe.amax_dims
-        info = self.info._replace(groups=None) if is_cut else self.info
-        return self.like(quantized_of(stored), shape=shape, matrix=shape, info=info)
+        groups = None if is_cut else self.info.groups
+        return self.like(quantized_of(stored), shape, matrix=shape, groups=groups)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], NativeWeight):
@@ -145,20 +130,19 @@ class NativeWeight(StoredWeight):
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [f"stored_{name}" for name in self.stored], (self.info, self.matrix, self.dtype)
+        return [f"stored_{name}" for name in self.stored], (self.info, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> NativeWeight:
-        info, matrix, dtype = context
+        info, dtype = context
         stored = {name.removeprefix("stored_"): tensor for name, tensor in inner.items()}
-        return NativeWeight(quantized_of(stored), matrix, dtype, info)
+        return NativeWeight(quantized_of(stored), info.matrix, dtype, info)
 
     @classmethod
     def __metadata_guard__(cls, traced: Any, other: Any) -> bool:
         """Whether compiled code of one weight serves another. Names and groups do not count, so layers of one shape
         share one graph."""
-        (info, *rest), (other_info, *other_rest) = traced, other
-        return (info.recipe, info.whole, rest) == (other_info.recipe, other_info.whole, other_rest)
+        return traced[0]._replace(name="", groups=()) == other[0]._replace(name="", groups=()) and traced[1] == other[1]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"NativeWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"
@@ -228,7 +212,7 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
         return _high_precision(func, args, kwargs)
     specs, device = native_planes(weight.recipe), kwargs.get("device")
     stored = {name: weight.stored[name].new_zeros(spec.shape(shape), device=device) for name, spec in specs.items()}
-    result = weight.like(quantized_of(stored), shape=shape, matrix=shape)
+    result = weight.like(quantized_of(stored), shape, matrix=shape)
     result.is_blank = True
     return result
 
@@ -243,14 +227,14 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[:2]
     values = source
     if isinstance(source, NativeWeight):
-        alike = (source.recipe.name, source.matrix, source.shape) == (target.recipe.name, target.matrix, target.shape)
-        if alike:
+        is_same_matrix = (source.info.matrix, source.shape) == (target.info.matrix, target.shape)
+        if is_same_matrix and source.recipe.name == target.recipe.name:
             target.write(source.quantized)
             return target
         values = source.dequantized_to(torch.float32)
-    if target.shape != target.matrix or target.is_meta:
+    if target.shape != target.info.matrix or target.is_meta:
         raise NotImplementedError(
-            f"Native parameter '{target.info.name}' of shape {tuple(target.matrix)} cannot be written through a view "
+            f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be written through a view "
             f"of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
         )
     values = values.to(target.device).expand(target.shape)

@@ -26,12 +26,14 @@ class NativeInfo(NamedTuple):
         recipe: The format.
         name: Of the parameter, for messages.
         whole: Shape of the weight of which this may be a part.
+        matrix: Shape that the planes describe; a view of the native weight may have another.
         groups: Names of the process groups over which a statistic of the whole weight runs; None if not known.
     """
 
     recipe: Recipe
     name: str
     whole: torch.Size
+    matrix: torch.Size
     groups: tuple[str, ...] | None = ()
 
 

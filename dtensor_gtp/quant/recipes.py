@@ -152,7 +152,7 @@ class _Float8Recipe(Recipe):
 
     high_precision_wgrad: bool = field(default=False, kw_only=True)
 
-    has_gemms: ClassVar[bool] = True
+    has_gemms = True
     gemms_class: ClassVar[type[Float8GEMMs]]
 
     def gemms(self, *, on_hardware: bool) -> Float8GEMMs:
@@ -171,9 +171,9 @@ class Float8Blockwise(_Float8Recipe):
             in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
     """
 
-    name: ClassVar[str] = "float8_blockwise"
-    rowwise: ClassVar[tuple[PlaneSpec, ...]] = (_E4M3, PlaneSpec(torch.float32, 128, 128))
-    gemms_class: ClassVar[type[Float8GEMMs]] = BlockwiseGEMMs
+    name = "float8_blockwise"
+    rowwise = (_E4M3, PlaneSpec(torch.float32, 128, 128))
+    gemms_class = BlockwiseGEMMs
 
     def is_capable(self, capability: tuple[int, int]) -> bool:
         return capability[0] == 9
@@ -194,10 +194,10 @@ class Float8Rowwise(_Float8Recipe):
 
     high_precision_wgrad: bool = field(default=True, kw_only=True)
 
-    name: ClassVar[str] = "float8_rowwise"
-    rowwise: ClassVar[tuple[PlaneSpec, ...]] = (_E4M3, PlaneSpec(torch.float32, 1, None))
-    amax_dims: ClassVar[tuple[int, ...]] = (-1,)
-    gemms_class: ClassVar[type[Float8GEMMs]] = RowwiseGEMMs
+    name = "float8_rowwise"
+    rowwise = (_E4M3, PlaneSpec(torch.float32, 1, None))
+    amax_dims = (-1,)
+    gemms_class = RowwiseGEMMs
 
     def grouped_gemms(self, *, on_hardware: bool) -> GroupedRowwiseGEMMs:
         return GroupedRowwiseGEMMs(True, on_hardware)
@@ -215,10 +215,10 @@ class Float8Tensorwise(_Float8Recipe):
             in torchao's recipe ``tensorwise``.
     """
 
-    name: ClassVar[str] = "float8_tensorwise"
-    rowwise: ClassVar[tuple[PlaneSpec, ...]] = (_E4M3,)
-    amax_dims: ClassVar[tuple[int, ...]] = (-2, -1)
-    gemms_class: ClassVar[type[Float8GEMMs]] = TensorwiseGEMMs
+    name = "float8_tensorwise"
+    rowwise = (_E4M3,)
+    amax_dims = (-2, -1)
+    gemms_class = TensorwiseGEMMs
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
@@ -240,9 +240,9 @@ class MXFP8(Recipe):
 
     scale_rounding: str = "rceil"
 
-    name: ClassVar[str] = "mxfp8"
-    rowwise: ClassVar[tuple[PlaneSpec, ...]] = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 1, 32))
-    columnwise: ClassVar[tuple[PlaneSpec, ...]] = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 32, 1))
+    name = "mxfp8"
+    rowwise = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 1, 32))
+    columnwise = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 32, 1))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,16 +258,10 @@ class MXFP8(Recipe):
 class NVFP4(Recipe):
     """4-bit elements, scales in two levels."""
 
-    name: ClassVar[str] = "nvfp4"
-    rowwise: ClassVar[tuple[PlaneSpec, ...]] = (
-        PlaneSpec(torch.uint8, 1, 16, packed=8),
-        PlaneSpec(torch.float8_e4m3fn, 1, 16),
-    )
-    columnwise: ClassVar[tuple[PlaneSpec, ...]] = (
-        PlaneSpec(torch.uint8, 16, 1, packed=8),
-        PlaneSpec(torch.float8_e4m3fn, 16, 1),
-    )
-    amax_dims: ClassVar[tuple[int, ...]] = (-2, -1)
+    name = "nvfp4"
+    rowwise = (PlaneSpec(torch.uint8, 1, 16, packed=8), PlaneSpec(torch.float8_e4m3fn, 1, 16))
+    columnwise = (PlaneSpec(torch.uint8, 16, 1, packed=8), PlaneSpec(torch.float8_e4m3fn, 16, 1))
+    amax_dims = (-2, -1)
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax

@@ -59,8 +59,9 @@ class StateDictHooks:
         """
         param, key, errors = module._parameters.get(self.name), prefix + self.name, args[-1]
         native = native_of(param)
-        if param is None or native is None:
+        if native is None:
             return
+        assert param is not None
         found = _take_planes(state_dict, key)
         weight = state_dict.get(key)
         if weight is param:

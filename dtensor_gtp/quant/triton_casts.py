@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -36,9 +36,7 @@ class TritonCasts(Casts):
         weight = weight.contiguous()
         with _on(weight):
             if dims == (-1,):
-                amax = weight.new_empty((*weight.shape[:-1], 1), dtype=torch.float32)
-                self._rows(weight, None, None, amax, None, None)
-                return amax
+                return self._rows(weight, None, None, None, None)
             parts = _partial_amax(weight)
             amax = weight.new_empty((*weight.shape[:-2], 1, 1), dtype=torch.float32)
             num_matrices = amax.numel()
@@ -89,48 +87,44 @@ class TritonCasts(Casts):
         matrix = matrix.contiguous()
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
-            scale = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
-            self._rows(matrix, factor, group, amax, data, scale)
+            scale = self._rows(matrix, factor, group, amax, data)
         return data.view(torch.float8_e4m3fn), scale
 
     def _rows(
-        self,
-        matrix: Tensor,
-        factor: Tensor | None,
-        group: Tensor | None,
-        amax: Tensor | None,
-        data: Tensor | None,
-        scale: Tensor | None,
-    ) -> None:
-        """The kernel of rows; without ``data`` it fills ``amax``."""
-        num_columns = matrix.shape[-1]
+        self, matrix: Tensor, factor: Tensor | None, group: Tensor | None, amax: Tensor | None, data: Tensor | None
+    ) -> Tensor:
+        """The kernel of rows: it fills ``data``, and the result is scales. Without ``data`` it is magnitudes."""
+        num_columns, is_cast = matrix.shape[-1], data is not None
         num_rows = matrix.numel() // num_columns
         block = min(triton.next_power_of_2(num_columns), _LONGEST_ROW)
         rows = max(_BLOCK // block, 1)
+        result = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
+        known = amax if is_cast else result
         kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
             matrix,
             None if factor is None else factor.contiguous(),
             None if group is None else group.contiguous(),
-            None if amax is None else _as_bits(amax),
+            None if known is None else _as_bits(known),
             data,
-            scale,
+            result if is_cast else None,
             num_rows,
             num_columns,
             HAS_FACTOR=factor is not None,
             HAS_GROUP=group is not None,
-            HAS_AMAX=data is not None and amax is not None,
-            CAST=data is not None,
+            HAS_AMAX=amax is not None,
+            CAST=is_cast,
             IS_SINGLE=num_columns <= block,
             HARDWARE=self._has_float8,
             ROWS=rows,
             BLOCK=block,
             num_warps=rows * block // 1024,
         )
+        return result
 
     def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         matrix = matrix.contiguous()
         if block[0] == 1:
-            return self._blocks(matrix, matrix.shape[-1], -1, block[1], torch.float32)
+            return self._blocks(matrix, matrix.shape[-1], -1, block[1])
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
             num_blocks = [cast.num_blocks(size, block[0]) for size in matrix.shape[-2:]]
@@ -142,12 +136,11 @@ class TritonCasts(Casts):
 
     def cast_blocks_turned(self, matrix: Tensor, block: tuple[int, int], multiple: int) -> tuple[Tensor, Tensor]:
         padded = triton.cdiv(matrix.shape[-2], multiple) * multiple
-        return self._blocks(matrix.contiguous(), padded, -2, block[1], torch.float32, is_turned=True)
+        return self._blocks(matrix.contiguous(), padded, -2, block[1], is_turned=True)
 
     def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
         matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
-        is_ceil, dtype = rounding == "rceil", torch.float8_e8m0fnu
-        return self._blocks(matrix, matrix.shape[along], along, max(block), dtype, is_ceil=is_ceil)
+        return self._blocks(matrix, matrix.shape[along], along, max(block), is_e8m0=True, is_ceil=rounding == "rceil")
 
     def _blocks(
         self,
@@ -155,9 +148,9 @@ class TritonCasts(Casts):
         padded: int,
         along: int,
         size: int,
-        scale_dtype: torch.dtype,
         *,
         is_turned: bool = False,
+        is_e8m0: bool = False,
         is_ceil: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The kernel of blocks along dim ``along`` of a row-major matrix, or of its transpose (``is_turned``).
@@ -166,70 +159,68 @@ class TritonCasts(Casts):
         """
         num_lines, num_blocks = matrix.shape[-3 - along], cast.num_blocks(padded, size)
         written = -1 if is_turned else along  # the dim of the results along which the blocks lie
-        is_e8m0 = scale_dtype == torch.float8_e8m0fnu
-        tile = _tile(matrix.stride(along), size, num_lines, num_blocks)
         with _on(matrix):
             data = _empty(matrix, num_lines, padded, written, torch.uint8)
             if is_e8m0:
                 scale = _empty(matrix, num_lines, num_blocks, written, torch.uint8)
             else:  # one column after the other, as the GEMM wants the scales of its operands
                 scale = _empty(matrix, num_lines, num_blocks, -2, torch.float32).mT
-            kernels.cast_blocks[(prod(matrix.shape[:-2]) * tile.num_tiles,)](
-                matrix,
-                data,
-                scale,
-                num_lines,
-                matrix.shape[along],
-                padded,
-                *_strides(matrix, along),
-                *_strides(data, written),
-                *_strides(scale, written),
-                tile.num_tiles,
-                E8M0=is_e8m0,
-                CEIL=is_ceil,
-                HARDWARE=self._has_float8,
-                ACROSS=tile.lines,
-                BLOCKS=tile.blocks,
-                SIZE=size,
-            )
-        return data.view(torch.float8_e4m3fn), scale.view(scale_dtype)
+            sizes, options = (num_lines, matrix.shape[along], padded), {"E8M0": is_e8m0, "CEIL": is_ceil, "SIZE": size}
+            self._launch(kernels.cast_blocks, (matrix, data, scale), sizes, along, written, size, options)
+        return data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu) if is_e8m0 else scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
         matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
-        num_lines, num_blocks = matrix.shape[-3 - along], cast.num_blocks(matrix.shape[along], 16)
-        tile = _tile(matrix.stride(along), 16, num_lines, num_blocks)
+        sizes = num_lines, num_along = matrix.shape[-3 - along], matrix.shape[along]
+        num_blocks = cast.num_blocks(num_along, 16)
         with _on(matrix):
             packed = _empty(matrix, num_lines, num_blocks * 8, along, torch.uint8)
             scale = _empty(matrix, num_lines, num_blocks, along, torch.uint8)
-            kernels.cast_nvfp4[(prod(matrix.shape[:-2]) * tile.num_tiles,)](
-                matrix,
-                _as_bits(amax),
-                packed,
-                scale,
-                num_lines,
-                matrix.shape[along],
-                *_strides(matrix, along),
-                *_strides(packed, along),
-                *_strides(scale, along),
-                tile.num_tiles,
-                HARDWARE=self._has_float8,
-                ACROSS=tile.lines,
-                BLOCKS=tile.blocks,
-            )
+            tensors = matrix, _as_bits(amax), packed, scale
+            self._launch(kernels.cast_nvfp4, tensors, sizes, along, along, 16, {})
         return packed, scale.view(torch.float8_e4m3fn)
+
+    def _launch(
+        self,
+        kernel: Any,
+        tensors: tuple[Tensor, ...],
+        sizes: tuple[int, ...],
+        along: int,
+        written: int,
+        size: int,
+        options: dict[str, Any],
+    ) -> None:
+        """A kernel of blocks of ``size`` elements along dim ``along`` of the first tensor, ``written`` of the last two:
+        elements and scales."""
+        matrix, (data, scale) = tensors[0], tensors[-2:]
+        # Tiles of 4096 or 8192 elements, with 128 of them in a row of memory or 64.
+        is_row = matrix.stride(along) == 1
+        blocks = max((128 if is_row else 64) // size, 1)
+        lines = 4096 // (blocks * size) if is_row else 64
+        num_tiles = triton.cdiv(sizes[0], lines) * triton.cdiv(scale.shape[written], blocks)
+        kernel[(prod(matrix.shape[:-2]) * num_tiles,)](
+            *tensors,
+            *sizes,
+            *_strides(matrix, along),
+            *_strides(data, written),
+            *_strides(scale, written),
+            num_tiles,
+            HARDWARE=self._has_float8,
+            ACROSS=lines,
+            BLOCKS=blocks,
+            **options,
+        )
 
     def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         data, scale = quantized.planes if len(quantized.planes) == 2 else (quantized.planes[0], None)
-        amax, kind, packed = quantized.amax, "float32", 0
+        amax, kind, packed = quantized.amax, "amax", 0
+        if scale is not None and data.dtype == torch.uint8:
+            kind, packed = "nvfp4", 2 if block[0] == 1 else 1
+        elif scale is not None:
+            amax, kind = None, "e8m0" if scale.dtype == torch.float8_e8m0fnu else "float32"
         num_rows, num_columns = shape[-2:]
         rows, columns = (16, 256) if num_columns > 64 else (64, 64)
         with _on(data):
-            if scale is None:
-                kind = "amax"
-            elif data.dtype == torch.uint8:
-                kind, packed = "nvfp4", 2 if block[0] == 1 else 1
-            elif scale.dtype == torch.float8_e8m0fnu:
-                kind = "e8m0"
             data = data.contiguous().view(torch.uint8)
             if scale is not None:
                 scale = scale.contiguous().view(torch.uint8 if scale.itemsize == 1 else scale.dtype)
@@ -317,31 +308,9 @@ def _empty(matrix: Tensor, num_lines: int, num_along: int, along: int, dtype: to
     return torch.empty((*matrix.shape[:-2], *sizes), dtype=dtype, device=matrix.device)
 
 
-class _Strides(NamedTuple):
+def _strides(tensor: Tensor, along: int) -> tuple[int, int, int]:
     """Across and along the blocks, and from matrix to matrix."""
-
-    across: int
-    along: int
-    matrix: int
-
-
-def _strides(tensor: Tensor, along: int) -> _Strides:
-    return _Strides(tensor.stride(-3 - along), tensor.stride(along), tensor.shape[-2] * tensor.shape[-1])
-
-
-class _Tile(NamedTuple):
-    """What one program casts, and how many of them a matrix needs."""
-
-    lines: int
-    blocks: int
-    num_tiles: int
-
-
-def _tile(stride: int, size: int, num_lines: int, num_blocks: int) -> _Tile:
-    """4096 or 8192 elements, with 128 of them in a row of memory or 64; ``stride`` is that along the blocks."""
-    blocks = max((128 if stride == 1 else 64) // size, 1)
-    lines = 4096 // (blocks * size) if stride == 1 else 64
-    return _Tile(lines, blocks, triton.cdiv(num_lines, lines) * triton.cdiv(num_blocks, blocks))
+    return tensor.stride(-3 - along), tensor.stride(along), tensor.shape[-2] * tensor.shape[-1]
 
 
 def _on(matrix: Tensor) -> AbstractContextManager[Any]:
