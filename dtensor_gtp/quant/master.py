@@ -117,6 +117,11 @@ def for_product(weight: Tensor, direction: Direction) -> Tensor:
     return weight.dequantize_for(direction) if isinstance(weight, WeightWithRecipe) else weight
 
 
+def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """``local``, or the DTensor of it that lies as ``tensor`` if that is a DTensor."""
+    return compat.wrap_local(local, compat.dtensor_spec(tensor)) if isinstance(tensor, DTensor) else local
+
+
 def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
     """A parameter with the values of ``param`` and ``recipe``; a DTensor stays one with the same placements."""
     return in_place_of(param, MasterWeight(dense_of(param).detach(), recipe))
@@ -124,9 +129,7 @@ def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
 
 def in_place_of(param: nn.Parameter, local: Tensor) -> nn.Parameter:
     """A parameter of ``local`` (the local part, if ``param`` is a DTensor) that is like ``param`` in all else."""
-    if isinstance(param, DTensor):
-        local = compat.wrap_local(local, compat.dtensor_spec(param))
-    new = nn.Parameter(local, requires_grad=param.requires_grad)
+    new = nn.Parameter(placed_like(param, local), requires_grad=param.requires_grad)
     for key, value in param.__dict__.items():
         if not key.startswith("_"):
             new.__dict__.setdefault(key, value)  # tags that users put on parameters

@@ -22,6 +22,7 @@ from .native_parts import PLANE_NAMES, STORED_NAMES, NativeInfo, native_planes, 
 from .planes import Direction, Quantized
 
 aten = torch.ops.aten
+_Context = tuple[NativeInfo, torch.dtype]
 
 
 class NativeWeight(StoredWeight):
@@ -129,20 +130,21 @@ class NativeWeight(StoredWeight):
         args, kwargs = compat.tree_map_only(NativeWeight, NativeWeight.dense, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], _Context]:
         return [f"stored_{name}" for name in self.stored], (self.info, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> NativeWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: _Context, size: Any, stride: Any) -> NativeWeight:
         info, dtype = context
         stored = {name.removeprefix("stored_"): tensor for name, tensor in inner.items()}
         return NativeWeight(quantized_of(stored), info.matrix, dtype, info)
 
     @classmethod
-    def __metadata_guard__(cls, traced: Any, other: Any) -> bool:
+    def __metadata_guard__(cls, traced: _Context, other: _Context) -> bool:
         """Whether compiled code of one weight serves another. Names and groups do not count, so layers of one shape
         share one graph."""
-        return traced[0]._replace(name="", groups=()) == other[0]._replace(name="", groups=()) and traced[1] == other[1]
+        (info, dtype), (other_info, other_dtype) = traced, other
+        return info._replace(name="", groups=()) == other_info._replace(name="", groups=()) and dtype == other_dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"NativeWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"
@@ -234,8 +236,8 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         values = source.dequantized_to(torch.float32)
     if target.shape != target.info.matrix or target.is_meta:
         raise NotImplementedError(
-            f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be written through a view "
-            f"of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
+            f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be written through a "
+            f"view of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
         )
     values = values.to(target.device).expand(target.shape)
     target.write(quantize_parts([values], [target.info])[0])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
 from ..placement import GTPShard
-from .master import MasterWeight, master_of, recipe_of, with_recipe
+from .master import MasterWeight, placed_like, recipe_of, with_recipe
 from .native import NativeWeight, native_of
 from .native_parts import STORED_NAMES, groups_of, native_planes, quantize_parts, quantized_of
 from .planes import PlaneSpec
@@ -46,10 +46,8 @@ class StateDictHooks:
         value = state_dict.get(key)
         if native_of(module._parameters.get(self.name)) is not None:
             state_dict.pop(key, None)
-        elif isinstance(value, DTensor) and isinstance(compat.local_tensor(value), MasterWeight):
-            state_dict[key] = compat.wrap_local(master_of(compat.local_tensor(value)), compat.dtensor_spec(value))
-        elif isinstance(value, MasterWeight):
-            state_dict[key] = value.master
+        elif isinstance(value, Tensor) and isinstance(local := compat.local_part(value), MasterWeight):
+            state_dict[key] = placed_like(value, local.master)
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make one native value of planes or of a high-precision weight.
@@ -59,21 +57,18 @@ class StateDictHooks:
         """
         param, key, errors = module._parameters.get(self.name), prefix + self.name, args[-1]
         native = native_of(param)
-        if native is None:
+        if param is None or native is None:
             return
-        assert param is not None
-        found = _take_planes(state_dict, key)
-        weight = state_dict.get(key)
-        if weight is param:
-            weight = None
+        found, value = _take_planes(state_dict, key), state_dict.get(key)
+        weight = None if value is param else value
         if found is not None and (weight is None or not _is_own(found[1], native)):
             try:
-                state_dict[key] = _assemble(param, *found)
+                state_dict[key] = _assemble(param, native, *found)
             except ValueError as error:
                 errors.append(str(error))
                 state_dict[key] = param
-        elif weight is not None and _is_alike(weight, param):
-            state_dict[key] = _quantized_like(param, weight)
+        elif weight is not None and _is_alike(weight, param, param.shape):
+            state_dict[key] = _quantized_like(param, native, weight)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Give a plain parameter its recipe again. Parameters that ``gtp_shard`` manages have theirs elsewhere."""
@@ -194,37 +189,35 @@ def _take_planes(state_dict: dict[str, Any], key: str) -> tuple[Recipe, dict[str
 
 
 def _is_own(planes: Mapping[str, Tensor], native: NativeWeight) -> bool:
-    stored = native.stored
-    return all(
-        name in stored and compat.local_part(plane).data_ptr() == stored[name].data_ptr()
-        for name, plane in planes.items()
-    )
+    own = {name: tensor.data_ptr() for name, tensor in native.stored.items()}
+    return all(own.get(name) == compat.local_part(plane).data_ptr() for name, plane in planes.items())
 
 
-def _is_alike(tensor: Tensor, param: Tensor) -> bool:
-    return tensor.shape == param.shape and isinstance(tensor, DTensor) == isinstance(param, DTensor)
+def _is_alike(tensor: Tensor | None, param: Tensor, shape: torch.Size) -> bool:
+    """Whether ``tensor`` has that shape and is a DTensor as ``param`` is."""
+    return tensor is not None and tensor.shape == shape and isinstance(tensor, DTensor) == isinstance(param, DTensor)
 
 
-def _assemble(param: Tensor, recipe: Recipe, planes: Mapping[str, Tensor]) -> Tensor:
+def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mapping[str, Tensor]) -> Tensor:
     """A native weight placed as ``param`` of planes from a state dict; planes of another recipe are quantized again.
 
     Raises:
         ValueError: Planes are missing, or are not those of a weight placed so.
     """
-    native = native_of(param)
-    assert native is not None
     stored = {}
     for name, spec in native_planes(recipe).items():
-        plane, shape = planes.get(name), spec.shape(param.shape)
-        is_alike = (
-            plane is not None and plane.shape == shape and isinstance(plane, DTensor) == isinstance(param, DTensor)
-        )
-        expected = _plane_spec(param, spec, torch.uint8) if isinstance(param, DTensor) else None
-        if is_alike and isinstance(plane, DTensor) and expected is not None:
-            is_alike = (plane.device_mesh, plane.placements) == (expected.mesh, expected.placements)
-        if plane is None or not is_alike:
+        plane, shape, placed = planes.get(name), spec.shape(param.shape), ""
+        is_fit = _is_alike(plane, param, shape)
+        if isinstance(param, DTensor):
+            expected = _plane_spec(param, spec, torch.uint8)
+            placed = f" with placements {expected.placements}"
+            if isinstance(plane, DTensor) and (plane.device_mesh, plane.placements) != (
+                expected.mesh,
+                expected.placements,
+            ):
+                is_fit = False
+        if plane is None or not is_fit:
             got = "none" if plane is None else f"a {type(plane).__name__} of shape {tuple(plane.shape)}"
-            placed = "" if expected is None else f" with placements {expected.placements}"
             raise ValueError(
                 f"Native parameter '{native.info.name}' of shape {tuple(param.shape)} expects {recipe.name} "
                 f"{name} of shape {tuple(shape)}{placed}, but got {got}. Load full tensors with set_model_state_dict, "
@@ -232,22 +225,16 @@ def _assemble(param: Tensor, recipe: Recipe, planes: Mapping[str, Tensor]) -> Te
             )
         local = compat.local_part(plane)
         stored[name] = local.view(spec.dtype) if local.dtype != spec.dtype else local
-    info = native.info._replace(recipe=recipe)
-    value: Tensor = NativeWeight(quantized_of(stored), native.shape, native.dtype, info)
-    if isinstance(param, DTensor):
-        value = compat.wrap_local(value, compat.dtensor_spec(param))
-    return value if recipe.name == native.recipe.name else _quantized_like(param, value)
+    value = placed_like(param, native.like(quantized_of(stored), recipe=recipe))
+    return value if recipe.name == native.recipe.name else _quantized_like(param, native, value)
 
 
-def _quantized_like(param: Tensor, value: Tensor) -> Tensor:
+def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tensor:
     """Values as a native weight like ``param``; collective where a scale runs over the whole weight.
 
     Args:
-        param: A native parameter.
-        value: Of its shape, and, for a DTensor, on its mesh.
+        value: Of the shape of ``param``, and, for a DTensor, on its mesh.
     """
-    native = native_of(param)
-    assert native is not None
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
         value = value.redistribute(placements=param.placements)
     local = compat.local_part(value)
@@ -255,5 +242,4 @@ def _quantized_like(param: Tensor, value: Tensor) -> Tensor:
         local = local.dequantized_to(torch.float32)
     info = native.info._replace(groups=groups_of(param, native.recipe))
     (quantized,) = quantize_parts([local], [info])
-    result = NativeWeight(quantized, native.shape, native.dtype, native.info)
-    return compat.wrap_local(result, compat.dtensor_spec(param)) if isinstance(param, DTensor) else result
+    return placed_like(param, native.like(quantized))

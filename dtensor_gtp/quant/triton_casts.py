@@ -94,25 +94,20 @@ class TritonCasts(Casts):
         self, matrix: Tensor, factor: Tensor | None, group: Tensor | None, amax: Tensor | None, data: Tensor | None
     ) -> Tensor:
         """The kernel of rows: it fills ``data``, and the result is scales. Without ``data`` it is magnitudes."""
-        num_columns, is_cast = matrix.shape[-1], data is not None
+        num_columns = matrix.shape[-1]
         num_rows = matrix.numel() // num_columns
         block = min(triton.next_power_of_2(num_columns), _LONGEST_ROW)
         rows = max(_BLOCK // block, 1)
         result = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
-        known = amax if is_cast else result
         kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
             matrix,
             None if factor is None else factor.contiguous(),
             None if group is None else group.contiguous(),
-            None if known is None else _as_bits(known),
+            None if amax is None else _as_bits(amax),
             data,
-            result if is_cast else None,
+            result.view(torch.int32) if data is None else result,
             num_rows,
             num_columns,
-            HAS_FACTOR=factor is not None,
-            HAS_GROUP=group is not None,
-            HAS_AMAX=amax is not None,
-            CAST=is_cast,
             IS_SINGLE=num_columns <= block,
             HARDWARE=self._has_float8,
             ROWS=rows,
@@ -279,7 +274,6 @@ class TritonCasts(Casts):
             padded,
             tiles,
             NUM=1 if known is None else known.numel() // num_matrices,
-            CAST=known is not None,
             HARDWARE=self._has_float8,
             ROWS=rows,
             COLUMNS=columns,

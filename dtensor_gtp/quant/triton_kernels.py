@@ -98,12 +98,12 @@ def turn(
     padded_rows,
     num_tiles,
     NUM: tl.constexpr,
-    CAST: tl.constexpr,
     HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The transpose of each matrix, its columns filled up with zeros; in e4m3 if ``CAST``, as by ``cast_matrix``."""
+    """The transpose of each matrix, its columns filled up with zeros; in e4m3, as by
+    ``cast_matrix``, if it gets magnitudes."""
     matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     in_row = tl.cdiv(num_columns, COLUMNS)
     row0, column0 = (tile // in_row) * ROWS, (tile % in_row) * COLUMNS
@@ -111,7 +111,7 @@ def turn(
     x_ptr += (matrix.to(tl.int64) * num_rows + row0) * num_columns
     is_inside = (row < num_rows) & (column < num_columns)
     x = tl.load(x_ptr + (row - row0) * num_columns + column, mask=is_inside, other=0)
-    if CAST:
+    if amax_ptr is not None:
         largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
         scale = _scale_of(largest, False)
         if tile == 0:
@@ -124,10 +124,10 @@ def turn(
 
 
 @triton.jit
-def _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns, HAS_FACTOR: tl.constexpr):
+def _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns):
     is_inside = is_row & (column < num_columns)
     value = tl.load(x_ptr + offset + column, mask=is_inside, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
+    if factor_ptr is not None:
         value = value * tl.load(factor_ptr + group * num_columns + column, mask=is_inside, other=0.0)
     return value
 
@@ -142,39 +142,35 @@ def cast_rows(
     scale_ptr,
     num_rows,
     num_columns,
-    HAS_FACTOR: tl.constexpr,
-    HAS_GROUP: tl.constexpr,
-    HAS_AMAX: tl.constexpr,
-    CAST: tl.constexpr,
     IS_SINGLE: tl.constexpr,
     HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """e4m3 and the scale of each row, or (not ``CAST``) its largest magnitude.
+    """e4m3 and the scale of each row, or without ``q_ptr`` its largest magnitude, as an integer in place of the scale.
 
-    ``HAS_FACTOR``: columns are multiplied by factors first, those of a row's group if ``HAS_GROUP``. ``HAS_AMAX``: the
-    magnitudes are given. ``IS_SINGLE``: a row is one block, and is read once.
+    Columns are multiplied by factors first, if there are any: by those of a row's group if there are groups. Magnitudes
+    may be given. ``IS_SINGLE``: a row is one block, and is read once.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     is_row = row < num_rows
     column = tl.arange(0, BLOCK)[None, :]
     offset = row * num_columns
-    group = tl.load(group_ptr + row, mask=is_row, other=0).to(tl.int64) if HAS_GROUP else 0
+    group = tl.load(group_ptr + row, mask=is_row, other=0).to(tl.int64) if group_ptr is not None else 0
     value = tl.zeros((ROWS, BLOCK), tl.float32)
     if IS_SINGLE:
-        value = _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns, HAS_FACTOR)
-    if HAS_AMAX:
+        value = _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns)
+    if amax_ptr is not None:
         largest = tl.load(amax_ptr + row, mask=is_row, other=0) & 0x7FFFFFFF
     else:
         most = _magnitude(value)
         if not IS_SINGLE:
             for start in range(0, num_columns, BLOCK):
-                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
+                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns)
                 most = tl.maximum(most, _magnitude(part))
         largest = tl.max(most, 1, keep_dims=True)
-    if not CAST:
-        tl.store(amax_ptr + row, largest, mask=is_row)
+    if q_ptr is None:
+        tl.store(scale_ptr + row, largest, mask=is_row)
     else:
         scale = _scale_of(largest, False)
         tl.store(scale_ptr + row, scale, mask=is_row)
@@ -183,7 +179,7 @@ def cast_rows(
             tl.store(q_ptr + offset + column, code, mask=is_row & (column < num_columns))
         else:
             for start in range(0, num_columns, BLOCK):
-                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
+                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns)
                 code = _to_float8(_divided(part, scale, HARDWARE), False, HARDWARE)
                 tl.store(q_ptr + offset + start + column, code, mask=is_row & (start + column < num_columns))
 
