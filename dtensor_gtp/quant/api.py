@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from . import cast
 from .master import dense_of, in_place_of, with_recipe
 from .native import NativeWeight
-from .native_parts import NativeInfo, groups_of, native_planes, quantize_parts, quantized_of
+from .native_parts import NativeInfo, groups_of, quantize_parts
 from .placement import check_slices
 from .recipes import Recipe, resolve_recipe
 from .state_dict import hook_state_dict
@@ -34,12 +34,12 @@ def quantize_(
     in high precision: for frozen weights, inference, and training with :class:`dtensor_gtp.optim.MasterOptimizer`.
 
     Output and gradient of the input are those of the dequantized weight, or of float8 GEMMs where the recipe and the
-    hardware have them (``compute`` of the recipe); the gradient passes to the weight as if it had not been quantized
+    hardware have them (``compute`` of the recipe). The gradient passes to the weight as if it had not been quantized
     (straight-through), in high precision. docs/low_precision.md has the formats.
 
     Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
-    after ``parallelize_module``. A second call replaces the recipe of what it matches. Tied weights stay tied, and all
-    their uses are quantized.
+    after ``parallelize_module``. A second call replaces recipes. Tied weights stay tied, and all their uses are
+    quantized.
 
     Args:
         module: Changed in place.
@@ -63,7 +63,7 @@ def quantize_(
         NotImplementedError: A matching weight has more than two dims and is not that of a ``GroupedLinear``, or a
             ``GroupedLinear`` has a weight for each group.
 
-    The name and the filter follow ``torchao.quantization.quantize_``.
+    Source: ``torchao.quantization.quantize_`` for the name and the filter.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"quantize_ expects an nn.Module, but got {type(module).__name__}: {module!r}.")
@@ -129,15 +129,16 @@ def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str
 
 
 def _check(name: str, weight: nn.Parameter, is_sharded: bool) -> None:
+    described = f"'{name}.weight' of shape {tuple(weight.shape)}"
     if is_sharded:
         raise ValueError(
-            f"quantize_ expects weights that are not sharded yet, but '{name}.weight' of shape {tuple(weight.shape)} "
-            "is. Call quantize_ before gtp_shard and fully_shard."
+            f"quantize_ expects weights that are not sharded yet, but {described} is. Call quantize_ before gtp_shard "
+            "and fully_shard."
         )
     if weight.dtype not in cast.WIDENS:
         raise TypeError(
-            f"quantize_ expects weights in float32, bfloat16 or float16, but '{name}.weight' of shape "
-            f"{tuple(weight.shape)} has {weight.dtype}. Convert it first, or leave it out with filter_fn."
+            f"quantize_ expects weights in float32, bfloat16 or float16, but {described} has {weight.dtype}. Convert "
+            "it first, or leave it out with filter_fn."
         )
 
 
@@ -150,34 +151,18 @@ class _Choice(NamedTuple):
 
 
 def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
-    new = _to_native({param: choice for param, choice in chosen.items() if choice.storage == "native"})
-    for param, choice in chosen.items():
-        if choice.storage == "master":
-            new[param] = with_recipe(param, choice.recipe)
+    native = [param for param, choice in chosen.items() if choice.storage == "native"]
+    values, infos = [dense_of(param).detach() for param in native], []
+    for param, value in zip(native, values, strict=True):
+        name, recipe, _ = chosen[param]
+        if isinstance(param, DTensor):
+            check_slices("quantize_", name, param, recipe, is_native=True)
+        infos.append(NativeInfo(recipe, name, torch.Size(param.shape), value.shape, groups_of(param, recipe)))
+    new = {param: with_recipe(param, recipe) for param, (_, recipe, kind) in chosen.items() if kind == "master"}
+    for param, value, info, part in zip(native, values, infos, quantize_parts(values, infos), strict=True):
+        new[param] = in_place_of(param, NativeWeight(part, value.shape, value.dtype, info))
     for submodule in list(module.modules()):
         for name, old in submodule._parameters.items():
             if old is not None and old in new:
                 submodule._parameters[name] = new[old]
-                choice = chosen[old]
-                hook_state_dict(submodule, name, choice.recipe, is_native=choice.storage == "native")
-
-
-def _to_native(chosen: dict[nn.Parameter, _Choice]) -> dict[nn.Parameter, nn.Parameter]:
-    """Native parameters with the values of others, in the same places; without values on the meta device."""
-    infos, values = {}, {}
-    for param, (name, recipe, _) in chosen.items():
-        if isinstance(param, DTensor):
-            check_slices("quantize_", name, param, recipe, is_native=True)
-        values[param] = dense_of(param).detach()
-        infos[param] = NativeInfo(recipe, name, torch.Size(param.shape), values[param].shape, groups_of(param, recipe))
-    real = [param for param in chosen if not values[param].is_meta]
-    parts = quantize_parts([values[param] for param in real], [infos[param] for param in real])
-    quantized = dict(zip(real, parts, strict=True))
-    new = {}
-    for param, value in values.items():
-        if value.is_meta:
-            specs = native_planes(infos[param].recipe)
-            empty = {n: torch.empty(s.shape(value.shape), dtype=s.dtype, device="meta") for n, s in specs.items()}
-            quantized[param] = quantized_of(empty)
-        new[param] = in_place_of(param, NativeWeight(quantized[param], value.shape, value.dtype, infos[param]))
-    return new
+                hook_state_dict(submodule, name, chosen[old].recipe, is_native=chosen[old].storage == "native")

@@ -66,14 +66,15 @@ def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> lis
     maxima = [info.recipe.amax(value) for value, info in zip(values, infos, strict=True)]
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     for amax, info in zip(maxima, infos, strict=True):
-        if amax is not None and info.groups is None:
+        if amax is None or amax.is_meta or info.groups == ():
+            continue
+        if info.groups is None:
             raise NotImplementedError(
                 f"Native parameter '{info.name}' of shape {tuple(info.whole)} cannot be written by copy_ under "
                 f"fully_shard, because {info.recipe.name} has a scale of the whole weight and a shard does not know "
                 "who has the others. Use load_state_dict or dtensor_gtp.optim.MasterOptimizer."
             )
-        if amax is not None and info.groups:
-            by_groups.setdefault(info.groups, []).append(amax)
+        by_groups.setdefault(info.groups, []).append(amax)
     for names, members in by_groups.items():
         _all_reduce_max(members, names)
     results = []
