@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn as nn
@@ -41,7 +41,7 @@ def casts_for(matrix: Tensor) -> Casts:
         ValueError: The environment variable ``DTENSOR_GTP_CASTS`` is neither ``auto`` nor ``reference``.
     """
     if torch.compiler.is_compiling() or type(matrix) not in (Tensor, nn.Parameter):
-        return _REFERENCE  # traced by a compiler, or a tensor that only looks like one on a GPU
+        return _REFERENCE  # traced by a compiler, or a subclass that only looks like a tensor on a GPU
     if not matrix.is_cuda or matrix.dtype not in _DTYPES or not _is_wanted():
         return _REFERENCE
     if not 0 < matrix.shape[-1] * matrix.shape[-2] < _MAX_NUMEL or matrix.numel() == 0:
@@ -66,10 +66,7 @@ def _is_wanted() -> bool:
 
 def _on_device(device: torch.device) -> tuple[Casts, str]:
     index = torch.cuda.current_device() if device.index is None else device.index
-
-    def warn(reason: str) -> None:
-        logger.warning("Casts of low precision run op by op on %s, several kernels each: %s", device, reason)
-
+    warn = partial(logger.warning, "Casts of low precision run op by op on %s, several kernels each: %s", device)
     return decided(_verdicts(), index, _REFERENCE, lambda: _try(torch.device("cuda", index)), warn)
 
 
@@ -91,7 +88,7 @@ def _try(device: torch.device) -> tuple[Casts, str]:
 
 
 def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """What each kernel makes of a matrix, by name. Once each: every kernel is compiled for it."""
+    """What each kernel makes of a matrix, by name; once each, because each is compiled for it."""
     amax = _REFERENCE.amax(matrix, (-2, -1))
     yield "amax", (casts.amax(matrix, (-2, -1)),)
     yield "e4m3_scale", (casts.e4m3_scale(amax),)

@@ -13,15 +13,10 @@ from .recipes import Recipe
 
 
 class ComputePath(NamedTuple):
-    """How a linear layer multiplies with one weight.
+    """How a linear layer multiplies with one weight."""
 
-    Args:
-        gemms: Float8 GEMMs; None to dequantize the weight for an ordinary GEMM.
-        reason: Why not the float8 GEMMs of the hardware; empty if it is those.
-    """
-
-    gemms: Float8GEMMs | None
-    reason: str
+    gemms: Float8GEMMs | None  # None to dequantize the weight for an ordinary GEMM
+    reason: str  # why not by the float8 GEMMs of the hardware; empty if it is those
 
     def describe(self) -> str:
         """For the report."""
@@ -35,14 +30,11 @@ class ComputePath(NamedTuple):
 
 
 def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> ComputePath:
-    """The way to multiply with a weight.
+    """How to multiply with a weight.
 
     Args:
-        recipe: Its ``compute`` says what is asked for.
-        device: Of the weight.
         shape: Of what a rank multiplies with: the whole weight, or its slice of it.
         dtype: Of activations and outputs.
-        fqn: Name of the weight, for messages.
 
     Raises:
         ValueError: Float8 GEMMs are forced, but the hardware does not have them for this recipe, shape or dtype.
@@ -93,12 +85,6 @@ def _missing(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: tor
     if dtype != torch.bfloat16:
         return f"the compute dtype is {str(dtype).removeprefix('torch.')}, not bfloat16"
     return ""
-
-
-def check_forced(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> None:
-    """Raise and warn as :func:`choose_path` will, before anything is sharded."""
-    if recipe.compute == "float8":
-        choose_path(recipe, device, shape, dtype, fqn)
 
 
 def warn_dequantized(recipe: Recipe, fqn: str, reason: str) -> None:

@@ -1,19 +1,17 @@
 """The three GEMMs of a linear layer in float8, one class for each granularity.
 
 Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered. Activations and
-gradients are quantized here, each time by their own magnitudes (*dynamic* scaling), with the casts of ``cast``. A cast
-returns a list of tensors, so that compiled code can trace the cast and hand its result to the opaque op that gathers
-the weight and multiplies.
-
-Only forward sums in the tensor cores' own precision (``use_fast_accum``), as torchao and Transformer Engine have it:
-sums of gradients are of more terms that cancel.
+gradients are quantized here, each time by their own magnitudes (*dynamic* scaling). A cast returns a list of tensors:
+compiled code traces the cast and hands the list to the opaque op that gathers the weight and multiplies. As in torchao
+and Transformer Engine, only forward sums in the tensor cores' own precision (``use_fast_accum``): in sums of gradients
+more terms cancel.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -27,19 +25,15 @@ from .planes import Quantized
 
 # A quantized matrix as a flat list: elements, scale. Or a matrix as it is, which is quantized later.
 Tensors = list[Tensor]
+_Cast = tuple[Tensor, Tensor]  # elements and scales
 
 
 @dataclass(frozen=True)
 class Float8GEMMs(ABC):
-    """How a linear layer multiplies.
+    """How a linear layer multiplies."""
 
-    Args:
-        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized.
-        on_hardware: By float8 GEMMs; else by the reference arithmetic, in float32.
-    """
-
-    high_precision_wgrad: bool
-    on_hardware: bool
+    high_precision_wgrad: bool  # from activations and gradients that are not quantized
+    on_hardware: bool  # by float8 GEMMs; else by the reference arithmetic, in float32
 
     granularity: ClassVar[Granularity]  # of activations and gradients
     weight_granularity: ClassVar[Granularity]
@@ -71,11 +65,8 @@ class Float8GEMMs(ABC):
 
     @abstractmethod
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
-        """What wgrad needs of both: transposes, whose columns (tokens) are filled up with zeros, because they are the
-        contraction. ``grad`` is what :meth:`cast_grad` has made.
-
-        Only called without ``high_precision_wgrad``.
-        """
+        """What wgrad needs of both, without ``high_precision_wgrad``: transposes, whose columns (tokens) are filled up
+        with zeros, because they are the contraction. ``grad`` is what :meth:`cast_grad` has made."""
 
     def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> Tensor:
         """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
@@ -160,25 +151,17 @@ class BlockwiseGEMMs(Float8GEMMs):
         return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
-        block = Granularity.ROW_BLOCK.block
-        matrices = (grad_MN, input_MK)
+        block, matrices = Granularity.ROW_BLOCK.block, (grad_MN, input_MK)
         return [t for m in matrices for t in casts_for(m).cast_blocks_turned(m, block, ALIGNMENT)]
 
 
-_BY_NAME = MappingProxyType(
-    {
-        gemms.name: gemms
-        for cls in (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)
-        for gemms in (
-            cls(high_precision, on_hardware) for high_precision in (False, True) for on_hardware in (False, True)
-        )
-    }
-)
+_CLASSES = (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)
+_ALL = tuple(cls(*flags) for cls in _CLASSES for flags in itertools.product((False, True), repeat=2))
 
 
 def gemms_of_name(name: str) -> Float8GEMMs:
     """The GEMMs of that name: an op of compiled code takes no objects."""
-    return _BY_NAME[name]
+    return next(gemms for gemms in _ALL if gemms.name == name)
 
 
 class GroupedRowwiseGEMMs(RowwiseGEMMs):
@@ -206,7 +189,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
 
     def _grouped(
         self,
-        quantized: tuple[Tensor, Tensor],
+        rows: _Cast,
         data_GRC: Tensor,
         scale_GR: Tensor,
         ends_G: Tensor,
@@ -215,7 +198,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         use_fast_accum: bool,
     ) -> Tensor:
         """Quantized rows times the transpose of each group's matrix."""
-        left, left_scale = quantized
+        left, left_scale = rows
         if self.on_hardware:
             result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left,
@@ -232,8 +215,8 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         output = left_scale.new_zeros(left.shape[0], data_GRC.shape[1], dtype=dtype)
         begin = 0
         for group, end in enumerate(ends_G.tolist()):
-            rows = Operand(left[begin:end], left_scale[begin:end], Granularity.ROW)
+            of_group = Operand(left[begin:end], left_scale[begin:end], Granularity.ROW)
             right = Operand(data_GRC[group], scale_GR[group].unsqueeze(-1), Granularity.ROW)
-            output[begin:end] = product(rows, right, dtype, on_hardware=False)
+            output[begin:end] = product(of_group, right, dtype, on_hardware=False)
             begin = end
         return output

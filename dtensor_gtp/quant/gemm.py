@@ -1,8 +1,7 @@
 """Products of two float8 matrices with scales: on hardware that multiplies them, or by the reference arithmetic.
 
-The contraction is the last dim of both operands. ``torch.nn.functional.scaled_mm`` on Hopper takes a row-major and a
-column-major matrix only, which is just that. An operand that lies otherwise in memory (a weight for dgrad, both
-operands of wgrad) needs a transposing copy of bytes.
+The contraction is the last dim of both operands: on Hopper, ``torch.nn.functional.scaled_mm`` takes a row-major and a
+column-major matrix only. Other operands (a weight for dgrad, both of wgrad) need a transposing copy of bytes.
 
 Sources: documentation and checks of ``torch.nn.functional.scaled_mm`` (2.11 to 2.15); cuBLAS 12.9 documentation, "1D
 and 2D block scaling for FP8 data types", for the layout of block scales.
@@ -26,7 +25,7 @@ BLOCK = 128
 
 
 class Granularity(enum.Enum):
-    """Which elements of an operand share a scale, by the name of the product's scaling type."""
+    """Which elements of an operand share a scale, by the name in torch's ``ScalingType``."""
 
     TENSOR = "TensorWise"  # all: scale of shape (1, 1)
     ROW = "RowWise"  # a row: (rows, 1)
@@ -40,16 +39,10 @@ class Granularity(enum.Enum):
 
 
 class Operand(NamedTuple):
-    """A quantized matrix.
+    """A quantized matrix; a value is ``data * scale``."""
 
-    Args:
-        data: Shape ``(rows, contraction)``, float8_e4m3fn or float8_e5m2.
-        scale: float32; a value is ``data * scale``.
-        granularity: Which elements share a scale.
-    """
-
-    data: Tensor
-    scale: Tensor
+    data: Tensor  # shape (rows, contraction), float8_e4m3fn or float8_e5m2
+    scale: Tensor  # float32
     granularity: Granularity
 
     def dequantize(self) -> Tensor:
@@ -85,7 +78,7 @@ def product(
     result = scaled_mm(
         casts_for(left.data).row_major(left.data),
         casts_for(right.data).row_major(right.data).t(),
-        _column_major(left.scale) if is_blockwise else left.scale,
+        left.scale.t().contiguous().t() if is_blockwise else left.scale,
         ScalingType.__members__[left.granularity.value],
         _right_scale(right),
         ScalingType.__members__[right.granularity.value],
@@ -101,16 +94,12 @@ def _pad_rows(matrix: Tensor, missing: int) -> Tensor:
     return F.pad(plain, (0, 0, 0, missing)).view(matrix.dtype)
 
 
-def _column_major(scale: Tensor) -> Tensor:
-    return scale.t().contiguous().t()
-
-
 def _right_scale(operand: Operand) -> Tensor:
     scale = operand.scale
     if operand.granularity is Granularity.ROW:
         return scale.reshape(1, -1)
     if operand.granularity is Granularity.ROW_BLOCK:
-        return _column_major(scale)
+        return scale.t().contiguous().t()
     if operand.granularity is Granularity.SQUARE_BLOCK:
         # Rows of four scales, along the contraction.
         return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .fsdp import StoredWeight
 from .planes import Direction, Quantized
 from .recipes import Recipe
-from .weight import WeightWithRecipe
+from .weight import StoredWeight, WeightWithRecipe
 
 aten = torch.ops.aten
 
@@ -33,12 +32,7 @@ _PRODUCTS = {
 
 
 class MasterWeight(StoredWeight):
-    """High-precision values and a recipe.
-
-    Args:
-        master: The values: float32, bfloat16 or float16.
-        recipe: How they are quantized.
-    """
+    """High-precision values (float32, bfloat16 or float16) and the recipe by which they are quantized."""
 
     __slots__ = ("master",)
     master: Tensor  # shares memory with what was given

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .fsdp import StoredWeight
 from .native_parts import PLANE_NAMES, STORED_NAMES, NativeInfo, native_planes, quantize_parts, quantized_of
 from .planes import Direction, Quantized
+from .weight import StoredWeight
 
 aten = torch.ops.aten
 _Context = tuple[NativeInfo, torch.dtype]

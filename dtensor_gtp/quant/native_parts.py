@@ -20,21 +20,13 @@ _AMAX = PlaneSpec(torch.float32, None, None)  # one for each matrix
 
 
 class NativeInfo(NamedTuple):
-    """What a native weight knows beside its data.
-
-    Args:
-        recipe: The format.
-        name: Of the parameter, for messages.
-        whole: Shape of the weight of which this may be a part.
-        matrix: Shape that the planes describe; a view of the native weight may have another.
-        groups: Names of the process groups over which a statistic of the whole weight runs; None if not known.
-    """
+    """What a native weight knows beside its data."""
 
     recipe: Recipe
-    name: str
-    whole: torch.Size
-    matrix: torch.Size
-    groups: tuple[str, ...] | None = ()
+    name: str  # of the parameter, for messages
+    whole: torch.Size  # shape of the weight of which this may be a part
+    matrix: torch.Size  # shape that the planes describe; a view of the native weight may have another
+    groups: tuple[str, ...] | None  # process groups over which a statistic of the whole runs; None if not known
 
 
 def _stores_amax(recipe: Recipe) -> bool:

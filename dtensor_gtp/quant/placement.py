@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
 from ..placement import GTPShard
-from .compute import check_forced
+from .compute import choose_path
 from .native import native_of
 from .recipes import Recipe
 
@@ -27,7 +27,8 @@ def place_quantized(
         ValueError: The weight is to stay whole, tensor parallelism cuts its blocks, or the recipe asks for GEMMs that
             the device does not have.
     """
-    check_forced(recipe, device, compat.local_part(param).shape, dtype, fqn)
+    if recipe.compute == "float8":
+        choose_path(recipe, device, compat.local_part(param).shape, dtype, fqn)
     if isinstance(asked, Replicate):
         raise ValueError(
             f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because quantize_ gave it "

@@ -23,14 +23,10 @@ _LONGEST_ROW = 16384  # that stays in registers
 
 
 class TritonCasts(Casts):
-    """The casts on CUDA, outside of compilers. Never given matrices without elements.
-
-    Args:
-        has_float8: The GPU converts to float8 itself.
-    """
+    """The casts on CUDA, outside of compilers. Never given matrices without elements."""
 
     def __init__(self, has_float8: bool) -> None:
-        self._has_float8 = has_float8
+        self._has_float8 = has_float8  # the GPU converts to float8 itself
 
     def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
         weight = weight.contiguous()

@@ -1,18 +1,28 @@
-"""A weight with a recipe in stock modules: its products."""
+"""Weights with a recipe: the products of stock modules, and what plain ``fully_shard`` gathers.
+
+``fully_shard`` does one gather for a parameter, of flat tensors whose sizes never change. So the planes of a shard are
+packed into one run of bytes, as long as the longer of the two directions needs: rowwise data in forward, columnwise
+data in backward. Activation checkpointing runs forward in backward, and ``reshard_after_forward=False`` never gathers
+for backward. There the unsharded parameter gathers the data of the other direction itself, at once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from .compute import choose_path
 from .float8_gemms import Float8GEMMs
 from .planes import Direction, Quantized
 from .recipes import Recipe
+
+aten = torch.ops.aten
 
 
 class WeightWithRecipe(Tensor):
@@ -117,3 +127,140 @@ class _Linear(torch.autograd.Function):
             quantized = weight.quantized_for(Direction.COLUMNWISE)
             grad_input = gemms.grad_input(operands, quantized, weight.dtype).view(input.shape)
         return grad_input, grad_weight, grad_MN.sum(0) if needs_bias else None, None
+
+
+class StoredWeight(WeightWithRecipe):
+    """What ``quantize_`` makes of a parameter: masters with a recipe, or the quantized data itself (``native``)."""
+
+    is_native: ClassVar[bool] = False
+
+    def dense(self) -> Tensor:
+        """The most precise values there are, an ordinary tensor."""
+        raise NotImplementedError
+
+    def data_direction(self, direction: Direction) -> Direction:
+        return Direction.ROWWISE if self.is_native else self.recipe.direction(direction)
+
+    def quantized_for(self, direction: Direction, amax: Tensor | None = None) -> Quantized:
+        """With ``amax`` the data of a shard, for which that is the statistic of the whole weight."""
+        raise NotImplementedError
+
+    def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
+        """The recipe's statistic over the whole weight, whose shards the ranks of ``group`` have."""
+        raise NotImplementedError
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], GatherInfo]:
+        """Called by ``fully_shard``: the quantized bytes of this shard.
+
+        Raises:
+            NotImplementedError: The weight's shards are not alike or cut its blocks; raised on all ranks alike.
+        """
+        group, world = mesh.get_group(), mesh.size()
+        _check_shards(self, outer_size, world)
+        in_backward = compat.current_graph_task_id() != -1
+        direction = self.data_direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
+        info = GatherInfo(self, outer_size, group.group_name, world, direction, self.amax_over(group))
+        return (_packed(info, direction),), info
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Called by ``fully_shard``: a new unsharded parameter, or the present one (``out``) filled again."""
+        (slots,) = all_gather_outputs
+        if out is None:
+            return GatheredWeight(slots, metadata, param_dtype), (slots,)
+        local = compat.local_part(out)
+        assert isinstance(local, GatheredWeight)
+        local.slots, local.info = slots, metadata
+        return None
+
+
+class GatherInfo(NamedTuple):
+    """What is needed to make a weight of the bytes of all ranks."""
+
+    shard: StoredWeight  # of this rank
+    shape: torch.Size  # of the whole weight
+    group_name: str  # the process group that holds the shards
+    world: int  # its size
+    direction: Direction  # of the data that were gathered
+    amax: Tensor | None  # the recipe's statistic over the whole weight
+
+
+def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> None:
+    if shard.ndim != 2:
+        raise NotImplementedError(
+            f"fully_shard gathers quantized weights with 2 dims, but got one of shape {tuple(outer_size)}. Use "
+            "gtp_shard, or leave the weight out of quantize_."
+        )
+    rows, block = outer_size[0], shard.recipe.block_of(-2, is_native=shard.is_native)
+    if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
+        return
+    raise NotImplementedError(
+        f"fully_shard cuts a weight of shape {tuple(outer_size)} over {world} ranks into shards that are not all alike "
+        f"in rows and whole {shard.recipe.name} blocks of {block} of them (this one has shape {tuple(shard.shape)}). "
+        f"Choose a number of rows that is a multiple of {block * world}, use gtp_shard, which cuts between blocks, or "
+        "leave the weight out of quantize_."
+    )
+
+
+def _packed(info: GatherInfo, direction: Direction) -> Tensor:
+    """The planes of the shard, one after the other, as bytes; the end may be filled up."""
+    shard = info.shard
+    planes = shard.quantized_for(direction, info.amax).planes
+    parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in planes]
+    length = max(shard.recipe.num_bytes(shard.shape, shard.data_direction(d)) for d in Direction)
+    missing = length - sum(part.numel() for part in parts)
+    return torch.cat([*parts, parts[0].new_zeros(missing)] if missing or len(parts) > 1 else parts)
+
+
+def _gather_now(info: GatherInfo, direction: Direction) -> Tensor:
+    """The bytes of all ranks for the other direction, on the current stream."""
+    packed = _packed(info, direction)
+    if info.world == 1:
+        return packed
+    slots = packed.new_empty(info.world * packed.numel())
+    dist.all_gather_into_tensor(slots, packed, group=compat.resolve_group(info.group_name))
+    return slots
+
+
+class GatheredWeight(WeightWithRecipe):
+    """An unsharded parameter of ``fully_shard``, in the dtype of computation."""
+
+    __slots__ = ("info", "slots")
+    slots: Tensor  # the bytes of all ranks, rank by rank
+    info: GatherInfo
+
+    @staticmethod
+    def __new__(cls, slots: Tensor, info: GatherInfo, dtype: torch.dtype) -> GatheredWeight:
+        result = compat.wrapper_tensor(cls, slots, info.shape, dtype)
+        result.recipe, result.slots, result.info = info.shard.recipe, slots, info
+        return result
+
+    def data_direction(self, direction: Direction) -> Direction:
+        return self.info.shard.data_direction(direction)
+
+    def quantized_for(self, direction: Direction) -> Quantized:
+        info, direction = self.info, self.data_direction(direction)
+        slots = self.slots if direction is info.direction else _gather_now(info, direction)
+        by_rank, planes, start = slots.view(info.world, -1), [], 0
+        for spec in self.recipe.planes(direction):
+            shape = spec.shape(info.shard.shape)
+            nbytes = shape.numel() * spec.dtype.itemsize
+            plane = by_rank[:, start : start + nbytes].contiguous().view(spec.dtype)
+            planes.append(plane.view(info.world * shape[0], shape[1]))
+            start += nbytes
+        return Quantized(tuple(planes), info.amax)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default):
+            return GatheredWeight(args[0].slots, args[0].info, args[0].dtype)
+        args, kwargs = compat.tree_map_only(
+            GatheredWeight, lambda w: w.dequantize_for(Direction.ROWWISE), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"
