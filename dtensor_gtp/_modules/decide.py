@@ -18,7 +18,7 @@ from .._params.managed_param import ManagedParam, Site
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
 from ..policy import SchedulePolicy
-from ..quant.placement import place_quantized
+from ..quant.master import place_quantized
 from ..quant.recipes import Recipe
 from .binding import binding_of
 

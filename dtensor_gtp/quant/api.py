@@ -11,10 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import cast
-from .master import dense_of, in_place_of, with_recipe
+from .master import check_slices, dense_of, in_place_of, with_recipe
 from .native import NativeWeight
 from .native_parts import NativeInfo, groups_of, quantize_parts
-from .placement import check_slices
 from .recipes import Recipe, resolve_recipe
 from .state_dict import hook_state_dict
 

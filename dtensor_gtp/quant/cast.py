@@ -88,14 +88,9 @@ def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     return scale
 
 
-def e4m3_scale(largest: Tensor) -> Tensor:
-    """Scale that maps ``largest`` (float32 magnitudes) to 448, e4m3's largest: ``largest / 448``, at least 2^-126."""
-    return _scale(largest, E4M3_MAX, SMALLEST_SCALE)
-
-
-def e5m2_scale(largest: Tensor) -> Tensor:
-    """The same for e5m2, whose largest is 57344."""
-    return _scale(largest, E5M2_MAX, SMALLEST_SCALE)
+def float8_scale(largest: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Scale that maps ``largest`` (float32 magnitudes) to the largest value of a float8 dtype, at least 2^-126."""
+    return _scale(largest, E5M2_MAX if dtype == torch.float8_e5m2 else E4M3_MAX, SMALLEST_SCALE)
 
 
 def _scale(largest: Tensor, element_max: float, smallest: float) -> Tensor:
@@ -108,20 +103,12 @@ def _divided(values: Tensor, divisor: float) -> Tensor:
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
-def to_e4m3(values: Tensor) -> Tensor:
-    """float32 to float8_e4m3fn: nearest, ties to even, saturating at 448; every NaN becomes the positive one."""
-    return _saturated(values, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def to_e5m2(values: Tensor) -> Tensor:
-    """float32 to float8_e5m2: nearest, ties to even, saturating at 57344; every NaN becomes the positive one."""
-    return _saturated(values, E5M2_MAX).to(torch.float8_e5m2)
-
-
-def _saturated(values: Tensor, element_max: float) -> Tensor:
+def to_float8(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """float32 to float8: nearest, ties to even, saturating; every NaN becomes the positive one."""
+    largest = E5M2_MAX if dtype == torch.float8_e5m2 else E4M3_MAX
     # torch's own cast makes NaN or infinity of what rounds to more than the largest.
-    saturated = values.clamp(-element_max, element_max)
-    return torch.where(saturated.isnan(), _NAN, saturated)
+    saturated = values.clamp(-largest, largest)
+    return torch.where(saturated.isnan(), _NAN, saturated).to(dtype)
 
 
 def e8m0_scale(largest: Tensor, rounding: str) -> Tensor:
@@ -164,7 +151,7 @@ def nvfp4_tensor_scale(largest: Tensor) -> Tensor:
 
 def nvfp4_block_scale(largest: Tensor, tensor_scale: Tensor) -> Tensor:
     """e4m3 scales of blocks, relative to that of the weight: ``largest / 6 / tensor_scale``, at least 2^-9."""
-    return to_e4m3((_divided(largest, E2M1_MAX) / tensor_scale).clamp(min=E4M3_MIN))
+    return to_float8((_divided(largest, E2M1_MAX) / tensor_scale).clamp(min=E4M3_MIN))
 
 
 def to_e2m1(values: Tensor) -> Tensor:

@@ -265,28 +265,19 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
                 )
 
 
+_COPIES = (aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default)
+_FILLED = (aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten.new_full.default)
+_OTHERS = (aten.new_empty.default, aten.new_ones.default, aten.rand_like.default, aten.randn_like.default)
 _HANDLERS: MappingProxyType[Any, Callable[[Any, Any, Any], Any]] = MappingProxyType(
     {
-        aten._pin_memory.default: _copied,
-        aten._to_copy.default: _copied,
-        aten.alias.default: _same,
+        **dict.fromkeys((aten.alias.default, aten.detach.default), _same),
+        **dict.fromkeys(_COPIES, _copied),
+        **dict.fromkeys((*_FILLED, *_OTHERS), _high_precision),
+        **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
         aten.as_strided.default: _as_strided,
-        aten.clone.default: _copied,
         aten.copy_.default: _copy,
-        aten.detach.default: _same,
-        aten.empty_like.default: _copied,
-        aten.full_like.default: _high_precision,
-        aten.new_empty.default: _high_precision,
-        aten.new_full.default: _high_precision,
-        aten.new_ones.default: _high_precision,
         aten.new_zeros.default: _new_zeros,
-        aten.ones_like.default: _high_precision,
-        aten.rand_like.default: _high_precision,
-        aten.randn_like.default: _high_precision,
         aten.slice.Tensor: _slice,
-        aten.split.Tensor: _split,
-        aten.split_with_sizes.default: _split,
         aten.view.default: _view,
-        aten.zeros_like.default: _high_precision,
     }
 )

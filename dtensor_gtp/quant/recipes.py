@@ -38,16 +38,12 @@ class Recipe(ABC):
     """
 
     compute: str = field(default="auto", kw_only=True)
-
     name: ClassVar[str]
-    # The planes of a weight for forward: elements, then scales.
-    rowwise: ClassVar[tuple[PlaneSpec, ...]]
-    # The planes for dgrad; without any, dgrad takes the transpose of the rowwise data.
-    columnwise: ClassVar[tuple[PlaneSpec, ...]] = ()
+    rowwise: ClassVar[tuple[PlaneSpec, ...]]  # the planes for forward: elements, then scales
+    columnwise: ClassVar[tuple[PlaneSpec, ...]] = ()  # for dgrad; without any it takes the transpose of rowwise data
     # The ranks must agree on the largest magnitude over these dims before they quantize.
     amax_dims: ClassVar[tuple[int, ...]] = ()
-    # Whether linear layers may multiply in the format.
-    has_gemms: ClassVar[bool] = False
+    has_gemms: ClassVar[bool] = False  # whether linear layers may multiply in the format
 
     def __post_init__(self) -> None:
         cls = type(self).__name__
@@ -65,11 +61,7 @@ class Recipe(ABC):
         return bool(self.columnwise)
 
     def gemms(self, *, on_hardware: bool) -> Float8GEMMs:
-        """The GEMMs of the format.
-
-        Raises:
-            NotImplementedError: It has none.
-        """
+        """The GEMMs of the format; raises NotImplementedError if it has none."""
         raise NotImplementedError(f"{self.name} has no GEMMs of its own.")
 
     def grouped_gemms(self, *, on_hardware: bool) -> Float8GEMMs | None:
@@ -151,7 +143,6 @@ class _Float8Recipe(Recipe):
     """Base of the recipes that linear layers can multiply in."""
 
     high_precision_wgrad: bool = field(default=False, kw_only=True)
-
     has_gemms = True
     gemms_class: ClassVar[type[Float8GEMMs]]
 
@@ -193,7 +184,6 @@ class Float8Rowwise(_Float8Recipe):
     """
 
     high_precision_wgrad: bool = field(default=True, kw_only=True)
-
     name = "float8_rowwise"
     rowwise = (_E4M3, PlaneSpec(torch.float32, 1, None))
     amax_dims = (-1,)
@@ -239,7 +229,6 @@ class MXFP8(Recipe):
     """
 
     scale_rounding: str = "rceil"
-
     name = "mxfp8"
     rowwise = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 1, 32))
     columnwise = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 32, 1))
@@ -250,8 +239,7 @@ class MXFP8(Recipe):
             raise ValueError(f"MXFP8 expects scale_rounding 'rceil' or 'floor', but got {self.scale_rounding!r}.")
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
-        planes = casts_for(weight).cast_mx(weight, self.scale_block(direction), self.scale_rounding)
-        return Quantized(planes, None)
+        return Quantized(casts_for(weight).cast_mx(weight, self.scale_block(direction), self.scale_rounding), None)
 
 
 @dataclass(frozen=True)

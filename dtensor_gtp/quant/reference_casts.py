@@ -18,7 +18,7 @@ class Casts:
         return cast.amax(weight, dims)
 
     def e4m3_scale(self, largest: Tensor) -> Tensor:
-        return cast.e4m3_scale(largest)
+        return cast.float8_scale(largest)
 
     def cast_matrix(
         self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
@@ -29,11 +29,8 @@ class Casts:
             dtype: float8_e4m3fn or float8_e5m2.
             amax: Largest magnitude, shape ``(*, 1, 1)``; by default the matrix's own.
         """
-        amax = cast.amax(matrix, (-2, -1)) if amax is None else amax
-        is_e5m2 = dtype == torch.float8_e5m2
-        scale = cast.e5m2_scale(amax) if is_e5m2 else cast.e4m3_scale(amax)
-        scaled = cast.wide(matrix) / scale
-        return cast.to_e5m2(scaled) if is_e5m2 else cast.to_e4m3(scaled), scale
+        scale = cast.float8_scale(cast.amax(matrix, (-2, -1)) if amax is None else amax, dtype)
+        return cast.to_float8(cast.wide(matrix) / scale, dtype), scale
 
     def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
         """:meth:`turned` of the e4m3 elements, and the scale."""
@@ -53,13 +50,13 @@ class Casts:
         values = cast.wide(matrix)
         if factor is not None:
             values = values * (factor if group is None else factor[group])
-        scale = cast.e4m3_scale(cast.amax(values, (-1,)) if amax is None else amax)
-        return cast.to_e4m3(values / scale), scale
+        scale = cast.float8_scale(cast.amax(values, (-1,)) if amax is None else amax)
+        return cast.to_float8(values / scale), scale
 
     def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """e4m3 with a scale for each block: of columns ``(1, size)``, or square."""
-        scale = cast.e4m3_scale(cast.block_amax(matrix, block))
-        return cast.to_e4m3(cast.wide(matrix) / cast.spread(scale, block, matrix.shape)), scale
+        scale = cast.float8_scale(cast.block_amax(matrix, block))
+        return cast.to_float8(cast.wide(matrix) / cast.spread(scale, block, matrix.shape)), scale
 
     def cast_blocks_turned(self, matrix: Tensor, block: tuple[int, int], multiple: int) -> tuple[Tensor, Tensor]:
         """:meth:`cast_blocks` of the transpose, whose columns are filled up with zeros to a multiple."""
@@ -69,7 +66,7 @@ class Casts:
         """e4m3 with an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
         scale = cast.e8m0_scale(cast.block_amax(matrix, block), rounding)
         reciprocal = cast.spread(cast.e8m0_reciprocal(scale), block, matrix.shape)
-        return cast.to_e4m3(cast.wide(matrix) * reciprocal), scale
+        return cast.to_float8(cast.wide(matrix) * reciprocal), scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``.
@@ -96,7 +93,7 @@ class Casts:
         amax = quantized.amax
         if not scales:
             assert amax is not None
-            return (data.to(torch.float32) * cast.e4m3_scale(amax)).to(dtype)
+            return (data.to(torch.float32) * cast.float8_scale(amax)).to(dtype)
         (scale,) = scales
         if data.dtype != torch.uint8:
             wide = cast.e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from math import prod
 from typing import Any
@@ -131,7 +132,7 @@ class TritonCasts(Casts):
 
     def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
         matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
-        return self._blocks(matrix, matrix.shape[along], along, max(block), is_e8m0=True, is_ceil=rounding == "rceil")
+        return self._blocks(matrix, matrix.shape[along], along, max(block), rounding)
 
     def _blocks(
         self,
@@ -139,25 +140,26 @@ class TritonCasts(Casts):
         padded: int,
         along: int,
         size: int,
+        rounding: str | None = None,
         *,
         is_turned: bool = False,
-        is_e8m0: bool = False,
-        is_ceil: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The kernel of blocks along dim ``along`` of a row-major matrix, or of its transpose (``is_turned``).
 
-        ``padded`` elements are written along the blocks. Scales are e8m0, or float32 with blocks along dim -1.
+        ``padded`` elements are written along the blocks. Scales are float32, or e8m0 if a ``rounding`` is given.
         """
-        num_lines, num_blocks = matrix.shape[-3 - along], cast.num_blocks(padded, size)
+        num_lines, num_blocks, is_e8m0 = matrix.shape[-3 - along], cast.num_blocks(padded, size), rounding is not None
         written = -1 if is_turned else along  # the dim of the results along which the blocks lie
         with _on(matrix):
             data = _empty(matrix, num_lines, padded, written, torch.uint8)
             if is_e8m0:
                 scale = _empty(matrix, num_lines, num_blocks, written, torch.uint8)
-            else:  # one column after the other, as the GEMM wants the scales of its operands
+            else:  # of an operand: blocks lie along dim -1, and the GEMM wants one column of scales after the other
                 scale = _empty(matrix, num_lines, num_blocks, -2, torch.float32).mT
-            sizes, options = (num_lines, matrix.shape[along], padded), {"E8M0": is_e8m0, "CEIL": is_ceil, "SIZE": size}
-            self._launch(kernels.cast_blocks, (matrix, data, scale), sizes, along, written, size, options)
+            sizes, options = (num_lines, matrix.shape[along], padded), {"CEIL": rounding == "rceil", "SIZE": size}
+            self._launch(
+                kernels.cast_blocks, (matrix, data, scale), sizes, (along, written), size, E8M0=is_e8m0, **options
+            )
         return data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu) if is_e8m0 else scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,23 +169,21 @@ class TritonCasts(Casts):
         with _on(matrix):
             packed = _empty(matrix, num_lines, num_blocks * 8, along, torch.uint8)
             scale = _empty(matrix, num_lines, num_blocks, along, torch.uint8)
-            tensors = matrix, _as_bits(amax), packed, scale
-            self._launch(kernels.cast_nvfp4, tensors, sizes, along, along, 16, {})
+            self._launch(kernels.cast_nvfp4, (matrix, _as_bits(amax), packed, scale), sizes, (along, along), 16)
         return packed, scale.view(torch.float8_e4m3fn)
 
     def _launch(
         self,
         kernel: Any,
-        tensors: tuple[Tensor, ...],
-        sizes: tuple[int, ...],
-        along: int,
-        written: int,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        dims: Sequence[int],
         size: int,
-        options: dict[str, Any],
+        **options: Any,
     ) -> None:
-        """A kernel of blocks of ``size`` elements along dim ``along`` of the first tensor, ``written`` of the last two:
-        elements and scales."""
-        matrix, (data, scale) = tensors[0], tensors[-2:]
+        """A kernel of blocks of ``size`` elements. They lie along the first of ``dims`` in the first tensor, and along
+        the second in the last two: elements and scales."""
+        matrix, (data, scale), (along, written) = tensors[0], tensors[-2:], dims
         # Tiles of 4096 or 8192 elements, with 128 of them in a row of memory or 64.
         is_row = matrix.stride(along) == 1
         blocks = max((128 if is_row else 64) // size, 1)
@@ -259,15 +259,13 @@ class TritonCasts(Casts):
         data = torch.empty((*matrix.shape[:-2], num_columns, padded), dtype=dtype, device=matrix.device)
         rows, columns = 128 // dtype.itemsize, 128 // matrix.itemsize  # lines of 128 bytes on both sides
         tiles = triton.cdiv(padded, rows) * triton.cdiv(num_columns, columns)
-        num_matrices = prod(matrix.shape[:-2])
+        num_matrices, sizes = prod(matrix.shape[:-2]), (num_rows, num_columns, padded)
         kernels.turn[(num_matrices * tiles,)](
             matrix,
             known,
             data,
             scale,
-            num_rows,
-            num_columns,
-            padded,
+            *sizes,
             tiles,
             NUM=1 if known is None else known.numel() // num_matrices,
             HARDWARE=self._has_float8,

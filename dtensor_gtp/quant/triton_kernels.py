@@ -13,17 +13,7 @@ Matrices are row-major, several of them one after the other. Offsets within a ti
 import triton
 import triton.language as tl
 
-from .triton_arithmetic import (
-    _INFINITY,
-    _divided,
-    _from_e2m1,
-    _from_e4m3,
-    _magnitude,
-    _nvfp4_tensor_scale,
-    _scale_of,
-    _to_e2m1,
-    _to_float8,
-)
+from .triton_arithmetic import _INFINITY, _divided, _from_e2m1, _from_e4m3, _magnitude, _scale_of, _to_e2m1, _to_float8
 
 
 @triton.jit
@@ -52,7 +42,7 @@ def scales_of(amax_ptr, scale_ptr, num, BLOCK: tl.constexpr):
     """e4m3 scales of magnitudes."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.load(amax_ptr + index, mask=index < num, other=0) & 0x7FFFFFFF
-    tl.store(scale_ptr + index, _scale_of(largest, False), mask=index < num)
+    tl.store(scale_ptr + index, _scale_of(largest), mask=index < num)
 
 
 @triton.jit
@@ -71,7 +61,7 @@ def cast_matrix(
     """float8 and the scale of each matrix; ``NUM`` magnitudes of each are given."""
     matrix, program = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
     largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
-    scale = _scale_of(largest, E5M2)
+    scale = _scale_of(largest, 57344.0 if E5M2 else 448.0)
     if program == 0:
         tl.store(scale_ptr + matrix, scale)
     base = matrix.to(tl.int64) * numel
@@ -113,7 +103,7 @@ def turn(
     x = tl.load(x_ptr + (row - row0) * num_columns + column, mask=is_inside, other=0)
     if amax_ptr is not None:
         largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
-        scale = _scale_of(largest, False)
+        scale = _scale_of(largest)
         if tile == 0:
             tl.store(scale_ptr + matrix, scale)
         x = tl.where(is_inside, _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), False, HARDWARE), 0).to(
@@ -172,7 +162,7 @@ def cast_rows(
     if q_ptr is None:
         tl.store(scale_ptr + row, largest, mask=is_row)
     else:
-        scale = _scale_of(largest, False)
+        scale = _scale_of(largest)
         tl.store(scale_ptr + row, scale, mask=is_row)
         if IS_SINGLE:
             code = _to_float8(_divided(value, scale, HARDWARE), False, HARDWARE)
@@ -240,7 +230,7 @@ def cast_blocks(
         reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         value = x * tl.where(is_finite, reciprocal, float("nan"))
     else:
-        scale = _scale_of(largest, False)
+        scale = _scale_of(largest)
         tl.store(scale_ptrs, scale, mask=is_block)
         value = _divided(x, scale, HARDWARE)
     is_written = is_line & (block0 * SIZE + along < padded_along)
@@ -259,7 +249,7 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
     base = (matrix.to(tl.int64) * num_rows + row0) * num_columns
     is_inside = (row0 + row < num_rows) & (column < num_columns)
     x = tl.load(x_ptr + base + row * num_columns + column, mask=is_inside, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.max(_magnitude(x), 1), 0), False)
+    scale = _scale_of(tl.max(tl.max(_magnitude(x), 1), 0))
     tl.store(scale_ptr + tl.program_id(0), scale)
     code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
     tl.store(q_ptr + base + row * num_columns + column, code, mask=is_inside)
@@ -303,7 +293,7 @@ def cast_nvfp4(
     left = num_along - block0 * 16
     first = tl.load(x_ptrs, mask=is_line & (pair * 2 < left), other=0.0).to(tl.float32)
     second = tl.load(x_ptrs + x_along, mask=is_line & (pair * 2 + 1 < left), other=0.0).to(tl.float32)
-    tensor_scale = _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
+    tensor_scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
     largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 2, keep_dims=True)
     relative = tl.div_rn(tl.div_rn(largest.to(tl.float32, bitcast=True), 6.0), tensor_scale)
     relative = tl.where(relative == relative, tl.maximum(relative, 2.0**-9), float("nan"))
@@ -357,7 +347,7 @@ def dequantize(
     else:
         value = _from_e4m3(tl.load(q_ptr + row.to(tl.int64) * q_row + column, mask=is_inside, other=0), HARDWARE)
     if KIND == "amax":
-        scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, False)
+        scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
     else:
         scale_ptr += matrix * s_matrix
         if BLOCK_ROWS % ROWS == 0:  # the rows of a tile have their scales in common
@@ -371,7 +361,7 @@ def dequantize(
             power = tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
             scale = tl.where(code == 0xFF, float("nan"), power)
         elif KIND == "nvfp4":
-            scale = _from_e4m3(scale, HARDWARE) * _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
+            scale = _from_e4m3(scale, HARDWARE) * _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
     out_ptr += (matrix * num_rows + row0) * num_columns
     result = (value * scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (row - row0) * num_columns + column, result, mask=is_inside)
