@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from .quant.native import NativeWeight, native_of
-from .quant.native_parts import PLANE_NAMES, groups_of, native_planes, quantize_parts
+from .quant.native import PLANE_NAMES, NativeWeight, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
 

@@ -20,8 +20,7 @@ from .._params.ties import ReplacedParam
 from .._params.whole_param import WholeParam
 from ..placement import GTPShard
 from ..quant.master import master_of
-from ..quant.native import NativeWeight
-from ..quant.native_parts import recipe_groups
+from ..quant.native import NativeWeight, recipe_groups
 from .decide import Decision
 
 

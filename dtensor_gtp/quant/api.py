@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from . import cast
 from .master import check_slices, dense_of, in_place_of, with_recipe
-from .native import NativeWeight
-from .native_parts import NativeInfo, groups_of, quantize_parts
+from .native import NativeInfo, NativeWeight, groups_of, quantize_parts
 from .recipes import Recipe, resolve_recipe
 from .state_dict import hook_state_dict
 

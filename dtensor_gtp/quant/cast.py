@@ -18,7 +18,10 @@ with MXFP8" (arXiv 2506.08027) for rounding it up (``rceil``); NVIDIA, "Pretrain
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .planes import Quantized
 
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # the smallest, a denormal
@@ -46,12 +49,7 @@ def wide(weight: Tensor) -> Tensor:
     return weight.to(torch.float32)
 
 
-def num_blocks(size: int, block: int) -> int:
-    """Blocks of ``block`` that ``size`` needs; the last may be short."""
-    return -(-size // block)
-
-
-def amax(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
+def largest_magnitude(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Largest magnitude over ``dims``, which are negative and stay with size 1; 0 of nothing, NaN if there is a NaN.
     float32."""
     values = wide(weight).abs()
@@ -61,7 +59,7 @@ def amax(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block of matrices; float32 of shape ``(*, num_blocks(rows), num_blocks(columns))``."""
+    """Largest magnitude of each block of matrices; float32 of shape ``(*, row blocks, column blocks)``."""
     padded = pad_to_blocks(wide(weight), block)
     rows, columns = (size // b for size, b in zip(padded.shape[-2:], block, strict=True))
     return padded.view(*padded.shape[:-2], rows, block[0], columns, block[1]).abs().amax((-3, -1))
@@ -69,10 +67,10 @@ def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
 
 def pad_to_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """Matrices with zeros at their ends up to whole blocks; ``matrix`` itself if there is nothing to add."""
-    missing = [num_blocks(size, b) * b - size for size, b in zip(matrix.shape[-2:], block, strict=True)]
+    missing = [-size % b for size, b in zip(matrix.shape[-2:], block, strict=True)]
     if not any(missing):
         return matrix.contiguous()
-    return torch.nn.functional.pad(matrix, (0, missing[1], 0, missing[0]))
+    return F.pad(matrix, (0, missing[1], 0, missing[0]))
 
 
 def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
@@ -188,3 +186,110 @@ def unpack_nibbles(packed: Tensor, dim: int) -> Tensor:
     """The inverse of :func:`pack_nibbles`."""
     dim %= packed.ndim
     return torch.stack((packed & 0xF, packed >> 4), dim + 1).flatten(dim, dim + 1)
+
+
+class Casts:
+    """The reference. Matrices have shape ``(*, rows, columns)``; magnitudes and scales are float32 if nothing else is
+    said. A cast returns elements and scales."""
+
+    def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Largest magnitude over ``dims``: ``(-1,)`` or ``(-2, -1)``."""
+        return largest_magnitude(weight, dims)
+
+    def e4m3_scale(self, largest: Tensor) -> Tensor:
+        return float8_scale(largest)
+
+    def cast_matrix(
+        self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A scale of shape ``(*, 1, 1)`` for each matrix.
+
+        Args:
+            dtype: float8_e4m3fn or float8_e5m2.
+            amax: Largest magnitude, shape ``(*, 1, 1)``; by default the matrix's own.
+        """
+        scale = float8_scale(largest_magnitude(matrix, (-2, -1)) if amax is None else amax, dtype)
+        return to_float8(wide(matrix) / scale, dtype), scale
+
+    def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+        """:meth:`turned` of the e4m3 elements, and the scale."""
+        data, scale = self.cast_matrix(matrix)
+        return self.turned(data, multiple), scale
+
+    def cast_rows(
+        self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """e4m3 with a scale of shape ``(*, rows, 1)`` for each row.
+
+        Args:
+            factor: What each column is multiplied by first, in float32; shape ``(columns,)``.
+            group: Which factors each row takes, shape ``(rows,)``; then ``factor`` has shape ``(groups, columns)``.
+            amax: Largest magnitudes, shape ``(*, rows, 1)``; by default the matrix's own.
+        """
+        values = wide(matrix)
+        if factor is not None:
+            values = values * (factor if group is None else factor[group])
+        scale = float8_scale(largest_magnitude(values, (-1,)) if amax is None else amax)
+        return to_float8(values / scale), scale
+
+    def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """e4m3 with a scale for each block: of columns ``(1, size)``, or square."""
+        scale = float8_scale(block_amax(matrix, block))
+        return to_float8(wide(matrix) / spread(scale, block, matrix.shape)), scale
+
+    def cast_blocks_turned(self, matrix: Tensor, block: tuple[int, int], multiple: int) -> tuple[Tensor, Tensor]:
+        """:meth:`cast_blocks` of the transpose, whose columns are filled up with zeros to a multiple."""
+        return self.cast_blocks(self.turned(matrix, multiple), block)
+
+    def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
+        """e4m3 with an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
+        scale = e8m0_scale(block_amax(matrix, block), rounding)
+        reciprocal = spread(e8m0_reciprocal(scale), block, matrix.shape)
+        return to_float8(wide(matrix) * reciprocal), scale
+
+    def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``.
+
+        Args:
+            amax: Largest magnitude, shape ``(*, 1, 1)``.
+        """
+        tensor_scale = nvfp4_tensor_scale(amax)
+        scale = nvfp4_block_scale(block_amax(matrix, block), tensor_scale)
+        padded = pad_to_blocks(wide(matrix), block)
+        divisor = spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
+        return pack_nibbles(to_e2m1(padded / divisor), -1 if block[0] == 1 else -2), scale
+
+    def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The values of a cast, in ``dtype``.
+
+        Args:
+            quantized: e4m3 elements alone, whose scale follows from ``amax``, as by :meth:`cast_matrix`; e4m3 elements
+                and scales; or pairs of e2m1 (uint8), scales and ``amax``, as by :meth:`cast_nvfp4`.
+            block: Rows and columns that share a scale; ``(1, 0)`` for whole rows.
+            shape: Of the weight.
+        """
+        data, *scales = quantized.planes
+        amax = quantized.amax
+        if not scales:
+            assert amax is not None
+            return (data.to(torch.float32) * float8_scale(amax)).to(dtype)
+        (scale,) = scales
+        if data.dtype != torch.uint8:
+            scale = e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale
+            return (data.to(torch.float32) * spread(scale, block, data.shape)).to(dtype)
+        assert amax is not None
+        elements = from_e2m1(unpack_nibbles(data, -1 if block[0] == 1 else -2))
+        factor = spread(scale.to(torch.float32) * nvfp4_tensor_scale(amax), block, elements.shape)
+        return (elements * factor)[..., : shape[-2], : shape[-1]].to(dtype)
+
+    def turned(self, matrix: Tensor, multiple: int = 1) -> Tensor:
+        """The transpose, row-major, its columns filled up with zeros to a multiple."""
+        # Compilers know how to move bytes, but not float8.
+        dtype, plain = matrix.dtype, matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
+        missing = -matrix.shape[-2] % multiple
+        turned = F.pad(plain.mT, (0, missing)) if missing else plain.mT
+        return turned.contiguous().view(dtype)
+
+    def row_major(self, matrix: Tensor) -> Tensor:
+        """``matrix`` itself or a contiguous copy."""
+        return matrix.contiguous()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from . import cast
+from .cast import Casts
 from .planes import Quantized
-from .reference_casts import Casts
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .float8_gemms import Float8GEMMs
-from .gemm import ALIGNMENT
+from .float8_gemms import ALIGNMENT, Float8GEMMs
 from .recipes import Recipe
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .native import NativeWeight, native_of
-from .native_parts import groups_of, quantize_parts
+from .native import NativeWeight, groups_of, native_of, quantize_parts
 from .planes import Quantized
 
 _KEY = "master"

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cast
-
 
 class Direction(enum.Enum):
     """Which data of a weight of shape ``(out_features, in_features)`` a GEMM needs."""
@@ -42,7 +40,7 @@ class PlaneSpec(NamedTuple):
         step = self.step(dim)
         if step is None:
             return 1
-        return cast.num_blocks(size, step) * (self.packed if step > 1 else 1)
+        return -(-size // step) * (self.packed if step > 1 else 1)
 
     def shape(self, weight: torch.Size) -> torch.Size:
         """Shape of the plane of a weight of that shape."""

@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .. import _torch_compat as compat
 from ..placement import GTPShard
 from .master import MasterWeight, placed_like, recipe_of, with_recipe
-from .native import NativeWeight, native_of
-from .native_parts import STORED_NAMES, groups_of, native_planes, quantize_parts, quantized_of
+from .native import STORED_NAMES, NativeWeight, groups_of, native_of, native_planes, quantize_parts, quantized_of
 from .planes import PlaneSpec
 from .recipes import RECIPES, Recipe
 

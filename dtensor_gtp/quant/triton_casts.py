@@ -12,10 +12,9 @@ import triton
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from . import cast
 from . import triton_kernels as kernels
+from .cast import Casts
 from .planes import Quantized
-from .reference_casts import Casts
 
 _BLOCK = 4096  # elements of a tile of flat kernels
 _PARTS = 512  # in which the maximum of a large matrix is found
@@ -119,7 +118,7 @@ class TritonCasts(Casts):
             return self._blocks(matrix, matrix.shape[-1], -1, block[1])
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
-            num_blocks = [cast.num_blocks(size, block[0]) for size in matrix.shape[-2:]]
+            num_blocks = [triton.cdiv(size, block[0]) for size in matrix.shape[-2:]]
             scale = matrix.new_empty((*matrix.shape[:-2], *num_blocks), dtype=torch.float32)
             kernels.cast_squares[(scale.numel(),)](
                 matrix, data, scale, *matrix.shape[-2:], HARDWARE=self._has_float8, SIZE=block[0], num_warps=8
@@ -135,20 +134,13 @@ class TritonCasts(Casts):
         return self._blocks(matrix, matrix.shape[along], along, max(block), rounding)
 
     def _blocks(
-        self,
-        matrix: Tensor,
-        padded: int,
-        along: int,
-        size: int,
-        rounding: str | None = None,
-        *,
-        is_turned: bool = False,
+        self, matrix: Tensor, padded: int, along: int, size: int, rounding: str | None = None, is_turned: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The kernel of blocks along dim ``along`` of a row-major matrix, or of its transpose (``is_turned``).
 
         ``padded`` elements are written along the blocks. Scales are float32, or e8m0 if a ``rounding`` is given.
         """
-        num_lines, num_blocks, is_e8m0 = matrix.shape[-3 - along], cast.num_blocks(padded, size), rounding is not None
+        num_lines, num_blocks, is_e8m0 = matrix.shape[-3 - along], triton.cdiv(padded, size), rounding is not None
         written = -1 if is_turned else along  # the dim of the results along which the blocks lie
         with _on(matrix):
             data = _empty(matrix, num_lines, padded, written, torch.uint8)
@@ -156,16 +148,15 @@ class TritonCasts(Casts):
                 scale = _empty(matrix, num_lines, num_blocks, written, torch.uint8)
             else:  # of an operand: blocks lie along dim -1, and the GEMM wants one column of scales after the other
                 scale = _empty(matrix, num_lines, num_blocks, -2, torch.float32).mT
-            sizes, options = (num_lines, matrix.shape[along], padded), {"CEIL": rounding == "rceil", "SIZE": size}
-            self._launch(
-                kernels.cast_blocks, (matrix, data, scale), sizes, (along, written), size, E8M0=is_e8m0, **options
-            )
+            sizes, dims = (num_lines, matrix.shape[along], padded), (along, written)
+            options = {"E8M0": is_e8m0, "CEIL": rounding == "rceil", "SIZE": size}
+            self._launch(kernels.cast_blocks, (matrix, data, scale), sizes, dims, size, **options)
         return data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu) if is_e8m0 else scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
         matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
         sizes = num_lines, num_along = matrix.shape[-3 - along], matrix.shape[along]
-        num_blocks = cast.num_blocks(num_along, 16)
+        num_blocks = triton.cdiv(num_along, 16)
         with _on(matrix):
             packed = _empty(matrix, num_lines, num_blocks * 8, along, torch.uint8)
             scale = _empty(matrix, num_lines, num_blocks, along, torch.uint8)

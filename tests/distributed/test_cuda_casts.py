@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Quantized
 from dtensor_gtp.quant import casts as casts_module
+from dtensor_gtp.quant.cast import Casts
 from dtensor_gtp.quant.casts import casts_for, describe_casts
-from dtensor_gtp.quant.reference_casts import Casts
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"

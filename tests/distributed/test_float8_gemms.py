@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, cast
 from dtensor_gtp.quant.compute import choose_path, warn_dequantized
-from dtensor_gtp.quant.float8_gemms import Float8GEMMs, gemms_of_name
-from dtensor_gtp.quant.gemm import Granularity, Operand, product
+from dtensor_gtp.quant.float8_gemms import Float8GEMMs, Granularity, Operand, gemms_of_name, product
 
 NAN, INF = float("nan"), float("inf")
 FLOAT8 = (Float8Tensorwise, Float8Rowwise, Float8Blockwise)
@@ -149,7 +148,7 @@ class TestGEMMs(unittest.TestCase):
             calls.append((a, b, scales, options))
             return a.new_zeros((a.shape[0], b.shape[1]), dtype=options["output_dtype"])
 
-        with mock.patch("dtensor_gtp.quant.gemm.scaled_mm", scaled_mm):
+        with mock.patch("dtensor_gtp.quant.float8_gemms.scaled_mm", scaled_mm):
             for cls in FLOAT8:
                 recipe = cls()
                 for result in self._results(recipe, recipe.gemms(on_hardware=True), torch.bfloat16):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dtensor_gtp.quant import Quantized, casts
-from dtensor_gtp.quant.reference_casts import Casts
+from dtensor_gtp.quant.cast import Casts
 
 # The probe runs here, as if it were a GPU.
 DEVICE = torch.device("cpu", 0)
