@@ -67,11 +67,10 @@ def quantize_(
         raise TypeError(f"quantize_ expects an nn.Module, but got {type(module).__name__}: {module!r}.")
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"quantize_ expects a callable as filter_fn, but got {filter_fn!r}.")
-    recipes: Any = (
-        {name: resolve_recipe(value) for name, value in recipe.items()}
-        if isinstance(recipe, Mapping)
-        else resolve_recipe(recipe)
-    )
+    if isinstance(recipe, Mapping):
+        recipes: Any = {name: resolve_recipe(value) for name, value in recipe.items()}
+    else:
+        recipes = resolve_recipe(recipe)
     for value in storage.values() if isinstance(storage, Mapping) else (storage,):
         if value not in ("master", "native"):
             raise ValueError(f"quantize_ expects storage 'master' or 'native', but got {value!r}.")

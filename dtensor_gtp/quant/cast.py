@@ -110,15 +110,13 @@ def to_float8(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tenso
 
 
 def e8m0_scale(largest: Tensor, rounding: str) -> Tensor:
-    """Power-of-two scales of MX blocks of e4m3 elements.
+    """Power-of-two scales of MX blocks of e4m3 elements: biased exponents as float8_e8m0fnu, at least that of 2^-127;
+    NaN where ``largest`` is not finite.
 
     With ``largest = m * 2**k``, ``1 <= m < 2``:
 
     - ``"floor"``: ``2**(k - 8)``, as in the MX specification. Elements reach up to 512, so those beyond 448 saturate.
     - ``"rceil"``: the smallest power of two with ``largest / scale <= 448``; nothing saturates.
-
-    Returns:
-        Biased exponents as float8_e8m0fnu, at least that of 2^-127; its NaN where ``largest`` is not finite.
     """
     bits = largest.contiguous().view(torch.int32)
     exponent = (bits >> 23) - 8  # biased by 127, as e8m0 is; a denormal counts as 2^-127, far below the clamp
@@ -202,12 +200,7 @@ class Casts:
     def cast_matrix(
         self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A scale of shape ``(*, 1, 1)`` for each matrix.
-
-        Args:
-            dtype: float8_e4m3fn or float8_e5m2.
-            amax: Largest magnitude, shape ``(*, 1, 1)``; by default the matrix's own.
-        """
+        """A scale for each matrix, shape ``(*, 1, 1)``; so is ``amax``, by default the matrix's own."""
         scale = float8_scale(largest_magnitude(matrix, (-2, -1)) if amax is None else amax, dtype)
         return to_float8(wide(matrix) / scale, dtype), scale
 
@@ -219,12 +212,11 @@ class Casts:
     def cast_rows(
         self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """e4m3 with a scale of shape ``(*, rows, 1)`` for each row.
+        """e4m3 with a scale for each row, shape ``(*, rows, 1)``; so is ``amax``, by default the matrix's own.
 
         Args:
             factor: What each column is multiplied by first, in float32; shape ``(columns,)``.
             group: Which factors each row takes, shape ``(rows,)``; then ``factor`` has shape ``(groups, columns)``.
-            amax: Largest magnitudes, shape ``(*, rows, 1)``; by default the matrix's own.
         """
         values = wide(matrix)
         if factor is not None:
@@ -248,11 +240,8 @@ class Casts:
         return to_float8(wide(matrix) * reciprocal), scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``.
-
-        Args:
-            amax: Largest magnitude, shape ``(*, 1, 1)``.
-        """
+        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``; ``amax`` of the weight has shape
+        ``(*, 1, 1)``."""
         tensor_scale = nvfp4_tensor_scale(amax)
         scale = nvfp4_block_scale(block_amax(matrix, block), tensor_scale)
         padded = pad_to_blocks(wide(matrix), block)

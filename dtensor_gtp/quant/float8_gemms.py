@@ -60,17 +60,10 @@ class Operand(NamedTuple):
 def product(
     left: Operand, right: Operand, dtype: torch.dtype, *, on_hardware: bool, use_fast_accum: bool = False
 ) -> Tensor:
-    """``left @ right.T``.
+    """``left @ right.T`` of shapes ``(M, K)`` and ``(N, K)``: sums in float32, rounded to ``dtype``.
 
-    Args:
-        left: Shape ``(M, K)``.
-        right: Shape ``(N, K)``; on hardware N and K are multiples of 16.
-        dtype: Of the result, to which sums in float32 are rounded.
-        on_hardware: Multiply float8; else multiply the dequantized values in float32.
-        use_fast_accum: On Hopper, sum in the tensor cores' own precision; not with scales of blocks.
-
-    Returns:
-        Shape ``(M, N)``.
+    The hardware multiplies float8; N and K must be multiples of 16. Without it, dequantized values are multiplied in
+    float32. ``use_fast_accum``: on Hopper, sum in the tensor cores' own precision; ignored with scales of blocks.
     """
     rows = left.data.shape[0]
     if not on_hardware:
@@ -258,12 +251,8 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
     """Rowwise GEMMs of each group's rows with the group's weight."""
 
     def grouped_output(self, x_TK: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
-        """Shape ``(num_rows, N)``; rows beyond the last group are not defined.
-
-        Args:
-            weight: Planes of shape ``(num_groups, N, K)`` and ``(num_groups, N, 1)``.
-            ends_G: Where each group ends, int32.
-        """
+        """Shape ``(num_rows, N)``; rows beyond the last group are not defined. Planes of ``weight`` have the shapes
+        ``(num_groups, N, K)`` and ``(num_groups, N, 1)``; ``ends_G`` says where each group ends, int32."""
         data, scale = weight.planes
         left = casts_for(x_TK).cast_rows(x_TK)
         return self._grouped(left, data, scale.squeeze(-1), ends_G, dtype, use_fast_accum=True)
@@ -278,14 +267,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         return self._grouped(left, data.mT, ones_GK, ends_G, dtype, use_fast_accum=False)
 
     def _grouped(
-        self,
-        rows: _Cast,
-        data_GRC: Tensor,
-        scale_GR: Tensor,
-        ends_G: Tensor,
-        dtype: torch.dtype,
-        *,
-        use_fast_accum: bool,
+        self, rows: _Cast, data_GRC: Tensor, scale_GR: Tensor, ends_G: Tensor, dtype: torch.dtype, use_fast_accum: bool
     ) -> Tensor:
         """Quantized rows times the transpose of each group's matrix."""
         left, left_scale = rows

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
+from .master import placed_like
 from .native import NativeWeight, groups_of, native_of, quantize_parts
 from .planes import Quantized
 
@@ -155,7 +156,8 @@ class MasterOptimizer(torch.optim.Optimizer):
                 if stepped is not param:
                     if (given := state.get(_KEY)) is not None and _address(given) != _address(stepped):
                         stepped.copy_(given)
-                    stepped.grad = None if param.grad is None else _like(stepped, param.grad)
+                    grad = None if param.grad is None else compat.local_part(param.grad).to(torch.float32)
+                    stepped.grad = None if grad is None else placed_like(stepped, grad)
                     state = {key: value for key, value in state.items() if key != _KEY}
                 if state:
                     self._inner.state[stepped] = state
@@ -226,14 +228,6 @@ def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Ten
         given = compat.own_part(given, param.device_mesh, param.placements)
     value = torch.empty(native.shape, dtype=torch.float32, device=native.device)
     return value.copy_(given.detach())
-
-
-def _like(master: Tensor, grad: Tensor) -> Tensor:
-    """A gradient in the dtype and the place of ``master``."""
-    if not isinstance(master, DTensor):
-        return grad.to(torch.float32)
-    assert isinstance(grad, DTensor)
-    return compat.wrap_local(compat.local_tensor(grad).to(torch.float32), compat.dtensor_spec(master))
 
 
 def _version_of(tensor: Tensor) -> _Version:

@@ -60,10 +60,6 @@ def quantized_of(stored: Mapping[str, Tensor]) -> Quantized:
 def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
     """Quantize this rank's parts of weights: one all-reduce of maxima for all of them on each mesh axis.
 
-    Args:
-        values: High-precision values.
-        infos: What they are parts of.
-
     Raises:
         NotImplementedError: A statistic over the whole weight is needed, and it is not known which ranks hold it.
     """

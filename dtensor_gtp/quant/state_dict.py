@@ -29,14 +29,11 @@ from .recipes import RECIPES, Recipe
 
 
 class StateDictHooks:
-    """Hooks of the parameter ``name`` of a module.
-
-    Args:
-        recipe: With master storage, what a parameter gets that ``load_state_dict(assign=True)`` puts in.
-    """
+    """Hooks of the parameter ``name`` of a module."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # With master storage: what a parameter gets that ``load_state_dict(assign=True)`` puts in.
         self.recipe: Recipe | None = None
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -96,13 +93,8 @@ def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: 
 
 
 class NativePlanes(nn.Module):
-    """Stands for the planes of one native parameter in the module tree: torch's functions for distributed state dicts
-    walk the tree by the names of the keys. It has no parameters, and no call.
-
-    Args:
-        owner: The module of the parameter.
-        name: Of the parameter.
-    """
+    """Stands for the planes of the native parameter ``name`` of ``owner`` in the module tree: torch's functions for
+    distributed state dicts walk the tree by the names of the keys. It has no parameters, and no call."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -210,11 +202,8 @@ def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mappi
         if isinstance(param, DTensor):
             expected = _plane_spec(param, spec, torch.uint8)
             placed = f" with placements {expected.placements}"
-            if isinstance(plane, DTensor) and (plane.device_mesh, plane.placements) != (
-                expected.mesh,
-                expected.placements,
-            ):
-                is_fit = False
+            if isinstance(plane, DTensor):
+                is_fit &= (plane.device_mesh, plane.placements) == (expected.mesh, expected.placements)
         if plane is None or not is_fit:
             got = "none" if plane is None else f"a {type(plane).__name__} of shape {tuple(plane.shape)}"
             raise ValueError(
@@ -229,11 +218,8 @@ def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mappi
 
 
 def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tensor:
-    """Values as a native weight like ``param``; collective where a scale runs over the whole weight.
-
-    Args:
-        value: Of the shape of ``param``, and, for a DTensor, on its mesh.
-    """
+    """Values, of the shape of ``param`` and on its mesh, as a native weight like it; collective where a scale runs over
+    the whole weight."""
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
         value = value.redistribute(placements=param.placements)
     local = compat.local_part(value)

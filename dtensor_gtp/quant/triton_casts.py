@@ -56,17 +56,9 @@ class TritonCasts(Casts):
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
             num_matrices, numel = scale.numel(), matrix.shape[-2] * matrix.shape[-1]
             programs = min(triton.cdiv(numel, _BLOCK), _PROGRAMS)
+            num, is_e5m2 = known.numel() // num_matrices, dtype == torch.float8_e5m2
             kernels.cast_matrix[(num_matrices * programs,)](
-                matrix,
-                known,
-                data,
-                scale,
-                numel,
-                programs,
-                NUM=known.numel() // num_matrices,
-                E5M2=dtype == torch.float8_e5m2,
-                HARDWARE=self._has_float8,
-                BLOCK=_BLOCK,
+                matrix, known, data, scale, numel, programs, num, E5M2=is_e5m2, HARDWARE=self._has_float8, BLOCK=_BLOCK
             )
         return data.view(dtype), scale
 
@@ -250,19 +242,10 @@ class TritonCasts(Casts):
         data = torch.empty((*matrix.shape[:-2], num_columns, padded), dtype=dtype, device=matrix.device)
         rows, columns = 128 // dtype.itemsize, 128 // matrix.itemsize  # lines of 128 bytes on both sides
         tiles = triton.cdiv(padded, rows) * triton.cdiv(num_columns, columns)
-        num_matrices, sizes = prod(matrix.shape[:-2]), (num_rows, num_columns, padded)
+        num_matrices, sizes = prod(matrix.shape[:-2]), (num_rows, num_columns, padded, tiles)
+        num, warps = 1 if known is None else known.numel() // num_matrices, 8 if rows * columns > 4096 else 4
         kernels.turn[(num_matrices * tiles,)](
-            matrix,
-            known,
-            data,
-            scale,
-            *sizes,
-            tiles,
-            NUM=1 if known is None else known.numel() // num_matrices,
-            HARDWARE=self._has_float8,
-            ROWS=rows,
-            COLUMNS=columns,
-            num_warps=8 if rows * columns > 4096 else 4,
+            matrix, known, data, scale, *sizes, num, self._has_float8, ROWS=rows, COLUMNS=columns, num_warps=warps
         )
         return data
 

@@ -92,8 +92,8 @@ def turn(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The transpose of each matrix, its columns filled up with zeros; in e4m3, as by
-    ``cast_matrix``, if it gets magnitudes."""
+    """The transpose of each matrix, its columns filled up with zeros; in e4m3, as by ``cast_matrix``, if it gets
+    magnitudes."""
     matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     in_row = tl.cdiv(num_columns, COLUMNS)
     row0, column0 = (tile // in_row) * ROWS, (tile % in_row) * COLUMNS
@@ -106,9 +106,8 @@ def turn(
         scale = _scale_of(largest)
         if tile == 0:
             tl.store(scale_ptr + matrix, scale)
-        x = tl.where(is_inside, _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), False, HARDWARE), 0).to(
-            tl.uint8
-        )
+        code = _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), False, HARDWARE)
+        x = tl.where(is_inside, code, 0).to(tl.uint8)
     q_ptr += (matrix.to(tl.int64) * num_columns + column0) * padded_rows
     tl.store(q_ptr + (column - column0) * padded_rows + row, x, mask=(row < padded_rows) & (column < num_columns))
 
