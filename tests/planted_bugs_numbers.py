@@ -15,8 +15,8 @@ NUMBERS = [
     Bug(
         "rowwise and columnwise blocks are swapped",
         "quant/recipes.py",
-        "(self.columnwise or self.rowwise) if direction is Direction.COLUMNWISE",
-        "(self.columnwise or self.rowwise) if direction is Direction.ROWWISE",
+        "(self.columnwise or self.rowwise)[-1] if direction is Direction.COLUMNWISE",
+        "(self.columnwise or self.rowwise)[-1] if direction is Direction.ROWWISE",
         ("tests/unit/test_quant_cast.py::TestRecipes::test_equal_their_definitions",),
     ),
     Bug(

@@ -82,7 +82,7 @@ class Recipe(ABC):
 
     def scale_block(self, direction: Direction) -> tuple[int, int]:
         """Rows and columns of the weight that share a scale; 0 for all of them."""
-        spec = self.planes(direction)[-1]
+        spec = (self.columnwise or self.rowwise)[-1] if direction is Direction.COLUMNWISE else self.rowwise[-1]
         return spec.rows or 0, spec.columns or 0
 
     def amax(self, weight: Tensor) -> Tensor | None:

@@ -172,17 +172,11 @@ class TritonCasts(Casts):
         blocks = max((128 if is_row else 64) // size, 1)
         lines = 4096 // (blocks * size) if is_row else 64
         num_tiles = triton.cdiv(sizes[0], lines) * triton.cdiv(scale.shape[written], blocks)
+        strides: list[int] = []  # across and along the blocks, and from matrix to matrix
+        for tensor, dim in ((matrix, along), (data, written), (scale, written)):
+            strides += (tensor.stride(-3 - dim), tensor.stride(dim), tensor.shape[-2] * tensor.shape[-1])
         kernel[(prod(matrix.shape[:-2]) * num_tiles,)](
-            *tensors,
-            *sizes,
-            *_strides(matrix, along),
-            *_strides(data, written),
-            *_strides(scale, written),
-            num_tiles,
-            HARDWARE=self._has_float8,
-            ACROSS=lines,
-            BLOCKS=blocks,
-            **options,
+            *tensors, *sizes, *strides, num_tiles, HARDWARE=self._has_float8, ACROSS=lines, BLOCKS=blocks, **options
         )
 
     def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -268,11 +262,6 @@ def _empty(matrix: Tensor, num_lines: int, num_along: int, along: int, dtype: to
     """For results that lie in lines along dim ``along``."""
     sizes = (num_lines, num_along) if along == -1 else (num_along, num_lines)
     return torch.empty((*matrix.shape[:-2], *sizes), dtype=dtype, device=matrix.device)
-
-
-def _strides(tensor: Tensor, along: int) -> tuple[int, int, int]:
-    """Across and along the blocks, and from matrix to matrix."""
-    return tensor.stride(-3 - along), tensor.stride(along), tensor.shape[-2] * tensor.shape[-1]
 
 
 def _on(matrix: Tensor) -> AbstractContextManager[Any]:
