@@ -25,11 +25,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from .quant.base import Recipe
-from .quant.native import native_of
-from .quant.native_parts import PLANE_NAMES, groups_of, native_block_of, native_planes, quantize_parts
+from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
-from .quant.recipes import RECIPES
+from .quant.recipes import RECIPES, Recipe
 
 _PLANE_KEY = re.compile(
     rf"(?P<weight>.+)_(?P<recipe>{'|'.join(RECIPES)})\.(?P<plane>{'|'.join((*PLANE_NAMES, 'amax'))})"
@@ -206,7 +204,7 @@ def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[
         return _Region(target, offsets, sizes, offsets, torch.Size(sizes), None, {weight: tensor})
     begin, shape = [], []
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        block, whole = native_block_of(source, dim - target.ndim), target.shape[dim]
+        block, whole = source.block_of(dim - target.ndim, is_native=True), target.shape[dim]
         begin.append(offset // block * block)
         end = min(-(-(offset + size) // block) * block, whole)
         shape.append(end - begin[-1] if prod(sizes) else 0)

@@ -14,8 +14,8 @@ from .. import _torch_compat as compat
 from .._params.managed_param import ManagedParam, Site
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
-from ..quant.base import Recipe
-from ..quant.placement import place_quantized
+from ..quant.master import place_quantized
+from ..quant.recipes import Recipe
 from .bad_arguments import Arguments
 from .binding import binding_of, join_name
 

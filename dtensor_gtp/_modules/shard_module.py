@@ -23,8 +23,7 @@ from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.master import master_of
-from ..quant.native import NativeWeight
-from ..quant.native_parts import recipe_groups
+from ..quant.native import NativeWeight, recipe_groups
 from . import torch_patches
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
@@ -120,7 +119,7 @@ def _make_param(
     spec = compat.make_spec(spec_mesh, (*placements, placement), old.shape, old.dtype)
     if isinstance(shard, NativeWeight):
         assert recipe is not None
-        shard = shard.with_info(groups=recipe_groups(spec, recipe))
+        shard = shard.like(groups=recipe_groups(spec, recipe))
     new = nn.Parameter(compat.wrap_local(shard, spec), requires_grad=old.requires_grad)
     structural = old.detach().__dict__  # what a tensor subclass needs for itself, its data among it
     for key, value in old.__dict__.items():

@@ -13,14 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .. import _torch_compat as compat
 from .._comm.collectives import all_reduce, reduce_scale
 from .._comm.context import CommContext
-from ..quant.base import Recipe
 from ..quant.casts import describe_casts
 from ..quant.compute import ComputePath, choose_path, warn_dequantized
 from ..quant.float8_gemms import Float8GEMMs
-from ..quant.fsdp import GatheredWeight
-from ..quant.native import NativeWeight
-from ..quant.native_parts import recipe_groups
+from ..quant.native import NativeWeight, recipe_groups
 from ..quant.planes import Direction, PlaneSpec, Quantized
+from ..quant.recipes import Recipe
+from ..quant.weight import GatheredWeight
 from .gathered import ShardState
 from .layout import WeightLayout
 from .sharded_weight import ShardedWeight

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from .api import quantize_
-from .base import Recipe
 from .native import NativeWeight
 from .planes import Direction, PlaneSpec, Quantized
-from .recipes import MXFP8, NVFP4, RECIPES, Float8Blockwise, Float8Rowwise, Float8Tensorwise, resolve_recipe
+from .recipes import MXFP8, NVFP4, RECIPES, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, resolve_recipe
 
 __all__ = [
     "MXFP8",

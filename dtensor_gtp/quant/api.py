@@ -7,19 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import cast
-from .base import Recipe
-from .master import dense_of, hook, in_place_of, with_recipe
-from .native import NativeWeight
-from .native_parts import PLANE_NAMES, NativeInfo, groups_of, native_planes, quantize_parts
-from .native_state import hook_native, unhook_native
-from .placement import check_slices
-from .planes import Quantized
-from .recipes import resolve_recipe
+from .master import check_slices, dense_of, in_place_of, with_recipe
+from .native import NativeInfo, NativeWeight, groups_of, quantize_parts
+from .recipes import Recipe, resolve_recipe
+from .state_dict import hook_state_dict
 
 
 def quantize_(
@@ -37,12 +32,12 @@ def quantize_(
     in high precision: for frozen weights, inference, and training with :class:`dtensor_gtp.optim.MasterOptimizer`.
 
     Output and gradient of the input are those of the dequantized weight, or of float8 GEMMs where the recipe and the
-    hardware have them (``compute`` of the recipe); the gradient passes to the weight as if it had not been quantized
+    hardware have them (``compute`` of the recipe). The gradient passes to the weight as if it had not been quantized
     (straight-through), in high precision. docs/low_precision.md has the formats.
 
     Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
-    after ``parallelize_module``. A second call replaces the recipe of what it matches. Tied weights stay tied, and all
-    their uses are quantized.
+    after ``parallelize_module``. A second call replaces recipes. Tied weights stay tied, and all their uses are
+    quantized.
 
     Args:
         module: Changed in place.
@@ -66,31 +61,31 @@ def quantize_(
         NotImplementedError: A matching weight has more than two dims and is not that of a ``GroupedLinear``, or a
             ``GroupedLinear`` has a weight for each group.
 
-    The name and the filter follow ``torchao.quantization.quantize_``.
+    Source: ``torchao.quantization.quantize_`` for the name and the filter.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"quantize_ expects an nn.Module, but got {type(module).__name__}: {module!r}.")
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"quantize_ expects a callable as filter_fn, but got {filter_fn!r}.")
-    recipes = (
-        {name: resolve_recipe(value) for name, value in recipe.items()}
-        if isinstance(recipe, Mapping)
-        else resolve_recipe(recipe)
-    )
-    storages = _storages(storage)
+    if isinstance(recipe, Mapping):
+        recipes: Any = {name: resolve_recipe(value) for name, value in recipe.items()}
+    else:
+        recipes = resolve_recipe(recipe)
+    for value in storage.values() if isinstance(storage, Mapping) else (storage,):
+        if value not in ("master", "native"):
+            raise ValueError(f"quantize_ expects storage 'master' or 'native', but got {value!r}.")
     chosen: dict[nn.Parameter, _Choice] = {}
     matched: set[str] = set()
     sharded = [f"{name}." if name else "" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     for name, submodule in module.named_modules():
-        weight = _candidate(submodule, name, filter_fn)
-        found = recipes if isinstance(recipes, Recipe) else recipes.get(name)
+        weight, found = _candidate(submodule, name, filter_fn), _at(recipes, name, None)
         if weight is None or found is None:
             continue
         is_sharded = any(f"{name}.".startswith(prefix) for prefix in sharded)
         _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)
         matched.add(name)
-        choice = chosen.setdefault(weight, _Choice(f"{name}.weight" if name else "weight", found, storages(name)))
-        if (choice.recipe, choice.storage) != (found, storages(name)):
+        choice = _Choice(f"{name}.weight" if name else "weight", found, _at(storage, name, "master"))
+        if chosen.setdefault(weight, choice)[1:] != choice[1:]:
             raise ValueError(f"quantize_ expects one recipe for the tied weight of '{name}', but got several.")
     for names in (recipes, storage):
         if isinstance(names, Mapping) and (missing := names.keys() - matched):
@@ -102,6 +97,11 @@ def quantize_(
         raise ValueError(f"quantize_ found no weight to quantize in {type(module).__name__}. Check filter_fn.")
     _replace(module, chosen)
     return module
+
+
+def _at(values: Any, name: str, default: Any) -> Any:
+    """What a mapping has for a name; anything else is for all names."""
+    return values.get(name, default) if isinstance(values, Mapping) else values
 
 
 def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str], bool] | None) -> nn.Parameter | None:
@@ -126,15 +126,16 @@ def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str
 
 
 def _check(name: str, weight: nn.Parameter, is_sharded: bool) -> None:
+    described = f"'{name}.weight' of shape {tuple(weight.shape)}"
     if is_sharded:
         raise ValueError(
-            f"quantize_ expects weights that are not sharded yet, but '{name}.weight' of shape {tuple(weight.shape)} "
-            "is. Call quantize_ before gtp_shard and fully_shard."
+            f"quantize_ expects weights that are not sharded yet, but {described} is. Call quantize_ before gtp_shard "
+            "and fully_shard."
         )
     if weight.dtype not in cast.WIDENS:
         raise TypeError(
-            f"quantize_ expects weights in float32, bfloat16 or float16, but '{name}.weight' of shape "
-            f"{tuple(weight.shape)} has {weight.dtype}. Convert it first, or leave it out with filter_fn."
+            f"quantize_ expects weights in float32, bfloat16 or float16, but {described} has {weight.dtype}. Convert "
+            "it first, or leave it out with filter_fn."
         )
 
 
@@ -146,77 +147,19 @@ class _Choice(NamedTuple):
     storage: str
 
 
-def _storages(storage: Any) -> Callable[[str], str]:
-    """The storage for each name of a module.
-
-    Raises:
-        ValueError: There is no such storage.
-    """
-    for value in storage.values() if isinstance(storage, Mapping) else (storage,):
-        if value not in ("master", "native"):
-            raise ValueError(f"quantize_ expects storage 'master' or 'native', but got {value!r}.")
-    return (lambda name: storage.get(name, "master")) if isinstance(storage, Mapping) else (lambda name: storage)
-
-
 def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
-    native = {choice.name: param for param, choice in chosen.items() if choice.storage == "native"}
-    for name, param in native.items():
+    native = [param for param, choice in chosen.items() if choice.storage == "native"]
+    values, infos = [dense_of(param).detach() for param in native], []
+    for param, value in zip(native, values, strict=True):
+        name, recipe, _ = chosen[param]
         if isinstance(param, DTensor):
-            check_slices("quantize_", name, param, chosen[param].recipe, is_native=True)
-    made = to_native(native, {name: chosen[param].recipe for name, param in native.items()})
-    new = {
-        param: made[choice.name] if choice.storage == "native" else with_recipe(param, choice.recipe)
-        for param, choice in chosen.items()
-    }
+            check_slices("quantize_", name, param, recipe, is_native=True)
+        infos.append(NativeInfo(recipe, name, torch.Size(param.shape), value.shape, groups_of(param, recipe)))
+    new = {param: with_recipe(param, recipe) for param, (_, recipe, kind) in chosen.items() if kind == "master"}
+    for param, value, info, part in zip(native, values, infos, quantize_parts(values, infos), strict=True):
+        new[param] = in_place_of(param, NativeWeight(part, value.shape, value.dtype, info))
     for submodule in list(module.modules()):
-        for name, registered in submodule._parameters.items():
-            if registered is None or registered not in new:
-                continue
-            submodule._parameters[name] = new[registered]
-            choice = chosen[registered]
-            if choice.storage == "native":
-                hook_native(submodule, name, choice.recipe)
-            else:
-                unhook_native(submodule, name)
-                hook(submodule, name, choice.recipe)
-
-
-def blank_native(values: Tensor, shape: torch.Size, info: NativeInfo) -> NativeWeight:
-    """A native weight without values, for one on the meta device.
-
-    Args:
-        values: Of its dtype and device.
-        shape: Of this part.
-    """
-    specs = native_planes(info.recipe)
-    stored = {n: torch.empty(s.shape(shape), dtype=s.dtype, device=values.device) for n, s in specs.items()}
-    if "amax" in stored:  # one for each matrix
-        stored["amax"] = torch.empty((*shape[:-2], 1, 1), dtype=torch.float32, device=values.device)
-    planes = tuple(stored[name] for name in PLANE_NAMES if name in stored)
-    return NativeWeight(Quantized(planes, stored.get("amax")), shape, values.dtype, info)
-
-
-def to_native(params: dict[str, nn.Parameter], recipes: dict[str, Recipe]) -> dict[str, nn.Parameter]:
-    """Native parameters with the values of ``params``, in the same places.
-
-    Args:
-        params: By name.
-        recipes: By the same names.
-    """
-    infos = {
-        name: NativeInfo(recipes[name], name, torch.Size(param.shape), groups_of(param, recipes[name]))
-        for name, param in params.items()
-    }
-    values = {name: dense_of(param).detach() for name, param in params.items()}
-    real = [name for name, value in values.items() if not value.is_meta]
-    quantized = dict(
-        zip(real, quantize_parts([values[name] for name in real], [infos[name] for name in real]), strict=True)
-    )
-    new = {}
-    for name, param in params.items():
-        value, info = values[name], infos[name]
-        local = blank_native(value, value.shape, info)
-        if name in quantized:
-            local = NativeWeight(quantized[name], value.shape, value.dtype, info)
-        new[name] = in_place_of(param, local)
-    return new
+        for name, old in submodule._parameters.items():
+            if old is not None and old in new:
+                submodule._parameters[name] = new[old]
+                hook_state_dict(submodule, name, chosen[old].recipe, is_native=chosen[old].storage == "native")

@@ -1,14 +1,13 @@
-"""The arithmetic of every cast, in plain torch: the definition that any faster path must equal bit for bit.
+"""The arithmetic of every cast, in plain torch: any faster path must equal it bit for bit.
 
-All casts read the weight in float32 (bfloat16 and float16 widen exactly), divide by a scale in float32 and round to
-nearest, ties to even; what lies beyond the largest finite value saturates to it. Scales are dequantization scales: a
-value is ``element * scale``.
+A cast reads the weight in float32 (bfloat16 and float16 widen exactly), divides by a scale in float32 and rounds to
+nearest, ties to even. What lies beyond the largest finite value saturates to it. A value is ``element * scale``.
 
 - *Zero*: a block of zeros gets the smallest scale and elements of zero; signs of zeros are kept.
-- *NaN and Inf*: one of either in what shares a scale makes that scale NaN, hence all that it covers. Weights that have
-  diverged must not come back as plausible numbers.
-- *Denormals* are exact; no scale is so small that a division by it, or its reciprocal, leaves the range of normal
-  float32 numbers, so that devices that flush denormals agree for every normal weight.
+- *NaN and Inf*: either of them makes its scale NaN, hence all values of that scale. Weights that have diverged must not
+  come back as plausible numbers.
+- *Denormals* are exact. Scales are large enough that a division by one, or its reciprocal, stays in the range of normal
+  float32 numbers. So devices that flush denormals agree for every normal weight.
 
 Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 and e5m2 in saturating mode; OCP Microscaling
 Formats (MX) 1.0, section 6.3, for the power-of-two scale (``floor``); Mishra et al., "Recipes for Pre-training LLMs
@@ -19,35 +18,20 @@ with MXFP8" (arXiv 2506.08027) for rounding it up (``rceil``); NVIDIA, "Pretrain
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .planes import Quantized
+
 E4M3_MAX = 448.0
-
-
 E4M3_MIN = 2.0**-9  # the smallest, a denormal
-
-
 E5M2_MAX = 57344.0
-
-
 E2M1_MAX = 6.0
-
-
-# The smallest normal float32.
-SMALLEST_SCALE = 2.0**-126
-
-
+SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 # A block scale of nvfp4 may be as small as E4M3_MIN: their product is still normal.
 SMALLEST_TENSOR_SCALE = SMALLEST_SCALE / E4M3_MIN
-
-
-# Dtypes that widen to float32.
-WIDENS = (torch.float32, torch.bfloat16, torch.float16)
-
-
+WIDENS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that widen to float32
 _E8M0_NAN = 0xFF
-
-
 _NAN = float("nan")
 
 
@@ -65,12 +49,7 @@ def wide(weight: Tensor) -> Tensor:
     return weight.to(torch.float32)
 
 
-def num_blocks(size: int, block: int) -> int:
-    """Blocks of ``block`` that ``size`` needs; the last may be short."""
-    return -(-size // block)
-
-
-def amax(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
+def largest_magnitude(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Largest magnitude over ``dims``, which are negative and stay with size 1; 0 of nothing, NaN if there is a NaN.
     float32."""
     values = wide(weight).abs()
@@ -80,7 +59,7 @@ def amax(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block of matrices; float32 of shape ``(*, num_blocks(rows), num_blocks(columns))``."""
+    """Largest magnitude of each block of matrices; float32 of shape ``(*, row blocks, column blocks)``."""
     padded = pad_to_blocks(wide(weight), block)
     rows, columns = (size // b for size, b in zip(padded.shape[-2:], block, strict=True))
     return padded.view(*padded.shape[:-2], rows, block[0], columns, block[1]).abs().amax((-3, -1))
@@ -88,17 +67,17 @@ def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
 
 def pad_to_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """Matrices with zeros at their ends up to whole blocks; ``matrix`` itself if there is nothing to add."""
-    missing = [num_blocks(size, b) * b - size for size, b in zip(matrix.shape[-2:], block, strict=True)]
+    missing = [-size % b for size, b in zip(matrix.shape[-2:], block, strict=True)]
     if not any(missing):
         return matrix.contiguous()
-    return torch.nn.functional.pad(matrix, (0, missing[1], 0, missing[0]))
+    return F.pad(matrix, (0, missing[1], 0, missing[0]))
 
 
 def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """A scale for each element of matrices of ``shape`` from one for each block.
 
-    By index, because torch 2.13's inductor, fusing a cast on CPU, leaves out the short block at the end of what
-    ``repeat_interleave`` and ``narrow`` make.
+    By index: with ``repeat_interleave`` and ``narrow``, torch 2.13's inductor leaves out the short block at the end
+    when it fuses a cast on CPU.
     """
     for dim, b in zip((-2, -1), block, strict=True):
         if b > 1:
@@ -107,18 +86,13 @@ def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     return scale
 
 
-def e4m3_scale(largest: Tensor) -> Tensor:
-    """Scale that maps ``largest`` (float32 magnitudes) to 448, e4m3's largest: ``largest / 448``, at least 2^-126."""
-    return _scale(largest, E4M3_MAX)
+def float8_scale(largest: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Scale that maps ``largest`` (float32 magnitudes) to the largest value of a float8 dtype, at least 2^-126."""
+    return _scale(largest, E5M2_MAX if dtype == torch.float8_e5m2 else E4M3_MAX, SMALLEST_SCALE)
 
 
-def e5m2_scale(largest: Tensor) -> Tensor:
-    """The same for e5m2, whose largest is 57344."""
-    return _scale(largest, E5M2_MAX)
-
-
-def _scale(largest: Tensor, element_max: float) -> Tensor:
-    scale = _divided(largest, element_max).clamp(min=SMALLEST_SCALE)
+def _scale(largest: Tensor, element_max: float, smallest: float) -> Tensor:
+    scale = _divided(largest, element_max).clamp(min=smallest)
     return torch.where(largest.isfinite(), scale, _NAN)
 
 
@@ -127,36 +101,22 @@ def _divided(values: Tensor, divisor: float) -> Tensor:
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
-def to_e4m3(values: Tensor) -> Tensor:
-    """float32 to float8_e4m3fn: nearest, ties to even, saturating at 448; every NaN becomes the positive one."""
-    return _saturated(values, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def to_e5m2(values: Tensor) -> Tensor:
-    """float32 to float8_e5m2: nearest, ties to even, saturating at 57344; every NaN becomes the positive one."""
-    return _saturated(values, E5M2_MAX).to(torch.float8_e5m2)
-
-
-def _saturated(values: Tensor, element_max: float) -> Tensor:
-    # A NaN stays one; what rounds to more than the largest, torch's own cast would make NaN or infinity.
-    saturated = values.clamp(-element_max, element_max)
-    return torch.where(saturated.isnan(), _NAN, saturated)
+def to_float8(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """float32 to float8: nearest, ties to even, saturating; every NaN becomes the positive one."""
+    largest = E5M2_MAX if dtype == torch.float8_e5m2 else E4M3_MAX
+    # torch's own cast makes NaN or infinity of what rounds to more than the largest.
+    saturated = values.clamp(-largest, largest)
+    return torch.where(saturated.isnan(), _NAN, saturated).to(dtype)
 
 
 def e8m0_scale(largest: Tensor, rounding: str) -> Tensor:
-    """Power-of-two scales of MX blocks of e4m3 elements.
+    """Power-of-two scales of MX blocks of e4m3 elements: biased exponents as float8_e8m0fnu, at least that of 2^-127;
+    NaN where ``largest`` is not finite.
 
     With ``largest = m * 2**k``, ``1 <= m < 2``:
 
     - ``"floor"``: ``2**(k - 8)``, as in the MX specification. Elements reach up to 512, so those beyond 448 saturate.
     - ``"rceil"``: the smallest power of two with ``largest / scale <= 448``; nothing saturates.
-
-    Args:
-        largest: Magnitudes, float32.
-        rounding: ``"floor"`` or ``"rceil"``.
-
-    Returns:
-        Biased exponents as float8_e8m0fnu, at least that of 2^-127; its NaN where ``largest`` is not finite.
     """
     bits = largest.contiguous().view(torch.int32)
     exponent = (bits >> 23) - 8  # biased by 127, as e8m0 is; a denormal counts as 2^-127, far below the clamp
@@ -171,29 +131,28 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
     code = scale.view(torch.uint8).to(torch.int32)
     # 2^-127 is denormal: half of the smallest normal number
     bits = torch.where(code == 0, 0x00400000, code << 23)
-    return torch.where(code == _E8M0_NAN, float("nan"), bits.view(torch.float32))
+    return torch.where(code == _E8M0_NAN, _NAN, bits.view(torch.float32))
 
 
 def e8m0_reciprocal(scale: Tensor) -> Tensor:
     """``1 / scale`` in float32, exact: a multiplication by it is the division. Codes above 253 do not occur."""
     code = scale.view(torch.uint8).to(torch.int32)
-    return torch.where(code == _E8M0_NAN, float("nan"), ((254 - code) << 23).view(torch.float32))
+    return torch.where(code == _E8M0_NAN, _NAN, ((254 - code) << 23).view(torch.float32))
 
 
 def nvfp4_tensor_scale(largest: Tensor) -> Tensor:
     """The float32 scale of a whole weight: maps ``largest`` to 448 * 6, at least 2^-117."""
-    scale = _divided(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_TENSOR_SCALE)
-    return torch.where(largest.isfinite(), scale, float("nan"))
+    return _scale(largest, E4M3_MAX * E2M1_MAX, SMALLEST_TENSOR_SCALE)
 
 
 def nvfp4_block_scale(largest: Tensor, tensor_scale: Tensor) -> Tensor:
     """e4m3 scales of blocks, relative to that of the weight: ``largest / 6 / tensor_scale``, at least 2^-9."""
-    return to_e4m3((_divided(largest, E2M1_MAX) / tensor_scale).clamp(min=E4M3_MIN))
+    return to_float8((_divided(largest, E2M1_MAX) / tensor_scale).clamp(min=E4M3_MIN))
 
 
 def to_e2m1(values: Tensor) -> Tensor:
     """float32 to the 4-bit codes of e2m1 (sign, then 0, .5, 1, 1.5, 2, 3, 4, 6) in uint8: nearest, ties to even,
-    saturating at 6. There is no NaN: it becomes 0, and the scale says that it is one."""
+    saturating at 6. e2m1 has no NaN: a NaN becomes 0, and its scale is NaN."""
     magnitude = values.abs()
     code = (magnitude > 0.25).to(torch.uint8)
     # A tie goes to the code that is even: down at .25, 1.25, 2.5 and 5, up at .75, 1.75 and 3.5.
@@ -225,3 +184,101 @@ def unpack_nibbles(packed: Tensor, dim: int) -> Tensor:
     """The inverse of :func:`pack_nibbles`."""
     dim %= packed.ndim
     return torch.stack((packed & 0xF, packed >> 4), dim + 1).flatten(dim, dim + 1)
+
+
+class Casts:
+    """The reference. Matrices have shape ``(*, rows, columns)``; magnitudes and scales are float32 if nothing else is
+    said. A cast returns elements and scales."""
+
+    def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Largest magnitude over ``dims``: ``(-1,)`` or ``(-2, -1)``."""
+        return largest_magnitude(weight, dims)
+
+    def e4m3_scale(self, largest: Tensor) -> Tensor:
+        return float8_scale(largest)
+
+    def cast_matrix(
+        self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A scale for each matrix, shape ``(*, 1, 1)``; so is ``amax``, by default the matrix's own."""
+        scale = float8_scale(largest_magnitude(matrix, (-2, -1)) if amax is None else amax, dtype)
+        return to_float8(wide(matrix) / scale, dtype), scale
+
+    def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+        """:meth:`turned` of the e4m3 elements, and the scale."""
+        data, scale = self.cast_matrix(matrix)
+        return self.turned(data, multiple), scale
+
+    def cast_rows(
+        self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """e4m3 with a scale for each row, shape ``(*, rows, 1)``; so is ``amax``, by default the matrix's own.
+
+        Args:
+            factor: What each column is multiplied by first, in float32; shape ``(columns,)``.
+            group: Which factors each row takes, shape ``(rows,)``; then ``factor`` has shape ``(groups, columns)``.
+        """
+        values = wide(matrix)
+        if factor is not None:
+            values = values * (factor if group is None else factor[group])
+        scale = float8_scale(largest_magnitude(values, (-1,)) if amax is None else amax)
+        return to_float8(values / scale), scale
+
+    def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """e4m3 with a scale for each block: of columns ``(1, size)``, or square."""
+        scale = float8_scale(block_amax(matrix, block))
+        return to_float8(wide(matrix) / spread(scale, block, matrix.shape)), scale
+
+    def cast_blocks_turned(self, matrix: Tensor, block: tuple[int, int], multiple: int) -> tuple[Tensor, Tensor]:
+        """:meth:`cast_blocks` of the transpose, whose columns are filled up with zeros to a multiple."""
+        return self.cast_blocks(self.turned(matrix, multiple), block)
+
+    def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
+        """e4m3 with an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
+        scale = e8m0_scale(block_amax(matrix, block), rounding)
+        reciprocal = spread(e8m0_reciprocal(scale), block, matrix.shape)
+        return to_float8(wide(matrix) * reciprocal), scale
+
+    def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``; ``amax`` of the weight has shape
+        ``(*, 1, 1)``."""
+        tensor_scale = nvfp4_tensor_scale(amax)
+        scale = nvfp4_block_scale(block_amax(matrix, block), tensor_scale)
+        padded = pad_to_blocks(wide(matrix), block)
+        divisor = spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
+        return pack_nibbles(to_e2m1(padded / divisor), -1 if block[0] == 1 else -2), scale
+
+    def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The values of a cast, in ``dtype``.
+
+        Args:
+            quantized: e4m3 elements alone, whose scale follows from ``amax``, as by :meth:`cast_matrix`; e4m3 elements
+                and scales; or pairs of e2m1 (uint8), scales and ``amax``, as by :meth:`cast_nvfp4`.
+            block: Rows and columns that share a scale; ``(1, 0)`` for whole rows.
+            shape: Of the weight.
+        """
+        data, *scales = quantized.planes
+        amax = quantized.amax
+        if not scales:
+            assert amax is not None
+            return (data.to(torch.float32) * float8_scale(amax)).to(dtype)
+        (scale,) = scales
+        if data.dtype != torch.uint8:
+            scale = e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale
+            return (data.to(torch.float32) * spread(scale, block, data.shape)).to(dtype)
+        assert amax is not None
+        elements = from_e2m1(unpack_nibbles(data, -1 if block[0] == 1 else -2))
+        factor = spread(scale.to(torch.float32) * nvfp4_tensor_scale(amax), block, elements.shape)
+        return (elements * factor)[..., : shape[-2], : shape[-1]].to(dtype)
+
+    def turned(self, matrix: Tensor, multiple: int = 1) -> Tensor:
+        """The transpose, row-major, its columns filled up with zeros to a multiple."""
+        # Compilers know how to move bytes, but not float8.
+        dtype, plain = matrix.dtype, matrix.view(torch.uint8) if matrix.dtype.itemsize == 1 else matrix
+        missing = -matrix.shape[-2] % multiple
+        turned = F.pad(plain.mT, (0, missing)) if missing else plain.mT
+        return turned.contiguous().view(dtype)
+
+    def row_major(self, matrix: Tensor) -> Tensor:
+        """``matrix`` itself or a contiguous copy."""
+        return matrix.contiguous()

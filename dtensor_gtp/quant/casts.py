@@ -1,8 +1,7 @@
-"""The casts that recipes and GEMMs are made of, and which implementation of them runs.
+"""Which casts run: ``Casts``, the reference in plain torch, or ``TritonCasts``, which does the same bit for bit.
 
-``Casts`` is the reference: plain torch, op by op, composed of ``cast``. On CUDA, outside of compilers, ``TritonCasts``
-does the same in one or two kernels each, bit for bit. Code that a compiler traces gets the reference, which it fuses
-with what is before it.
+``TritonCasts`` needs one or two kernels a cast. It runs on CUDA, outside of compilers: code that a compiler traces gets
+the reference, which the compiler fuses with what is before it.
 """
 
 from __future__ import annotations
@@ -18,28 +17,20 @@ from torch import Tensor
 
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from . import cast
-from .reference_casts import Casts
+from .cast import Casts
+from .planes import Quantized
 
 logger = logging.getLogger(__name__)
 
-
 _ENV = "DTENSOR_GTP_CASTS"
-
-
-# Within a matrix, Triton's kernels count in int32.
-_MAX_NUMEL = 2**31 - 2**24
-
-
-# Of what is cast, and of what is dequantized or transposed.
-_DTYPES = (*cast.WIDENS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
-
-
+_MAX_NUMEL = 2**31 - 2**24  # within a matrix, Triton's kernels count in int32
+_DTYPES = (*cast.WIDENS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # of inputs of TritonCasts
 _REFERENCE = Casts()
 
 
 @cache
 def _verdicts() -> dict[int, tuple[Casts, str]]:
-    """What casts on each GPU, and why it is not Triton, filled as GPUs are asked for."""
+    """The casts of each GPU, and why they are not Triton's; filled by ``_on_device``."""
     return {}
 
 
@@ -50,7 +41,7 @@ def casts_for(matrix: Tensor) -> Casts:
         ValueError: The environment variable ``DTENSOR_GTP_CASTS`` is neither ``auto`` nor ``reference``.
     """
     if torch.compiler.is_compiling() or type(matrix) not in (Tensor, nn.Parameter):
-        return _REFERENCE  # traced by a compiler, or a tensor that only looks like one on a GPU
+        return _REFERENCE  # traced by a compiler, or a subclass that only looks like a tensor on a GPU
     if not matrix.is_cuda or matrix.dtype not in _DTYPES or not _is_wanted():
         return _REFERENCE
     if not 0 < matrix.shape[-1] * matrix.shape[-2] < _MAX_NUMEL or matrix.numel() == 0:
@@ -59,7 +50,7 @@ def casts_for(matrix: Tensor) -> Casts:
 
 
 def describe_casts(device: torch.device) -> str:
-    """For the report: empty on devices that know only the reference."""
+    """For the report: empty on devices that have the reference alone."""
     if device.type != "cuda":
         return ""
     reason = _on_device(device)[1] if _is_wanted() else f"{_ENV}=reference"
@@ -75,10 +66,7 @@ def _is_wanted() -> bool:
 
 def _on_device(device: torch.device) -> tuple[Casts, str]:
     index = torch.cuda.current_device() if device.index is None else device.index
-
-    def warn(reason: str) -> None:
-        logger.warning("Casts of low precision run op by op on %s, several kernels each: %s", device, reason)
-
+    warn = partial(logger.warning, "Casts of low precision run op by op on %s, several kernels each: %s", device)
     return decided(_verdicts(), index, _REFERENCE, lambda: _try(torch.device("cuda", index)), warn)
 
 
@@ -100,7 +88,7 @@ def _try(device: torch.device) -> tuple[Casts, str]:
 
 
 def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """By name, what each kernel makes of a matrix: once, because each is compiled for it."""
+    """What each kernel makes of a matrix, by name; once each, because each is compiled for it."""
     amax = _REFERENCE.amax(matrix, (-2, -1))
     yield "amax", (casts.amax(matrix, (-2, -1)),)
     yield "e4m3_scale", (casts.e4m3_scale(amax),)
@@ -110,10 +98,10 @@ def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ..
     yield "cast_blocks", casts.cast_blocks(matrix, (128, 128))
     yield "cast_mx", casts.cast_mx(matrix, (1, 32), "rceil")
     yield "cast_nvfp4", casts.cast_nvfp4(matrix, (1, 16), amax)
-    data, _ = _REFERENCE.cast_matrix(matrix)
-    yield "dequantize_matrix", (casts.dequantize_matrix(data, amax, torch.bfloat16),)
-    for block in ((128, 128), (1, 32)):
-        cast_of = _REFERENCE.cast_blocks if block[0] > 1 else partial(_REFERENCE.cast_mx, rounding="rceil")
-        yield "dequantize_blocks", (casts.dequantize_blocks(*cast_of(matrix, block), block, torch.float32),)
-    packed = _REFERENCE.cast_nvfp4(matrix, (1, 16), amax)
-    yield "dequantize_nvfp4", (casts.dequantize_nvfp4(*packed, amax, (1, 16), matrix.shape, torch.bfloat16),)
+    for name, quantized, block, dtype in (
+        ("matrix", Quantized(_REFERENCE.cast_matrix(matrix)[:1], amax), (1, 1), torch.bfloat16),
+        ("blocks", Quantized(_REFERENCE.cast_blocks(matrix, (128, 128)), None), (128, 128), torch.float32),
+        ("mx", Quantized(_REFERENCE.cast_mx(matrix, (1, 32), "rceil"), None), (1, 32), torch.float32),
+        ("nvfp4", Quantized(_REFERENCE.cast_nvfp4(matrix, (1, 16), amax), amax), (1, 16), torch.bfloat16),
+    ):
+        yield f"dequantize of {name}", (casts.dequantize(quantized, block, matrix.shape, dtype),)

@@ -1,4 +1,4 @@
-"""Which way a linear layer with a recipe multiplies: chosen for each weight, said in the report, never silently."""
+"""How a linear layer with a recipe multiplies: chosen for each weight and shown in the report."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from .base import Recipe
-from .float8_gemms import Float8GEMMs
-from .gemm import ALIGNMENT
+from .float8_gemms import ALIGNMENT, Float8GEMMs
+from .recipes import Recipe
 
 
 class ComputePath(NamedTuple):
-    """How a linear layer multiplies with one weight.
+    """How a linear layer multiplies with one weight."""
 
-    Args:
-        gemms: Float8 GEMMs; None to dequantize the weight for an ordinary GEMM.
-        reason: Why not the float8 GEMMs of the hardware; empty if it is those.
-    """
-
-    gemms: Float8GEMMs | None
-    reason: str
+    gemms: Float8GEMMs | None  # None to dequantize the weight for an ordinary GEMM
+    reason: str  # why not by the float8 GEMMs of the hardware; empty if it is those
 
     def describe(self) -> str:
         """For the report."""
@@ -35,14 +29,11 @@ class ComputePath(NamedTuple):
 
 
 def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> ComputePath:
-    """The way to multiply with a weight.
+    """How to multiply with a weight.
 
     Args:
-        recipe: Its ``compute`` says what is asked for.
-        device: Of the weight.
         shape: Of what a rank multiplies with: the whole weight, or its slice of it.
         dtype: Of activations and outputs.
-        fqn: Name of the weight, for messages.
 
     Raises:
         ValueError: Float8 GEMMs are forced, but the hardware does not have them for this recipe, shape or dtype.
@@ -51,26 +42,25 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
         return ComputePath(None, "asked for")
     if not recipe.has_gemms:
         return ComputePath(None, f"no GEMMs of {recipe.name}")
-    if len(shape) != 2:
-        path = _grouped_path(recipe, device, shape, dtype)
-        if path.gemms is None and not torch.compiler.is_compiling():  # compilers cannot trace it at this place
-            warn_dequantized(recipe, fqn, path.reason)
-        return path
-    missing = _missing_device(recipe, device)
-    if missing and recipe.compute == "auto":
-        return ComputePath(None, missing)
-    if device.type == "cpu":
-        reason = f"no float8 GEMMs on {device.type}"
-        _warn_once(
-            f"The recipe {recipe} asks for float8 GEMMs, which torch does not have on {device.type} devices with the "
-            "arithmetic that is defined here: operands are quantized as asked for and multiplied in float32. It is "
-            "slower than compute='dequantize'."
-        )
-        return ComputePath(recipe.gemms(on_hardware=False), reason)
-    missing = missing or _missing_shape(shape) or _missing_dtype(dtype)
+    is_grouped = len(shape) != 2
+    gemms = recipe.grouped_gemms if is_grouped else recipe.gemms
+    is_known = not is_grouped or (len(shape) == 3 and gemms(on_hardware=False) is not None)
+    missing = _missing(recipe, device, shape, dtype) if is_known else f"no grouped GEMMs of {recipe.name}"
     if not missing:
-        return ComputePath(recipe.gemms(on_hardware=True), "")
+        return ComputePath(gemms(on_hardware=True), "")
     if recipe.compute == "auto":
+        return ComputePath(None, missing)
+    if device.type == "cpu" and is_known:
+        if not is_grouped:
+            _warn_once(
+                f"The recipe {recipe} asks for float8 GEMMs, which torch does not have on cpu devices with the "
+                "arithmetic that is defined here: operands are quantized as asked for and multiplied in float32. It "
+                "is slower than compute='dequantize'."
+            )
+        return ComputePath(gemms(on_hardware=False), missing)
+    if is_grouped:
+        if not torch.compiler.is_compiling():  # compilers cannot trace it at this place
+            warn_dequantized(recipe, fqn, missing)
         return ComputePath(None, missing)
     raise ValueError(
         f"Float8 GEMMs are asked for by the recipe {recipe} of '{fqn}' of shape {tuple(shape)} on {device}, but: "
@@ -78,52 +68,28 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
     )
 
 
-def _grouped_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> ComputePath:
-    """Several matrices: float8 where torch has the grouped GEMM, else dequantized, also where float8 is forced."""
-    if len(shape) != 3 or recipe.grouped_gemms(on_hardware=False) is None:
-        return ComputePath(None, f"no grouped GEMMs of {recipe.name}")
-    missing = _missing_device(recipe, device)
-    if missing:
-        if recipe.compute == "auto" or device.type != "cpu":
-            return ComputePath(None, missing)
-        return ComputePath(recipe.grouped_gemms(on_hardware=False), missing)
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        missing = f"no grouped GEMMs of {recipe.name} but on Hopper"
-    missing = missing or _missing_shape(shape[1:]) or _missing_dtype(dtype)
-    return ComputePath(None, missing) if missing else ComputePath(recipe.grouped_gemms(on_hardware=True), "")
-
-
-def check_forced(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> None:
-    """Before anything is sharded: raise what :func:`choose_path` would raise, say what it would say."""
-    if recipe.compute == "float8":
-        choose_path(recipe, device, shape, dtype, fqn)
-
-
-def warn_dequantized(recipe: Recipe, fqn: str, reason: str) -> None:
-    """Say once for each weight that forced float8 GEMMs do not happen."""
-    if recipe.compute == "float8":
-        _warn_once(f"The recipe {recipe} asks for float8 GEMMs, but '{fqn}' is dequantized: {reason}.")
-
-
-def _missing_device(recipe: Recipe, device: torch.device) -> str:
-    """Why a device has no such GEMMs; empty if it has."""
+def _missing(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> str:
+    """Why torch has no such GEMMs there; empty if it has."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"no float8 GEMMs on {'rocm' if device.type == 'cuda' else device.type}"
     capability = torch.cuda.get_device_capability(device)
-    if recipe.is_capable(capability):
-        return ""
-    return f"no {recipe.name} GEMMs on compute capability {'.'.join(map(str, capability))}"
+    if not recipe.is_capable(capability):
+        return f"no {recipe.name} GEMMs on compute capability {'.'.join(map(str, capability))}"
+    if len(shape) == 3 and capability[0] != 9:
+        return f"no grouped GEMMs of {recipe.name} but on Hopper"
+    matrix = tuple(shape[-2:])
+    if any(size % ALIGNMENT for size in matrix):
+        fits = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in matrix)
+        return f"a shape of {matrix} is not in multiples of {ALIGNMENT}; {fits} would fit"
+    if dtype != torch.bfloat16:
+        return f"the compute dtype is {str(dtype).removeprefix('torch.')}, not bfloat16"
+    return ""
 
 
-def _missing_shape(shape: tuple[int, ...]) -> str:
-    if all(size % ALIGNMENT == 0 for size in shape):
-        return ""
-    fits = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in shape)
-    return f"a shape of {tuple(shape)} is not in multiples of {ALIGNMENT}; {fits} would fit"
-
-
-def _missing_dtype(dtype: torch.dtype) -> str:
-    return "" if dtype == torch.bfloat16 else f"the compute dtype is {str(dtype).removeprefix('torch.')}, not bfloat16"
+def warn_dequantized(recipe: Recipe, fqn: str, reason: str) -> None:
+    """Warn once for each weight for which forced float8 GEMMs do not run."""
+    if recipe.compute == "float8":
+        _warn_once(f"The recipe {recipe} asks for float8 GEMMs, but '{fqn}' is dequantized: {reason}.")
 
 
 def _warn_once(message: str) -> None:

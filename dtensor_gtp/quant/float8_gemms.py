@@ -1,64 +1,146 @@
-"""The three GEMMs of a linear layer in float8, one class for each granularity.
+"""The three GEMMs of a linear layer in float8, one class for each granularity, and the product they are made of.
 
-Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered; activations and
-gradients are quantized here, each time by their own magnitudes (*dynamic* scaling), with the casts of ``cast``. What a
-cast makes is a list of tensors, so that compiled code can trace the cast and hand its result to the opaque op that
-gathers the weight and multiplies.
+Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered. Activations and
+gradients are quantized here, each time by their own magnitudes (*dynamic* scaling). A cast returns a list of tensors:
+compiled code traces the cast and hands the list to the opaque op that gathers the weight and multiplies. As in torchao
+and Transformer Engine, only forward sums in the tensor cores' own precision (``use_fast_accum``): in sums of gradients
+more terms cancel.
 
-Only forward sums in the tensor cores' own precision (``use_fast_accum``), as torchao and Transformer Engine have it:
-sums of gradients are of more terms that cancel.
+Sources: documentation and checks of ``torch.nn.functional.scaled_mm`` (2.11 to 2.15); cuBLAS 12.9 documentation, "1D
+and 2D block scaling for FP8 data types", for the layout of block scales.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, scaled_mm
 
+from . import cast
 from .casts import casts_for
-from .gemm import ALIGNMENT, Granularity, Operand, product
 from .planes import Quantized
+
+ALIGNMENT = 16  # of rows and columns of an operand on hardware
+BLOCK = 128
+
+
+class Granularity(enum.Enum):
+    """Which elements of an operand share a scale, by the name in torch's ``ScalingType``."""
+
+    TENSOR = "TensorWise"  # all: scale of shape (1, 1)
+    ROW = "RowWise"  # a row: (rows, 1)
+    ROW_BLOCK = "BlockWise1x128"  # 128 elements of a row: (rows, blocks)
+    SQUARE_BLOCK = "BlockWise128x128"  # (blocks of rows, blocks)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a block; 1 where the shape of the scale broadcasts."""
+        return {Granularity.ROW_BLOCK: (1, BLOCK), Granularity.SQUARE_BLOCK: (BLOCK, BLOCK)}.get(self, (1, 1))
+
+
+class Operand(NamedTuple):
+    """A quantized matrix; a value is ``data * scale``."""
+
+    data: Tensor  # shape (rows, contraction), float8_e4m3fn or float8_e5m2
+    scale: Tensor  # float32
+    granularity: Granularity
+
+    def dequantize(self) -> Tensor:
+        """The values in float32."""
+        return self.data.to(torch.float32) * cast.spread(self.scale, self.granularity.block, self.data.shape)
+
+
+def product(
+    left: Operand, right: Operand, dtype: torch.dtype, *, on_hardware: bool, use_fast_accum: bool = False
+) -> Tensor:
+    """``left @ right.T`` of shapes ``(M, K)`` and ``(N, K)``: sums in float32, rounded to ``dtype``.
+
+    The hardware multiplies float8; N and K must be multiples of 16. Without it, dequantized values are multiplied in
+    float32. ``use_fast_accum``: on Hopper, sum in the tensor cores' own precision; ignored with scales of blocks.
+    """
+    rows = left.data.shape[0]
+    if not on_hardware:
+        return left.dequantize().mm(right.dequantize().t()).to(dtype)
+    if rows == 0 or left.data.shape[1] == 0:
+        return left.data.new_zeros((rows, right.data.shape[0]), dtype=dtype)
+    is_blockwise = left.granularity is Granularity.ROW_BLOCK
+    # The kernel wants the columns of block scales aligned.
+    missing = -rows % ALIGNMENT if is_blockwise else 0
+    if missing:
+        left = left._replace(data=_pad_rows(left.data, missing), scale=_pad_rows(left.scale, missing))
+    result = scaled_mm(
+        casts_for(left.data).row_major(left.data),
+        casts_for(right.data).row_major(right.data).t(),
+        left.scale.t().contiguous().t() if is_blockwise else left.scale,
+        ScalingType.__members__[left.granularity.value],
+        _right_scale(right),
+        ScalingType.__members__[right.granularity.value],
+        output_dtype=dtype,
+        use_fast_accum=use_fast_accum and not is_blockwise,
+    )
+    return result[:rows] if missing else result
+
+
+def _pad_rows(matrix: Tensor, missing: int) -> Tensor:
+    """Zeros below: in bytes, because padding is not defined for every float8."""
+    plain = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
+    return F.pad(plain, (0, 0, 0, missing)).view(matrix.dtype)
+
+
+def _right_scale(operand: Operand) -> Tensor:
+    scale = operand.scale
+    if operand.granularity is Granularity.ROW:
+        return scale.reshape(1, -1)
+    if operand.granularity is Granularity.ROW_BLOCK:
+        return scale.t().contiguous().t()
+    if operand.granularity is Granularity.SQUARE_BLOCK:
+        # Rows of four scales, along the contraction.
+        return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
+    return scale
+
 
 # A quantized matrix as a flat list: elements, scale. Or a matrix as it is, which is quantized later.
 Tensors = list[Tensor]
+_Cast = tuple[Tensor, Tensor]  # elements and scales
 
 
 @dataclass(frozen=True)
 class Float8GEMMs(ABC):
-    """How a linear layer multiplies.
+    """How a linear layer multiplies."""
 
-    Args:
-        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized.
-        on_hardware: By float8 GEMMs; else by the reference arithmetic, in float32.
-    """
+    high_precision_wgrad: bool  # from activations and gradients that are not quantized
+    on_hardware: bool  # by float8 GEMMs; else by the reference arithmetic, in float32
 
-    high_precision_wgrad: bool
-    on_hardware: bool
+    granularity: ClassVar[Granularity]  # of activations and gradients
+    weight_granularity: ClassVar[Granularity]
+    # Dtypes that hardware gives wgrad in.
+    wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
 
     @property
     def name(self) -> str:
-        """What :func:`gemms_of_name` makes these GEMMs of."""
+        """The argument of :func:`gemms_of_name` for these GEMMs."""
         return f"{type(self).__name__}({self.high_precision_wgrad}, {self.on_hardware})"
-
-    # Dtypes that hardware gives wgrad in.
-    wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
 
     @abstractmethod
     def cast_input(self, input_MK: Tensor) -> Tensors:
         """What forward needs of its input."""
 
-    @abstractmethod
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """``x @ w.T``, shape ``(M, N)``."""
+        left = Operand(input[0], input[1], self.granularity)
+        right = Operand(weight.planes[0], weight.planes[1], self.weight_granularity)
+        return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
-    @abstractmethod
     def cast_grad(self, grad_MN: Tensor) -> Tensors:
         """What dgrad needs of the output's gradient."""
+        return self.cast_input(grad_MN)
 
     @abstractmethod
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -66,60 +148,45 @@ class Float8GEMMs(ABC):
 
     @abstractmethod
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
-        """What wgrad needs of both: transposes, whose columns (tokens) are filled up with zeros, because they are the
-        contraction. ``grad`` is what :meth:`cast_grad` has made.
-
-        Only called without ``high_precision_wgrad``.
-        """
+        """What wgrad needs of both, without ``high_precision_wgrad``: transposes, whose columns (tokens) are filled up
+        with zeros, because they are the contraction. ``grad`` is what :meth:`cast_grad` has made."""
 
     def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> Tensor:
         """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
         grad, grad_scale, input, input_scale = operands
-        kind = self._wgrad_granularity
+        left, right = Operand(grad, grad_scale, self.granularity), Operand(input, input_scale, self.granularity)
         out_dtype = dtype if not self.on_hardware or dtype in self.wgrad_dtypes else torch.bfloat16
-        left, right = Operand(grad, grad_scale, kind), Operand(input, input_scale, kind)
         return product(left, right, out_dtype, on_hardware=self.on_hardware).to(dtype)
-
-    _wgrad_granularity: ClassVar[Granularity]
 
 
 class TensorwiseGEMMs(Float8GEMMs):
     """One scale for each matrix. Gradients are e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv
     2209.05433), everything else e4m3. Transposes are transposes of the same bytes."""
 
-    _wgrad_granularity = Granularity.TENSOR
+    granularity = weight_granularity = Granularity.TENSOR
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_matrix(input_MK)]
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        right = Operand(weight.planes[0], self._weight_scale(weight), Granularity.TENSOR)
-        return self._product(input, right, dtype, use_fast_accum=True)
+        left, right = Operand(input[0], input[1], Granularity.TENSOR), self._operand(weight, weight.planes[0])
+        return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
     def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return [*casts_for(grad_MN).cast_matrix(grad_MN, torch.float8_e5m2)]
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        right = Operand(weight.planes[0].t(), self._weight_scale(weight), Granularity.TENSOR)
-        return self._product(grad, right, dtype)
+        left, right = Operand(grad[0], grad[1], Granularity.TENSOR), self._operand(weight, weight.planes[0].t())
+        return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         turned = casts_for(grad[0]).turned(grad[0], ALIGNMENT)
         return [turned, grad[1], *casts_for(input_MK).cast_matrix_turned(input_MK, ALIGNMENT)]
 
     @staticmethod
-    def _weight_scale(weight: Quantized) -> Tensor:
+    def _operand(weight: Quantized, data: Tensor) -> Operand:
         assert weight.amax is not None
-        return casts_for(weight.amax).e4m3_scale(weight.amax)
-
-    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype, use_fast_accum: bool = False) -> Tensor:
-        return product(
-            Operand(left[0], left[1], Granularity.TENSOR),
-            right,
-            dtype,
-            on_hardware=self.on_hardware,
-            use_fast_accum=use_fast_accum,
-        )
+        return Operand(data, casts_for(weight.amax).e4m3_scale(weight.amax), Granularity.TENSOR)
 
 
 class RowwiseGEMMs(Float8GEMMs):
@@ -129,25 +196,19 @@ class RowwiseGEMMs(Float8GEMMs):
     before that is quantized: ``g @ (s * q) = (g * s) @ q``. So dgrad casts after the gather, on the spot.
     """
 
-    _wgrad_granularity = Granularity.ROW
-    # On some devices torch multiplies rows by kernels that know no other.
+    granularity = weight_granularity = Granularity.ROW
+    # On some devices torch multiplies rows by kernels that give bfloat16 only.
     wgrad_dtypes = (torch.bfloat16,)
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_rows(input_MK)]
-
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        left = Operand(input[0], input[1], Granularity.ROW)
-        right = Operand(weight.planes[0], weight.planes[1], Granularity.ROW)
-        return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
     def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return [grad_MN]
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
-        cast_data, cast_scale = casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1))
-        left = Operand(cast_data, cast_scale, Granularity.ROW)
+        left = Operand(*casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1)), Granularity.ROW)
         ones = torch.ones((data.shape[1], 1), dtype=torch.float32, device=data.device)
         return product(left, Operand(data.t(), ones, Granularity.ROW), dtype, on_hardware=self.on_hardware)
 
@@ -161,42 +222,28 @@ class BlockwiseGEMMs(Float8GEMMs):
     """Weights in blocks of 128 x 128, activations and gradients in blocks of 128 along the contraction, all e4m3
     (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
 
-    _wgrad_granularity = Granularity.ROW_BLOCK
+    granularity, weight_granularity = Granularity.ROW_BLOCK, Granularity.SQUARE_BLOCK
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_blocks(input_MK, Granularity.ROW_BLOCK.block)]
 
-    def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        data, scale = weight.planes
-        return self._product(input, Operand(data, scale, Granularity.SQUARE_BLOCK), dtype)
-
-    def cast_grad(self, grad_MN: Tensor) -> Tensors:
-        return self.cast_input(grad_MN)
-
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
-        return self._product(grad, Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK), dtype)
+        left = Operand(grad[0], grad[1], Granularity.ROW_BLOCK)
+        right = Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK)
+        return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
-        block = Granularity.ROW_BLOCK.block
-        matrices = (grad_MN, input_MK)
+        block, matrices = Granularity.ROW_BLOCK.block, (grad_MN, input_MK)
         return [t for m in matrices for t in casts_for(m).cast_blocks_turned(m, block, ALIGNMENT)]
 
-    def _product(self, left: Tensors, right: Operand, dtype: torch.dtype) -> Tensor:
-        # The kernel of block scales knows no fast accumulation.
-        return product(Operand(left[0], left[1], Granularity.ROW_BLOCK), right, dtype, on_hardware=self.on_hardware)
 
-
-_ALL = tuple(
-    cls(high_precision_wgrad, on_hardware)
-    for cls in (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)
-    for high_precision_wgrad in (False, True)
-    for on_hardware in (False, True)
-)
+_CLASSES = (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)
+_ALL = tuple(cls(*flags) for cls in _CLASSES for flags in itertools.product((False, True), repeat=2))
 
 
 def gemms_of_name(name: str) -> Float8GEMMs:
-    """The GEMMs of that name: an op of compiled code takes only such arguments."""
+    """The GEMMs of that name: an op of compiled code takes no objects."""
     return next(gemms for gemms in _ALL if gemms.name == name)
 
 
@@ -204,12 +251,8 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
     """Rowwise GEMMs of each group's rows with the group's weight."""
 
     def grouped_output(self, x_TK: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
-        """Shape ``(num_rows, N)``; rows beyond the last group are not defined.
-
-        Args:
-            weight: Planes of shape ``(num_groups, N, K)`` and ``(num_groups, N, 1)``.
-            ends_G: Where each group ends, int32.
-        """
+        """Shape ``(num_rows, N)``; rows beyond the last group are not defined. Planes of ``weight`` have the shapes
+        ``(num_groups, N, K)`` and ``(num_groups, N, 1)``; ``ends_G`` says where each group ends, int32."""
         data, scale = weight.planes
         left = casts_for(x_TK).cast_rows(x_TK)
         return self._grouped(left, data, scale.squeeze(-1), ends_G, dtype, use_fast_accum=True)
@@ -221,19 +264,13 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=data.shape[0] - 1)
         left = casts_for(grad_TN).cast_rows(grad_TN, factor=scale.squeeze(-1), group=group_T)
         ones_GK = torch.ones((data.shape[0], data.shape[2]), dtype=torch.float32, device=data.device)
-        return self._grouped(left, data.mT, ones_GK, ends_G, dtype)
+        return self._grouped(left, data.mT, ones_GK, ends_G, dtype, use_fast_accum=False)
 
     def _grouped(
-        self,
-        operand: tuple[Tensor, Tensor],
-        data_GRC: Tensor,
-        scale_GR: Tensor,
-        ends_G: Tensor,
-        dtype: torch.dtype,
-        use_fast_accum: bool = False,
+        self, rows: _Cast, data_GRC: Tensor, scale_GR: Tensor, ends_G: Tensor, dtype: torch.dtype, use_fast_accum: bool
     ) -> Tensor:
-        """Rows of the quantized operand times the transpose of each group's matrix."""
-        left, left_scale = operand
+        """Quantized rows times the transpose of each group's matrix."""
+        left, left_scale = rows
         if self.on_hardware:
             result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left,
@@ -250,8 +287,8 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         output = left_scale.new_zeros(left.shape[0], data_GRC.shape[1], dtype=dtype)
         begin = 0
         for group, end in enumerate(ends_G.tolist()):
+            of_group = Operand(left[begin:end], left_scale[begin:end], Granularity.ROW)
             right = Operand(data_GRC[group], scale_GR[group].unsqueeze(-1), Granularity.ROW)
-            rows = Operand(left[begin:end], left_scale[begin:end], Granularity.ROW)
-            output[begin:end] = rows.dequantize().mm(right.dequantize().t()).to(dtype)
+            output[begin:end] = product(of_group, right, dtype, on_hardware=False)
             begin = end
         return output

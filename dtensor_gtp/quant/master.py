@@ -1,7 +1,4 @@
-"""State dicts of modules with quantized weights hold the high-precision values, as ordinary tensors.
-
-So a checkpoint does not know the recipe: it loads into a module with another one or with none, and theirs into this.
-"""
+"""A weight in high precision with a recipe, what parameters with a recipe stand for, and where they may be cut."""
 
 from __future__ import annotations
 
@@ -11,156 +8,63 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
-from .base import Recipe
-from .fsdp import StoredWeight
+from ..placement import GTPShard
+from .compute import choose_path
 from .planes import Direction, Quantized
-from .weight import WeightWithRecipe
-
-
-class StateDictHooks:
-    """Hooks of one parameter: the plain values go out; what ``assign=True`` puts in gets the recipe again.
-
-    Args:
-        name: Of the parameter.
-        recipe: Its recipe.
-    """
-
-    def __init__(self, name: str, recipe: Recipe) -> None:
-        self.name = name
-        self.recipe = recipe
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """After ``state_dict``."""
-        key = prefix + self.name
-        value = state_dict.get(key)
-        if isinstance(value, DTensor) and isinstance(compat.local_tensor(value), MasterWeight):
-            state_dict[key] = compat.wrap_local(master_of(compat.local_tensor(value)), compat.dtensor_spec(value))
-        elif isinstance(value, MasterWeight):
-            state_dict[key] = value.master
-
-    def load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """After ``load_state_dict``. What ``gtp_shard`` manages has its recipe elsewhere."""
-        param = module._parameters.get(self.name)
-        if param is not None and recipe_of(param) is None and "_gtp_binding" not in module.__dict__:
-            module._parameters[self.name] = with_recipe(param, self.recipe)
-
-
-def hook(module: nn.Module, name: str, recipe: Recipe) -> None:
-    """Register the hooks of one parameter; a second time, give those that there are another recipe."""
-    for existing in module._state_dict_hooks.values():
-        if isinstance(existing, StateDictHooks) and existing.name == name:
-            existing.recipe = recipe
-            return
-    hooks = StateDictHooks(name, recipe)
-    module.register_state_dict_post_hook(hooks)
-    module.register_load_state_dict_post_hook(hooks.load)
-
+from .recipes import Recipe
+from .weight import StoredWeight, WeightWithRecipe
 
 aten = torch.ops.aten
 
-
 # Ops that give another view or copy of a weight: fully_shard cuts, pads and moves it with them.
-_PRESERVING = {
-    aten._pin_memory.default,
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.permute.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.view.default,
-}
-
+_VIEWS = (aten.alias.default, aten.as_strided.default, aten.detach.default, aten.t.default, aten.view.default)
+_PARTS = (aten.permute.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.transpose.int)
+_COPIES = (aten._to_copy.default, aten.clone.default, aten.empty_like.default, aten.new_zeros.default)
+_PRESERVING = {*_VIEWS, *_PARTS, *_COPIES, aten._pin_memory.default}
 
 # Ops that would compute with values that are not quantized.
+_MATRIX_PRODUCTS = (aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.linear.default, aten.mm.default)
 _PRODUCTS = {
-    aten._grouped_mm.default,
-    aten.addmm.default,
-    aten.addmv.default,
-    aten.baddbmm.default,
-    aten.bmm.default,
-    aten.convolution.default,
-    aten.embedding.default,
-    aten.linear.default,
-    aten.mm.default,
-    aten.mv.default,
+    *_MATRIX_PRODUCTS,
+    *(aten.addmv.default, aten.mv.default, aten.convolution.default, aten.embedding.default, aten._grouped_mm.default),
 }
 
 
 class MasterWeight(StoredWeight):
-    """High-precision values and a recipe.
+    """High-precision values (float32, bfloat16 or float16) and the recipe by which they are quantized."""
 
-    Args:
-        master: The values: float32, bfloat16 or float16.
-        recipe: How they are quantized.
-    """
-
-    __slots__ = ("_master", "_recipe")
-    _master: Tensor
-    _recipe: Recipe
+    __slots__ = ("master",)
+    master: Tensor  # shares memory with what was given
 
     @staticmethod
     def __new__(cls, master: Tensor, recipe: Recipe) -> MasterWeight:
         result = compat.wrapper_tensor(cls, master, master.shape, master.dtype)
-        result._master = master.detach()
-        result._recipe = recipe
+        result.master, result.recipe = master.detach(), recipe
         return result
 
-    @property
-    def master(self) -> Tensor:
-        """The high-precision values, sharing memory."""
-        return self._master
-
-    @property
-    def recipe(self) -> Recipe:
-        return self._recipe
-
-    def quantized_for(self, direction: Direction) -> Quantized:
-        return self._recipe.quantize(self._master, self._recipe.direction(direction))
-
     def dense(self) -> Tensor:
-        return self._master
+        return self.master
 
-    @property
-    def row_block(self) -> int:
-        return self._recipe.block[0]
-
-    def sent_direction(self, direction: Direction) -> Direction:
-        return self._recipe.direction(direction)
+    def quantized_for(self, direction: Direction, amax: Tensor | None = None) -> Quantized:
+        return self.recipe.quantize(self.master, self.recipe.direction(direction), amax)
 
     def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
-        amax = self._recipe.amax(self._master)
-        if amax is not None and -2 in self._recipe.amax_dims and group.size() > 1:
-            # As integers, which are ordered like floats that are not negative, except that a NaN is the largest.
+        amax = self.recipe.amax(self.master)
+        if amax is not None and -2 in self.recipe.amax_dims and group.size() > 1:
+            # See [Note: magnitudes as integers].
             dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
         return amax
 
-    def sent_planes(self, direction: Direction, amax: Tensor | None) -> tuple[Tensor, ...]:
-        return self._recipe.quantize(self._master, direction, amax).planes
-
-    def dequantize_for(self, direction: Direction) -> Tensor:
-        quantized, direction = self.quantized_for(direction), self._recipe.direction(direction)
-        return self._recipe.dequantize(quantized, self._master.shape, direction, self._master.dtype)
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         recipes: list[Recipe] = []
 
         def unwrap(tensor: MasterWeight) -> Tensor:
-            recipes.append(tensor._recipe)
-            return tensor._master
+            recipes.append(tensor.recipe)
+            return tensor.master
 
         if func in _PRODUCTS:
             raise NotImplementedError(
@@ -177,14 +81,14 @@ class MasterWeight(StoredWeight):
         return compat.tree_map_only(Tensor, lambda t: MasterWeight(t, recipes[0]), result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Recipe]:
-        return ["_master"], self._recipe
+        return ["master"], self.recipe
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], recipe: Recipe, size: Any, stride: Any) -> MasterWeight:
-        return MasterWeight(inner["_master"], recipe)
+        return MasterWeight(inner["master"], recipe)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"MasterWeight({self._master!r}, {self._recipe!r})"
+        return f"MasterWeight({self.master!r}, {self.recipe!r})"
 
 
 def recipe_of(param: Tensor) -> Recipe | None:
@@ -209,6 +113,11 @@ def for_product(weight: Tensor, direction: Direction) -> Tensor:
     return weight.dequantize_for(direction) if isinstance(weight, WeightWithRecipe) else weight
 
 
+def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """``local``, or the DTensor of it that lies as ``tensor`` if that is a DTensor."""
+    return compat.wrap_local(local, compat.dtensor_spec(tensor)) if isinstance(tensor, DTensor) else local
+
+
 def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
     """A parameter with the values of ``param`` and ``recipe``; a DTensor stays one with the same placements."""
     return in_place_of(param, MasterWeight(dense_of(param).detach(), recipe))
@@ -216,10 +125,60 @@ def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
 
 def in_place_of(param: nn.Parameter, local: Tensor) -> nn.Parameter:
     """A parameter of ``local`` (the local part, if ``param`` is a DTensor) that is like ``param`` in all else."""
-    if isinstance(param, DTensor):
-        local = compat.wrap_local(local, compat.dtensor_spec(param))
-    new = nn.Parameter(local, requires_grad=param.requires_grad)
+    new = nn.Parameter(placed_like(param, local), requires_grad=param.requires_grad)
     for key, value in param.__dict__.items():
         if not key.startswith("_"):
             new.__dict__.setdefault(key, value)  # tags that users put on parameters
     return new
+
+
+def place_quantized(
+    fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None, device: torch.device, dtype: torch.dtype
+) -> GTPShard:
+    """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the recipe.
+
+    A weight with a recipe is sharded however small it is: a whole weight is not gathered, so it would not be quantized.
+
+    Args:
+        device, dtype: Where and in which dtype a layer computes with the weight.
+
+    Raises:
+        ValueError: The weight is to stay whole, tensor parallelism cuts its blocks, or the recipe asks for GEMMs that
+            the device does not have.
+    """
+    local = compat.local_part(param)
+    if recipe.compute == "float8":
+        choose_path(recipe, device, local.shape, dtype, fqn)
+    if isinstance(asked, Replicate):
+        raise ValueError(
+            f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because quantize_ gave it "
+            f"the recipe {recipe}, but shard_placement_fn returned {asked!r}. Leave it out of quantize_, or return "
+            "None or a GTPShard for it."
+        )
+    is_native = isinstance(local, StoredWeight) and local.is_native
+    if isinstance(param, DTensor):
+        check_slices("gtp_shard", fqn, param, recipe, is_native=is_native)
+    dim = getattr(asked, "dim", 0)
+    block_size = recipe.block_of(dim - param.ndim, getattr(asked, "block_size", 1), is_native=is_native)
+    return GTPShard(dim, block_size=block_size)
+
+
+def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_native: bool) -> None:
+    """Raises:
+    ValueError: Tensor parallelism cuts the blocks of a weight.
+    """
+    shape = list(param.shape)
+    for axis, placement in enumerate(param.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        mesh, block = param.device_mesh, recipe.block_of(dim - param.ndim, is_native=is_native)
+        size, rows = mesh.size(axis), -(-shape[dim] // mesh.size(axis))
+        if rows < shape[dim] and rows % block:
+            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            raise ValueError(
+                f"{caller} expects slices of whole {recipe.name} blocks of {block} along dim {dim}, but mesh axis "
+                f"'{name}' of size {size} cuts parameter '{fqn}' of shape {tuple(param.shape)} into slices of {rows}. "
+                f"Choose a size that is a multiple of {block * size}, another recipe, or leave it out of quantize_."
+            )
+        shape[dim] = rows

@@ -1,7 +1,7 @@
 """An optimizer of native weights: float32 masters live in its state, quantized values are written back.
 
-It wraps a stock optimizer, which steps the masters in the place of the weights and every other parameter itself. State
-and state dict are those of the stock optimizer with one entry more for each native weight, ``master``: a DTensor placed
+It wraps a stock optimizer, which steps the masters in the place of the weights, and every other parameter itself. State
+and state dict are those of the stock optimizer with one more entry for each native weight, ``master``: a DTensor placed
 as the weight is, so that DCP takes it to any topology.
 """
 
@@ -16,24 +16,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .native import NativeWeight, native_of
-from .native_parts import groups_of, quantize_parts
+from .master import placed_like
+from .native import NativeWeight, groups_of, native_of, quantize_parts
 from .planes import Quantized
 
 _KEY = "master"
-
-
-# Of a parameter, and of this rank's part of it.
-_Version = tuple[int, int]
+_Version = tuple[int, int]  # of a parameter, and of this rank's part of it
 
 
 class MasterOptimizer(torch.optim.Optimizer):
     """Trains parameters with native storage (:func:`quantize_`), and any others beside them, by a stock optimizer.
 
-    A step updates masters in float32 and writes their quantized values into the parameters: scales of whole weights
-    from magnitudes over exactly the ranks that share the weight, one all-reduce for all weights on each mesh axis.
-    Masters and the state of the optimizer cost what they cost in ordinary mixed precision; what native storage saves is
-    the second copy of the weights and their gradients' width. Gradients are read in the dtype in which they come.
+    A step updates masters in float32 and writes their quantized values into the parameters. Scales of whole weights are
+    from magnitudes over exactly the ranks that share the weight: one all-reduce for all weights on each mesh axis.
+    Masters and the state of the optimizer cost what they cost in ordinary mixed precision; native storage saves the
+    second copy of the weights and their gradients' width. Gradients are read in the dtype in which they come.
 
     Args:
         params: As for any optimizer: parameters, named parameters, or groups of them.
@@ -58,52 +55,47 @@ class MasterOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"MasterOptimizer expects a class of optimizers, but got {optimizer_class!r}.")
-        groups = _groups(params)
+        super().__init__(params, {})  # makes groups with lists of parameters of anything that an optimizer takes
         self._initial = dict(masters or {})
         # What the stock optimizer steps in the place of a native weight.
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         # Versions of weight and master when the one was last made of the other.
         self._versions: dict[nn.Parameter, tuple[_Version, _Version]] = {}
-        for param in (param for group in groups for param in group["params"]):
-            if native_of(param) is not None and param.requires_grad:
-                self._add_master(param)
-        if unknown := self._initial.keys() - {n.info.name for n in self._natives(groups)}:
+        members = [param for group in self.param_groups for param in group["params"]]
+        names = {native.info.name for param in members if (native := native_of(param)) is not None}
+        if unknown := self._initial.keys() - names:
             raise ValueError(f"MasterOptimizer expects masters of its native parameters, but got {sorted(unknown)}.")
-        self._inner: torch.optim.Optimizer = optimizer_class([self._stepped(group) for group in groups], **kwargs)
-        super().__init__(groups, dict(self._inner.defaults))
+        for param in members:
+            self._add_master(param)
+        self._inner: torch.optim.Optimizer = optimizer_class(list(map(self._stepped, self.param_groups)), **kwargs)
+        self.defaults = dict(self._inner.defaults)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key not in ("params", "param_names")})
-
-    @staticmethod
-    def _natives(groups: list[dict[str, Any]]) -> Iterator[NativeWeight]:
-        for group in groups:
-            yield from (native for param in group["params"] if (native := native_of(param)) is not None)
+            group.update(_options(inner))
 
     def _stepped(self, group: dict[str, Any]) -> dict[str, Any]:
         """``group`` as the stock optimizer gets it."""
         return group | {"params": [self._masters.get(param, param) for param in group["params"]]}
 
     def _add_master(self, param: nn.Parameter) -> None:
+        """For a native weight that is trained: it requires a gradient, or has one."""
         native = native_of(param)
-        assert native is not None
+        if native is None or not (param.requires_grad or param.grad is not None):
+            return
         given = self._initial.get(native.info.name)
         value = native.dequantized_to(torch.float32) if given is None else _local_part(param, native, given)
         if isinstance(param, DTensor):
-            spec = compat.dtensor_spec(param)
-            value = compat.wrap_local(
-                value, compat.make_spec(spec.mesh, spec.placements, torch.Size(spec.shape), torch.float32)
-            )
+            mesh, placements = param.device_mesh, param.placements
+            value = compat.wrap_local(value, compat.make_spec(mesh, placements, param.shape, torch.float32))
         self._masters[param] = nn.Parameter(value)
-        self._note(param)
+        self._note_versions(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimizer."""
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        if len(self.param_groups) > len(self._inner.param_groups):
+        if "_inner" in self.__dict__:  # else torch calls it for the groups that the constructor gets
+            added = self.param_groups[-1]
             for param in added["params"]:
-                if native_of(param) is not None and param.requires_grad:
-                    self._add_master(param)
+                self._add_master(param)
             self._inner.add_param_group(self._stepped(added))
 
     @torch.no_grad()
@@ -123,20 +115,22 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._inner.step()
         for param in trained:
             self._masters[param].grad = None
-        still = {id(param) for group in self.param_groups if _is_zero(group.get("lr")) for param in group["params"]}
-        self._write_back([param for param in trained if id(param) not in still])
+        still = {param for group in self.param_groups if _is_zero(group.get("lr")) for param in group["params"]}
+        for param, native, quantized in self._quantized([param for param in trained if param not in still]):
+            native.write(quantized)
+            torch.autograd.graph.increment_version(param)
         self._take_back()
         for param in self._masters:
-            self._note(param)
+            self._note_versions(param)
         return loss
 
-    def _note(self, param: nn.Parameter) -> None:
+    def _note_versions(self, param: nn.Parameter) -> None:
         self._versions[param] = _version_of(param), _version_of(self._masters[param])
 
     def _follow_weights(self) -> None:
-        """Go on from weights that somebody has written to since the last step (a state dict was loaded), unless the
-        state of this optimizer has come with them. Where a weight is that of the master after all, because it was
-        swapped for a while, the master stays. On all ranks alike."""
+        """Go on from weights that were written to since the last step (a state dict was loaded), unless the state of
+        this optimizer was loaded, too. A master stays if the weight still has its values: the weight may have been
+        swapped for a while. On all ranks alike."""
         written = []
         for param, master in self._masters.items():
             of_weight, of_master = self._versions[param]
@@ -153,22 +147,20 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Gradients, options and state, which others may have changed, to the stock optimizer."""
         self._inner.state.clear()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
+            inner.update(_options(group))
             for index, param in enumerate(group["params"]):
                 if native_of(param) is not None and param.grad is not None and param not in self._masters:
                     self._add_master(param)  # it was frozen
                 stepped = inner["params"][index] = self._masters.get(param, param)
                 state = self.state.get(param, {})
-                if stepped is param:
-                    if state:
-                        self._inner.state[param] = state
-                    continue
-                rest = {key: value for key, value in state.items() if key != _KEY}
-                if rest:
-                    self._inner.state[stepped] = rest
-                if (given := state.get(_KEY)) is not None and _address(given) != _address(stepped):
-                    stepped.copy_(given)
-                stepped.grad = None if param.grad is None else _like(stepped, param.grad)
+                if stepped is not param:
+                    if (given := state.get(_KEY)) is not None and _address(given) != _address(stepped):
+                        stepped.copy_(given)
+                    grad = None if param.grad is None else compat.local_part(param.grad).to(torch.float32)
+                    stepped.grad = None if grad is None else placed_like(stepped, grad)
+                    state = {key: value for key, value in state.items() if key != _KEY}
+                if state:
+                    self._inner.state[stepped] = state
 
     def _take_back(self) -> None:
         for group in self.param_groups:
@@ -181,19 +173,12 @@ class MasterOptimizer(torch.optim.Optimizer):
                     self.state[param] = state
 
     def _quantized(self, params: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, NativeWeight, Quantized]]:
-        """Each with what its master is in its format."""
+        """Each with its native weight and with the data that its master quantizes to."""
         natives = [cast("NativeWeight", native_of(param)) for param in params]
-        infos = [
-            native.info._replace(groups=groups_of(param, native.recipe))
-            for param, native in zip(params, natives, strict=True)
-        ]
+        groups = [groups_of(param, native.recipe) for param, native in zip(params, natives, strict=True)]
+        infos = [native.info._replace(groups=names) for native, names in zip(natives, groups, strict=True)]
         values = [compat.local_part(self._masters[param]).detach() for param in params]
         return zip(params, natives, quantize_parts(values, infos), strict=True)
-
-    def _write_back(self, params: list[nn.Parameter]) -> None:
-        for param, native, quantized in self._quantized(params):
-            native.write(quantized)
-            torch.autograd.graph.increment_version(param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and masters. The parameters stay as they are: load the model's state dict, too.
@@ -202,37 +187,25 @@ class MasterOptimizer(torch.optim.Optimizer):
             state_dict: Of an optimizer like this one.
         """
         own = [group["params"] for group in self.param_groups]
+        # Torch gives loaded state the dtype of the parameter: for a native weight it must be that of its master.
         for group in self.param_groups:
             group["params"] = self._stepped(group)["params"]
-        # Torch gives loaded state the dtype of the parameter: for a native weight it must be that of its master.
-        stepped = [group["params"] for group in self.param_groups]
         try:
             super().load_state_dict(state_dict)
         finally:
             for group, params in zip(self.param_groups, own, strict=True):
                 group["params"] = params
-        for params, theirs in zip(own, stepped, strict=True):
-            for param, other in zip(params, theirs, strict=True):
-                if other is not param and other in self.state:
-                    state = self.state[param] = self.state.pop(other)
-                    if _KEY in state:
-                        with torch.no_grad():
-                            other.copy_(state[_KEY])
-                        state[_KEY] = other.detach()
+        for param, master in self._masters.items():
+            if master in self.state:
+                state = self.state[param] = self.state.pop(master)
+                if _KEY in state:
+                    with torch.no_grad():
+                        master.copy_(state[_KEY])
+                    state[_KEY] = master.detach()
 
 
-def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups of parameters with lists in them, of anything that an optimizer takes."""
-    listed = [params] if isinstance(params, Tensor) else list(params)
-    groups = [dict(group) for group in listed] if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        if members and isinstance(members[0], tuple):
-            group["param_names"] = [name for name, _ in members]
-            members = [param for _, param in members]
-        group["params"] = members
-    return groups
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Tensor:
@@ -257,14 +230,6 @@ def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Ten
     return value.copy_(given.detach())
 
 
-def _like(master: Tensor, grad: Tensor) -> Tensor:
-    """A gradient in the dtype and the place of ``master``."""
-    if not isinstance(master, DTensor):
-        return grad.to(torch.float32)
-    assert isinstance(grad, DTensor)
-    return compat.wrap_local(compat.local_tensor(grad).to(torch.float32), compat.dtensor_spec(master))
-
-
 def _version_of(tensor: Tensor) -> _Version:
     return tensor._version, compat.local_part(tensor)._version
 
@@ -274,8 +239,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_zero(lr: Any) -> bool:
-    """Whether a learning rate is zero and that is known without asking a device: such a step changes nothing, and what
-    native weights hold must stay, bit by bit. Torch makes one to give an optimizer its state."""
+    """Whether a learning rate is zero, as far as the host knows. Such a step changes nothing, so native weights must
+    keep their bits. Torch makes one to give an optimizer its state."""
     if isinstance(lr, Tensor):
         return lr.device.type == "cpu" and not bool(lr)
     return lr is not None and not lr

@@ -1,28 +1,114 @@
 """A weight that *is* its quantized data: rowwise planes, and no copy in high precision.
 
-``NativeWeight`` has the shape and dtype of the weight that it stands for. What reads it computes with the dequantized
-values, in both directions of a layer: dgrad is the exact gradient of the forward that was run, and columnwise data are
-neither stored nor sent. Gradients are ordinary high-precision tensors. Writing takes a cast, so only ``copy_`` writes:
-from another native weight bit for bit, from anything else by quantizing it.
+``NativeWeight`` has the shape and dtype of the weight that it stands for. All ops read the dequantized values, in both
+directions of a layer: dgrad is the exact gradient of the forward that was run, and columnwise data are neither stored
+nor sent. Gradients are ordinary high-precision tensors. Writing takes a cast, so only ``copy_`` writes: from another
+native weight bit for bit, from anything else by quantizing it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .base import Recipe
-from .fsdp import StoredWeight
-from .native_parts import PLANE_NAMES, NativeInfo, native_block_of, native_planes, quantize_parts
-from .planes import Direction, Quantized
+from .planes import Direction, PlaneSpec, Quantized
+from .recipes import Recipe
+from .weight import StoredWeight
 
 aten = torch.ops.aten
+PLANE_NAMES = ("elements", "scales")
+STORED_NAMES = (*PLANE_NAMES, "amax")
+_AMAX = PlaneSpec(torch.float32, None, None)  # one for each matrix
+
+
+class NativeInfo(NamedTuple):
+    """What a native weight knows beside its data."""
+
+    recipe: Recipe
+    name: str  # of the parameter, for messages
+    whole: torch.Size  # shape of the weight of which this may be a part
+    matrix: torch.Size  # shape that the planes describe; a view of the native weight may have another
+    groups: tuple[str, ...] | None  # process groups over which a statistic of the whole runs; None if not known
+
+
+_Context = tuple[NativeInfo, torch.dtype]
+
+
+def _stores_amax(recipe: Recipe) -> bool:
+    """Whether dequantizing takes the largest magnitude of the whole weight."""
+    return -2 in recipe.amax_dims
+
+
+def native_planes(recipe: Recipe) -> dict[str, PlaneSpec]:
+    """What is stored of a weight, by name."""
+    planes = dict(zip(PLANE_NAMES, recipe.rowwise, strict=False))
+    return planes | {"amax": _AMAX} if _stores_amax(recipe) else planes
+
+
+def quantized_of(stored: Mapping[str, Tensor]) -> Quantized:
+    """What the tensors of a native weight are, given by name."""
+    return Quantized(tuple(stored[name] for name in PLANE_NAMES if name in stored), stored.get("amax"))
+
+
+def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
+    """Quantize this rank's parts of weights: one all-reduce of maxima for all of them on each mesh axis.
+
+    Raises:
+        NotImplementedError: A statistic over the whole weight is needed, and it is not known which ranks hold it.
+    """
+    maxima = [info.recipe.amax(value) for value, info in zip(values, infos, strict=True)]
+    by_groups: dict[tuple[str, ...], list[Tensor]] = {}
+    for amax, info in zip(maxima, infos, strict=True):
+        if amax is None or amax.is_meta or info.groups == ():
+            continue
+        if info.groups is None:
+            raise NotImplementedError(
+                f"Native parameter '{info.name}' of shape {tuple(info.whole)} cannot be written by copy_ under "
+                f"fully_shard, because {info.recipe.name} has a scale of the whole weight and a shard does not know "
+                "who has the others. Use load_state_dict or dtensor_gtp.optim.MasterOptimizer."
+            )
+        by_groups.setdefault(info.groups, []).append(amax)
+    for names, members in by_groups.items():
+        _all_reduce_max(members, names)
+    results = []
+    for value, info, amax in zip(values, infos, maxima, strict=True):
+        quantized = info.recipe.quantize(value, Direction.ROWWISE, amax)
+        results.append(quantized if _stores_amax(info.recipe) else Quantized(quantized.planes, None))
+    return results
+
+
+def _all_reduce_max(maxima: Sequence[Tensor], groups: Sequence[str]) -> None:
+    """Replace magnitudes by their maximum over all ranks, in place, on the current stream.
+
+    [Note: magnitudes as integers]
+    For floats that are not negative the order of the integers with the same bits is the same, but a NaN is the largest.
+    A maximum of floats may lose a NaN.
+    """
+    flat = torch.cat([amax.reshape(-1) for amax in maxima])
+    for name in groups:
+        dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=compat.resolve_group(name))
+    for amax, part in zip(maxima, flat.split([amax.numel() for amax in maxima]), strict=True):
+        amax.copy_(part.view(amax.shape))
+
+
+def groups_of(param: Tensor, recipe: Recipe) -> tuple[str, ...]:
+    """The process groups over which the recipe's statistic of a parameter runs."""
+    return recipe_groups(compat.dtensor_spec(param), recipe) if isinstance(param, DTensor) else ()
+
+
+def recipe_groups(spec: compat.DTensorSpec, recipe: Recipe) -> tuple[str, ...]:
+    """Those of the mesh axes that cut a dim over which the recipe's statistic runs, hence never of replicas."""
+    mesh, ndim = spec.mesh, len(spec.shape)
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    cut = [axis for axis in axes if getattr(spec.placements[axis], "dim", ndim) - ndim in recipe.amax_dims]
+    return tuple(mesh.get_group(axis).group_name for axis in cut)
 
 
 class NativeWeight(StoredWeight):
@@ -34,39 +120,38 @@ class NativeWeight(StoredWeight):
         dtype: Of what it stands for: that of its dequantized values and of its gradient.
     """
 
-    __slots__ = ("_info", "_is_blank", "_matrix", "_quantized")
-    _quantized: Quantized
-    _info: NativeInfo
-    _matrix: torch.Size  # what the planes describe; the tensor itself may be a view of another shape
-    _is_blank: bool  # made of zeros to be filled: a part that ends within a block shares it with nothing
+    is_native = True
+    # stored_* are what __tensor_flatten__ names.
+    __slots__ = ("info", "is_blank", "quantized", *(f"stored_{name}" for name in STORED_NAMES))
+    quantized: Quantized  # shares memory
+    info: NativeInfo
+    is_blank: bool  # zeros that fully_shard fills: a part of them may end within a block
 
     @staticmethod
     def __new__(cls, quantized: Quantized, shape: torch.Size, dtype: torch.dtype, info: NativeInfo) -> NativeWeight:
-        like = quantized.planes[0]
-        result = compat.make_wrapper_subclass(
-            cls, shape, strides=_contiguous_strides(shape), dtype=dtype, device=like.device
-        )
-        result._quantized, result._info, result._matrix, result._is_blank = quantized, info, torch.Size(shape), False
+        device, strides = quantized.planes[0].device, torch.empty(shape, device="meta").stride()
+        result = compat.make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
+        result.quantized, result.info, result.recipe, result.is_blank = quantized, info, info.recipe, False
+        for name, tensor in result.stored.items():
+            setattr(result, f"stored_{name}", tensor)
         return result  # type: ignore[no-any-return]
 
-    @property
-    def recipe(self) -> Recipe:
-        return self._info.recipe
-
-    @property
-    def info(self) -> NativeInfo:
-        return self._info
-
-    @property
-    def quantized(self) -> Quantized:
-        """The planes, sharing memory."""
-        return self._quantized
+    def like(
+        self,
+        quantized: Quantized | None = None,
+        shape: torch.Size | None = None,
+        dtype: torch.dtype | None = None,
+        **changes: Any,
+    ) -> NativeWeight:
+        """The same weight, but for what is given; ``changes`` are fields of its info."""
+        info = self.info._replace(**changes) if changes else self.info
+        return NativeWeight(quantized or self.quantized, shape or self.shape, dtype or self.dtype, info)
 
     @property
     def stored(self) -> dict[str, Tensor]:
         """All tensors that it consists of, by name, sharing memory."""
-        found = dict(zip(PLANE_NAMES, self._quantized.planes, strict=False))
-        return found if self._quantized.amax is None else found | {"amax": self._quantized.amax}
+        found = dict(zip(PLANE_NAMES, self.quantized.planes, strict=False))
+        return found if self.quantized.amax is None else found | {"amax": self.quantized.amax}
 
     @property
     def stored_nbytes(self) -> int:
@@ -76,60 +161,33 @@ class NativeWeight(StoredWeight):
     def dense(self) -> Tensor:
         return self.dequantized_to(self.dtype)
 
-    @property
-    def row_block(self) -> int:
-        return native_block_of(self.recipe, -2)
-
-    def sent_direction(self, direction: Direction) -> Direction:
-        return Direction.ROWWISE
-
-    def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
-        return self._quantized.amax
-
-    def sent_planes(self, direction: Direction, amax: Tensor | None) -> tuple[Tensor, ...]:
-        return self._quantized.planes
-
     def dequantized_to(self, dtype: torch.dtype) -> Tensor:
         """The values, computed in float32 and rounded once to ``dtype``."""
-        values = self.recipe.dequantize(self._quantized, self._matrix, Direction.ROWWISE, dtype)
-        # As this tensor says that it is: torch 2.11 gathers what is contiguous only, and padding has just been cut off.
+        values = self.recipe.dequantize(self.quantized, self.info.matrix, Direction.ROWWISE, dtype)
+        # torch 2.11 gathers contiguous tensors only, and the cast may have cut off padding.
         return values.contiguous().view(self.shape)
-
-    def quantized_for(self, direction: Direction) -> Quantized:
-        return self._quantized
 
     def dequantize_for(self, direction: Direction) -> Tensor:
         return self.dense()
 
-    def with_stored(self, stored: dict[str, Tensor], shape: torch.Size | None = None) -> NativeWeight:
-        """The same kind of weight with other tensors.
+    def quantized_for(self, direction: Direction, amax: Tensor | None = None) -> Quantized:
+        return self.quantized
 
-        Args:
-            stored: By name, as :attr:`stored`.
-            shape: Of the matrix they describe, this one's by default.
-        """
-        planes = tuple(stored[name] for name in PLANE_NAMES if name in stored)
-        shape = self._matrix if shape is None else shape
-        return NativeWeight(Quantized(planes, stored.get("amax")), shape, self.dtype, self._info)
-
-    def with_info(self, **changes: Any) -> NativeWeight:
-        """The same data under another name, dtype excepted."""
-        result = self.with_stored(self.stored)
-        result._info = self._info._replace(**changes)
-        return result
+    def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
+        return self.quantized.amax
 
     def write(self, source: Quantized) -> None:
         """Overwrite the data with those of a weight of the same shape, bit for bit."""
-        for mine, other in zip(self._quantized.planes, source.planes, strict=True):
+        for mine, other in zip(self.quantized.planes, source.planes, strict=True):
             mine.copy_(other)
-        if self._quantized.amax is not None:
+        if self.quantized.amax is not None:
             assert source.amax is not None
-            self._quantized.amax.copy_(source.amax)
+            self.quantized.amax.copy_(source.amax)
 
     def narrowed(self, dim: int, start: int, length: int) -> NativeWeight | None:
         """A part that shares memory; None if it does not consist of whole blocks."""
         dim %= self.ndim
-        if self.shape != self._matrix:
+        if self.shape != self.info.matrix:
             return None
         start = start if length else 0
         specs, stored = native_planes(self.recipe), {}
@@ -138,129 +196,99 @@ class NativeWeight(StoredWeight):
             if step is None:
                 stored[name] = tensor
                 continue
-            ends_within = (start + length) % step and start + length != self.shape[dim] and not self._is_blank
+            ends_within = (start + length) % step and start + length != self.shape[dim] and not self.is_blank
             if start % step or ends_within:
                 return None
             begin = specs[name].size(dim - self.ndim, start)
             stored[name] = tensor.narrow(dim, begin, specs[name].size(dim - self.ndim, length))
         shape = torch.Size(length if d == dim else size for d, size in enumerate(self.shape))
-        part = self.with_stored(stored, shape)
-        if length != self.shape[dim] and dim - self.ndim in self.recipe.amax_dims:
-            part._info = self._info._replace(groups=None)
-        return part
+        is_cut = length != self.shape[dim] and dim - self.ndim in self.recipe.amax_dims
+        groups = None if is_cut else self.info.groups
+        return self.like(quantized_of(stored), shape, matrix=shape, groups=groups)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], NativeWeight):
             return handler(func, args, kwargs)
         _refuse_writes(func, args, kwargs)
-        inner = compat.tree_map_only(NativeWeight, lambda weight: weight.dense(), (args, kwargs))
-        return func(*inner[0], **inner[1])
+        args, kwargs = compat.tree_map_only(NativeWeight, NativeWeight.dense, (args, kwargs))
+        return func(*args, **kwargs)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [name for name in (*PLANE_NAMES, "amax") if name in self.stored]
-        return [f"stored_{name}" for name in names], (self._info, self._matrix, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], _Context]:
+        return [f"stored_{name}" for name in self.stored], (self.info, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> NativeWeight:
-        info, matrix, dtype = context
-        planes = tuple(inner[f"stored_{name}"] for name in PLANE_NAMES if f"stored_{name}" in inner)
-        return NativeWeight(Quantized(planes, inner.get("stored_amax")), matrix, dtype, info)
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: _Context, size: Any, stride: Any) -> NativeWeight:
+        info, dtype = context
+        stored = {name.removeprefix("stored_"): tensor for name, tensor in inner.items()}
+        return NativeWeight(quantized_of(stored), info.matrix, dtype, info)
 
     @classmethod
-    def __metadata_guard__(cls, traced: Any, other: Any) -> bool:
-        """Whether compiled code of one weight serves another: names and groups are nothing to it, so layers of one
-        shape share one graph."""
-        (info, *rest), (other_info, *other_rest) = traced, other
-        return (info.recipe, info.whole, rest) == (other_info.recipe, other_info.whole, other_rest)
-
-    @property
-    def stored_elements(self) -> Tensor:
-        return self._quantized.planes[0]
-
-    @property
-    def stored_scales(self) -> Tensor:
-        return self._quantized.planes[1]
-
-    @property
-    def stored_amax(self) -> Tensor | None:
-        return self._quantized.amax
+    def __metadata_guard__(cls, traced: _Context, other: _Context) -> bool:
+        """Whether compiled code of one weight serves another. Names and groups do not count, so layers of one shape
+        share one graph."""
+        (info, dtype), (other_info, other_dtype) = traced, other
+        return info._replace(name="", groups=()) == other_info._replace(name="", groups=()) and dtype == other_dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"NativeWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"
 
 
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+def native_of(param: Tensor | None) -> NativeWeight | None:
+    """The native weight that a parameter is or that is its local part; None if its storage is another."""
+    local = None if param is None else compat.local_part(param)
+    return local if isinstance(local, NativeWeight) else None
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
-    weight = args[0]
-    result = weight.with_stored(weight.stored)
-    return result if weight.shape == weight._matrix else _viewed(result, weight.shape)
-
-
-def _viewed(weight: NativeWeight, shape: torch.Size) -> NativeWeight:
-    view = NativeWeight(weight._quantized, shape, weight.dtype, weight._info)
-    view._matrix = weight._matrix
-    return view
+    return args[0].like()
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    weight, shape = args[0], torch.empty(args[0].shape, device="meta").view(args[1]).shape
-    return _viewed(weight, shape)
+    return args[0].like(shape=torch.empty(args[0].shape, device="meta").view(args[1]).shape)
 
 
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     weight, size, stride = args[:3]
     if torch.Size(size) == weight.shape and tuple(stride) == weight.stride() and not (args[3:] and args[3]):
-        return _same(func, args, kwargs)
+        return weight.like()
     return func(weight.dense(), *args[1:], **kwargs)
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     """``clone``, ``to``, ``empty_like``: the same of each plane; a dtype is that of what the weight stands for."""
-    weight = args[0]
     options = {key: kwargs[key] for key in ("device", "pin_memory", "non_blocking") if kwargs.get(key) is not None}
     if func is aten.clone.default:
         options = {"memory_format": torch.contiguous_format}
-    stored = {name: func(tensor, **options) for name, tensor in weight.stored.items()}
-    result = weight.with_stored(stored)
-    dtype = kwargs.get("dtype") or weight.dtype
-    if dtype != weight.dtype:
-        result = NativeWeight(result._quantized, weight._matrix, dtype, weight._info)
-    return result if weight.shape == weight._matrix else _viewed(result, weight.shape)
+    stored = {name: func(tensor, **options) for name, tensor in args[0].stored.items()}
+    return args[0].like(quantized_of(stored), dtype=kwargs.get("dtype"))
 
 
 def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     weight: NativeWeight = args[0]
     rest: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, end, step = rest
-    size = weight.shape[dim]
-    begin, stop, _ = slice(start, end).indices(size)
+    begin, stop, _ = slice(start, end).indices(weight.shape[dim])
     part = weight.narrowed(dim, begin, max(stop - begin, 0)) if step == 1 else None
     return func(weight.dense(), *args[1:], **kwargs) if part is None else part
 
 
 def _split(func: Any, args: Any, kwargs: Any) -> Any:
-    weight, size_or_sizes = args[:2]
+    weight, sizes = args[:2]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % weight.ndim
-    rows, sizes = weight.shape[dim], size_or_sizes
-    if isinstance(size_or_sizes, int):
-        sizes = [min(size_or_sizes, rows - begin) for begin in range(0, rows, size_or_sizes)] or [0]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    parts = [weight.narrowed(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+    if isinstance(sizes, int):
+        rows = weight.shape[dim]
+        sizes = [min(sizes, rows - begin) for begin in range(0, rows, sizes)] or [0]
+    parts = [weight.narrowed(dim, sum(sizes[:index]), size) for index, size in enumerate(sizes)]
     if any(part is None for part in parts):
         # fully_shard would keep a shard in high precision, without a word.
         raise NotImplementedError(
             f"Native parameter '{weight.info.name}' of shape {tuple(weight.shape)} is to be split along dim {dim} into "
-            f"{sizes}, which cuts {weight.recipe.name} blocks of {native_block_of(weight.recipe, dim - weight.ndim)}. "
-            "Under fully_shard choose a size whose parts are whole blocks, or use gtp_shard, which cuts between "
-            "blocks; elsewhere split weight.dense()."
+            f"{sizes}, which cuts {weight.recipe.name} blocks of "
+            f"{weight.recipe.block_of(dim - weight.ndim, is_native=True)}. Under fully_shard choose a size whose parts "
+            "are whole blocks, or use gtp_shard, which cuts between blocks; elsewhere split weight.dense()."
         )
     return parts
 
@@ -269,54 +297,46 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
     """``fully_shard`` pads a shard with it: a weight of as many dims stays native."""
     weight, shape = args[0], torch.Size(args[1])
     if len(shape) != weight.ndim or kwargs.get("dtype") not in (None, weight.dtype):
-        return func(_blank(weight), *args[1:], **kwargs)
-    stored = {name: torch.zeros_like(tensor) for name, tensor in weight.stored.items() if name == "amax"}
-    for name, spec in native_planes(weight.recipe).items():
-        if name not in stored:
-            stored[name] = weight.stored[name].new_zeros(spec.shape(shape), device=kwargs.get("device"))
-    result = weight.with_stored(stored, shape)
-    result._is_blank = True
+        return _high_precision(func, args, kwargs)
+    specs, device = native_planes(weight.recipe), kwargs.get("device")
+    stored = {name: weight.stored[name].new_zeros(spec.shape(shape), device=device) for name, spec in specs.items()}
+    result = weight.like(quantized_of(stored), shape, matrix=shape)
+    result.is_blank = True
     return result
 
 
-def _blank(weight: NativeWeight) -> Tensor:
-    """Of its shape and dtype, without values or memory."""
-    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-
-
-def _like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Ops that need no values: what they make is in high precision."""
-    return func(_blank(args[0]), *args[1:], **kwargs)
+def _high_precision(func: Any, args: Any, kwargs: Any) -> Any:
+    """Ops that need no values, such as ``zeros_like``: what they make is in high precision."""
+    without_memory = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+    return func(without_memory, *args[1:], **kwargs)
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[:2]
-    if isinstance(source, NativeWeight) and source.recipe.name == target.recipe.name and _fits(target, source):
-        target.write(source.quantized)
-        return target
-    values = source.dequantized_to(torch.float32) if isinstance(source, NativeWeight) else source
-    if target.shape != target._matrix or target.is_meta:
+    values = source
+    if isinstance(source, NativeWeight):
+        is_same_matrix = (source.info.matrix, source.shape) == (target.info.matrix, target.shape)
+        if is_same_matrix and source.recipe.name == target.recipe.name:
+            target.write(source.quantized)
+            return target
+        values = source.dequantized_to(torch.float32)
+    if target.shape != target.info.matrix or target.is_meta:
         raise NotImplementedError(
-            f"Native parameter '{target.info.name}' of shape {tuple(target._matrix)} cannot be written through a view "
-            f"of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
+            f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be written through a "
+            f"view of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
         )
     values = values.to(target.device).expand(target.shape)
     target.write(quantize_parts([values], [target.info])[0])
     return target
 
 
-def _fits(target: NativeWeight, source: NativeWeight) -> bool:
-    return target._matrix == source._matrix and target.shape == source.shape
-
-
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Raises:
     NotImplementedError: ``func`` writes into a native weight.
     """
-    schema = func._schema
-    if not schema.is_mutable:
+    if not func._schema.is_mutable:
         return
-    for index, argument in enumerate(schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -331,34 +351,19 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
                 )
 
 
+_COPIES = (aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default)
+_FILLED = (aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten.new_full.default)
+_OTHERS = (aten.new_empty.default, aten.new_ones.default, aten.rand_like.default, aten.randn_like.default)
 _HANDLERS: MappingProxyType[Any, Callable[[Any, Any, Any], Any]] = MappingProxyType(
     {
-        aten._pin_memory.default: _copied,
-        aten._to_copy.default: _copied,
-        aten.alias.default: _same,
+        **dict.fromkeys((aten.alias.default, aten.detach.default), _same),
+        **dict.fromkeys(_COPIES, _copied),
+        **dict.fromkeys((*_FILLED, *_OTHERS), _high_precision),
+        **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
         aten.as_strided.default: _as_strided,
-        aten.clone.default: _copied,
         aten.copy_.default: _copy,
-        aten.detach.default: _same,
-        aten.empty_like.default: _copied,
-        aten.full_like.default: _like,
-        aten.new_empty.default: _like,
-        aten.new_full.default: _like,
-        aten.new_ones.default: _like,
         aten.new_zeros.default: _new_zeros,
-        aten.ones_like.default: _like,
-        aten.rand_like.default: _like,
-        aten.randn_like.default: _like,
         aten.slice.Tensor: _slice,
-        aten.split.Tensor: _split,
-        aten.split_with_sizes.default: _split,
         aten.view.default: _view,
-        aten.zeros_like.default: _like,
     }
 )
-
-
-def native_of(param: Tensor) -> NativeWeight | None:
-    """The native weight that a parameter is or that is its local part; None if its storage is another."""
-    local = compat.local_part(param)
-    return local if isinstance(local, NativeWeight) else None

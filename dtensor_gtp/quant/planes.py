@@ -1,4 +1,4 @@
-"""The planes that quantized data consist of."""
+"""The planes that quantized data consist of: matrices of elements or of scales."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from . import cast
 
 
 class Direction(enum.Enum):
@@ -42,18 +40,11 @@ class PlaneSpec(NamedTuple):
         step = self.step(dim)
         if step is None:
             return 1
-        return cast.num_blocks(size, step) * (self.packed if step > 1 else 1)
+        return -(-size // step) * (self.packed if step > 1 else 1)
 
     def shape(self, weight: torch.Size) -> torch.Size:
         """Shape of the plane of a weight of that shape."""
         return torch.Size(self.size(dim - len(weight), size) for dim, size in enumerate(weight))
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes for each element of a large weight; a plane with one element for all rows or columns counts as 0."""
-        if self.rows is None or self.columns is None:
-            return 0.0
-        return self.dtype.itemsize * self.packed / (self.rows * self.columns)
 
 
 class Quantized(NamedTuple):

@@ -1,18 +1,125 @@
-"""The recipes: which planes they have, how they quantize, which GEMM multiplies them."""
+"""What a recipe is, and the recipes.
+
+A *plane* is a matrix of elements or of scales; a weight of several matrices (``GroupedLinear``) has as many of each. A
+quantized weight is one or two planes, and for some recipes the largest magnitude of the whole matrix, which every rank
+knows before it quantizes. Where shards hold whole blocks, the planes of a shard are the shard of the planes: what is
+gathered equals what the whole weight would have been quantized to, bit for bit.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from math import lcm
 from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Recipe
 from .casts import casts_for
-from .float8_gemms import BlockwiseGEMMs, GroupedRowwiseGEMMs, RowwiseGEMMs, TensorwiseGEMMs
+from .float8_gemms import BlockwiseGEMMs, Float8GEMMs, GroupedRowwiseGEMMs, RowwiseGEMMs, TensorwiseGEMMs
 from .planes import Direction, PlaneSpec, Quantized
+
+_E4M3 = PlaneSpec(torch.float8_e4m3fn, 1, 1)
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """Base of the recipes, which are frozen dataclasses.
+
+    Args:
+        compute: How linear layers multiply. ``"auto"`` (default): by GEMMs of the format where the hardware has them
+            and shape and dtype allow, else with the dequantized weight. ``"dequantize"``: always the latter.
+            ``"float8"``: by float8 GEMMs, or an error; on CPU by the reference arithmetic, with a warning.
+
+    Raises:
+        ValueError: ``compute`` is none of these, or there are no GEMMs of the format.
+    """
+
+    compute: str = field(default="auto", kw_only=True)
+    name: ClassVar[str]
+    rowwise: ClassVar[tuple[PlaneSpec, ...]]  # the planes for forward: elements, then scales
+    columnwise: ClassVar[tuple[PlaneSpec, ...]] = ()  # for dgrad; without any it takes the transpose of rowwise data
+    # The ranks must agree on the largest magnitude over these dims before they quantize.
+    amax_dims: ClassVar[tuple[int, ...]] = ()
+    has_gemms: ClassVar[bool] = False  # whether linear layers may multiply in the format
+
+    def __post_init__(self) -> None:
+        cls = type(self).__name__
+        if self.compute not in ("auto", "dequantize", "float8"):
+            raise ValueError(f"{cls} expects compute 'auto', 'dequantize' or 'float8', but got {self.compute!r}.")
+        if self.compute == "float8" and not self.has_gemms:
+            raise ValueError(
+                f"{cls} expects compute 'auto' or 'dequantize', but got 'float8': GEMMs of {self.name} need a "
+                "Blackwell GPU, and this package has none for it; the weight is dequantized for the GEMM."
+            )
+
+    @property
+    def has_columnwise(self) -> bool:
+        """Whether dgrad takes other data than forward."""
+        return bool(self.columnwise)
+
+    def gemms(self, *, on_hardware: bool) -> Float8GEMMs:
+        """The GEMMs of the format; raises NotImplementedError if it has none."""
+        raise NotImplementedError(f"{self.name} has no GEMMs of its own.")
+
+    def grouped_gemms(self, *, on_hardware: bool) -> Float8GEMMs | None:
+        """The GEMMs of a grouped layer; None if there are none."""
+        return None
+
+    def is_capable(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of that compute capability has the GEMMs."""
+        return False
+
+    def direction(self, direction: Direction) -> Direction:
+        """The data that serves ``direction``."""
+        return direction if self.columnwise else Direction.ROWWISE
+
+    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
+        """What a quantized weight consists of."""
+        return (self.columnwise or self.rowwise) if direction is Direction.COLUMNWISE else self.rowwise
+
+    def scale_block(self, direction: Direction) -> tuple[int, int]:
+        """Rows and columns of the weight that share a scale; 0 for all of them."""
+        spec = (self.columnwise or self.rowwise)[-1] if direction is Direction.COLUMNWISE else self.rowwise[-1]
+        return spec.rows or 0, spec.columns or 0
+
+    def amax(self, weight: Tensor) -> Tensor | None:
+        """The statistic of a weight or of a part of it, float32; maxima of parts are the maximum of the whole."""
+        return casts_for(weight).amax(weight, self.amax_dims) if self.amax_dims else None
+
+    @abstractmethod
+    def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
+        """Quantize a matrix, or each of several.
+
+        Args:
+            weight: Shape ``(*, out_features, in_features)`` or a part of whole blocks; float32, bfloat16 or float16.
+            amax: The statistic over the whole weight if ``weight`` is a part of it.
+        """
+
+    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
+        """The weight of ``shape``, computed in float32 and rounded once to ``dtype``."""
+        return casts_for(quantized.planes[0]).dequantize(quantized, self.scale_block(direction), shape, dtype)
+
+    def block_of(self, dim: int, block_size: int = 1, *, is_native: bool = False) -> int:
+        """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of ``block_size``, whole.
+
+        Args:
+            dim: Counted from the end: -2 are rows, -1 columns.
+            is_native: Native storage keeps the rowwise data alone. So rows of mxfp8 and nvfp4 may be cut anywhere.
+        """
+        specs = self.rowwise if is_native else self.rowwise + self.columnwise
+        return lcm(block_size, *(spec.step(dim) or 1 for spec in specs))
+
+    def num_bytes(self, shape: torch.Size, direction: Direction) -> int:
+        """Bytes of the planes of a whole weight: what one gather of it sends, without ``amax``."""
+        return sum(spec.shape(shape).numel() * spec.dtype.itemsize for spec in self.planes(direction))
+
+    def bytes_per_element(self, direction: Direction = Direction.ROWWISE) -> float:
+        """Bytes for each element of a large weight; scales of whole rows or weights count as 0."""
+        specs = self.planes(direction)
+        return sum(s.dtype.itemsize * s.packed / (s.rows * s.columns) for s in specs if s.rows and s.columns)
 
 
 def resolve_recipe(recipe: str | Recipe) -> Recipe:
@@ -32,7 +139,22 @@ def resolve_recipe(recipe: str | Recipe) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Float8Blockwise(Recipe):
+class _Float8Recipe(Recipe):
+    """Base of the recipes that linear layers can multiply in."""
+
+    high_precision_wgrad: bool = field(default=False, kw_only=True)
+    has_gemms = True
+    gemms_class: ClassVar[type[Float8GEMMs]]
+
+    def gemms(self, *, on_hardware: bool) -> Float8GEMMs:
+        return self.gemms_class(self.high_precision_wgrad, on_hardware)
+
+    def is_capable(self, capability: tuple[int, int]) -> bool:
+        return capability >= (8, 9)
+
+
+@dataclass(frozen=True)
+class Float8Blockwise(_Float8Recipe):
     """One scale for each block of 128 x 128.
 
     Args:
@@ -40,31 +162,19 @@ class Float8Blockwise(Recipe):
             in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
     """
 
-    high_precision_wgrad: bool = field(default=False, kw_only=True)
-
-    name: ClassVar[str] = "float8_blockwise"
-    block: ClassVar[tuple[int, int]] = (128, 128)
-    has_gemms: ClassVar[bool] = True
-
-    def gemms(self, *, on_hardware: bool) -> BlockwiseGEMMs:
-        return BlockwiseGEMMs(self.high_precision_wgrad, on_hardware)
+    name = "float8_blockwise"
+    rowwise = (_E4M3, PlaneSpec(torch.float32, 128, 128))
+    gemms_class = BlockwiseGEMMs
 
     def is_capable(self, capability: tuple[int, int]) -> bool:
         return capability[0] == 9
 
-    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
-        return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, *self.block)
-
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
-        return Quantized(casts_for(weight).cast_blocks(weight, self.block), None)
-
-    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
-        data, scale = quantized.planes
-        return casts_for(data).dequantize_blocks(data, scale, self.block, dtype)
+        return Quantized(casts_for(weight).cast_blocks(weight, (128, 128)), None)
 
 
 @dataclass(frozen=True)
-class Float8Rowwise(Recipe):
+class Float8Rowwise(_Float8Recipe):
     """One scale for each row.
 
     Args:
@@ -74,33 +184,20 @@ class Float8Rowwise(Recipe):
     """
 
     high_precision_wgrad: bool = field(default=True, kw_only=True)
-
-    name: ClassVar[str] = "float8_rowwise"
-    amax_dims: ClassVar[tuple[int, ...]] = (-1,)
-    has_gemms: ClassVar[bool] = True
-
-    def gemms(self, *, on_hardware: bool) -> RowwiseGEMMs:
-        return RowwiseGEMMs(self.high_precision_wgrad, on_hardware)
+    name = "float8_rowwise"
+    rowwise = (_E4M3, PlaneSpec(torch.float32, 1, None))
+    amax_dims = (-1,)
+    gemms_class = RowwiseGEMMs
 
     def grouped_gemms(self, *, on_hardware: bool) -> GroupedRowwiseGEMMs:
         return GroupedRowwiseGEMMs(True, on_hardware)
 
-    def is_capable(self, capability: tuple[int, int]) -> bool:
-        return capability >= (8, 9)
-
-    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
-        return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float32, 1, None)
-
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         return Quantized(casts_for(weight).cast_rows(weight, amax=amax), None)
 
-    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
-        data, scale = quantized.planes
-        return casts_for(data).dequantize_blocks(data, scale, (1, 0), dtype)
-
 
 @dataclass(frozen=True)
-class Float8Tensorwise(Recipe):
+class Float8Tensorwise(_Float8Recipe):
     """One scale for the whole weight.
 
     Args:
@@ -108,31 +205,15 @@ class Float8Tensorwise(Recipe):
             in torchao's recipe ``tensorwise``.
     """
 
-    high_precision_wgrad: bool = field(default=False, kw_only=True)
-
-    name: ClassVar[str] = "float8_tensorwise"
-    amax_dims: ClassVar[tuple[int, ...]] = (-2, -1)
-    has_gemms: ClassVar[bool] = True
-
-    def gemms(self, *, on_hardware: bool) -> TensorwiseGEMMs:
-        return TensorwiseGEMMs(self.high_precision_wgrad, on_hardware)
-
-    def is_capable(self, capability: tuple[int, int]) -> bool:
-        return capability >= (8, 9)
-
-    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
-        return (PlaneSpec(torch.float8_e4m3fn, 1, 1),)
+    name = "float8_tensorwise"
+    rowwise = (_E4M3,)
+    amax_dims = (-2, -1)
+    gemms_class = TensorwiseGEMMs
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
-        assert amax is not None
         data, _ = casts_for(weight).cast_matrix(weight, amax=amax)
         return Quantized((data,), amax)
-
-    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
-        assert quantized.amax is not None
-        (data,) = quantized.planes
-        return casts_for(data).dequantize_matrix(data, quantized.amax, dtype)
 
 
 @dataclass(frozen=True)
@@ -148,62 +229,32 @@ class MXFP8(Recipe):
     """
 
     scale_rounding: str = "rceil"
-
-    name: ClassVar[str] = "mxfp8"
-    block: ClassVar[tuple[int, int]] = (32, 32)
-    has_columnwise: ClassVar[bool] = True
+    name = "mxfp8"
+    rowwise = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 1, 32))
+    columnwise = (_E4M3, PlaneSpec(torch.float8_e8m0fnu, 32, 1))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scale_rounding not in ("rceil", "floor"):
             raise ValueError(f"MXFP8 expects scale_rounding 'rceil' or 'floor', but got {self.scale_rounding!r}.")
 
-    @staticmethod
-    def _block(direction: Direction) -> tuple[int, int]:
-        return (1, 32) if direction is Direction.ROWWISE else (32, 1)
-
-    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
-        return PlaneSpec(torch.float8_e4m3fn, 1, 1), PlaneSpec(torch.float8_e8m0fnu, *self._block(direction))
-
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
-        return Quantized(casts_for(weight).cast_mx(weight, self._block(direction), self.scale_rounding), None)
-
-    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
-        data, scale = quantized.planes
-        return casts_for(data).dequantize_blocks(data, scale, self._block(direction), dtype)
+        return Quantized(casts_for(weight).cast_mx(weight, self.scale_block(direction), self.scale_rounding), None)
 
 
 @dataclass(frozen=True)
 class NVFP4(Recipe):
     """4-bit elements, scales in two levels."""
 
-    name: ClassVar[str] = "nvfp4"
-    block: ClassVar[tuple[int, int]] = (16, 16)
-    amax_dims: ClassVar[tuple[int, ...]] = (-2, -1)
-    has_columnwise: ClassVar[bool] = True
-
-    @staticmethod
-    def _block(direction: Direction) -> tuple[int, int]:
-        """Along the GEMM's contraction."""
-        return (1, 16) if direction is Direction.ROWWISE else (16, 1)
-
-    def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
-        block = self._block(direction)
-        return PlaneSpec(torch.uint8, *block, packed=8), PlaneSpec(torch.float8_e4m3fn, *block)
+    name = "nvfp4"
+    rowwise = (PlaneSpec(torch.uint8, 1, 16, packed=8), PlaneSpec(torch.float8_e4m3fn, 1, 16))
+    columnwise = (PlaneSpec(torch.uint8, 16, 1, packed=8), PlaneSpec(torch.float8_e4m3fn, 16, 1))
+    amax_dims = (-2, -1)
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
         assert amax is not None
-        return Quantized(casts_for(weight).cast_nvfp4(weight, self._block(direction), amax), amax)
-
-    def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
-        assert quantized.amax is not None
-        packed, scale = quantized.planes
-        block = self._block(direction)
-        return casts_for(packed).dequantize_nvfp4(packed, scale, quantized.amax, block, shape, dtype)
+        return Quantized(casts_for(weight).cast_nvfp4(weight, self.scale_block(direction), amax), amax)
 
 
-_CLASSES: tuple[type[Recipe], ...] = (Float8Tensorwise, Float8Rowwise, Float8Blockwise, MXFP8, NVFP4)
-
-
-RECIPES = MappingProxyType({cls.name: cls for cls in _CLASSES})
+RECIPES = MappingProxyType({cls.name: cls for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise, MXFP8, NVFP4)})

@@ -1,18 +1,11 @@
 """The arithmetic that the Triton kernels of all recipes share."""
 
-
 # No `from __future__ import annotations`: Triton reads them.
 
 import triton
 import triton.language as tl
 
 _INFINITY = tl.constexpr(0x7F800000)
-
-
-_SMALLEST_SCALE = tl.constexpr(2.0**-126)
-
-
-_SMALLEST_TENSOR_SCALE = tl.constexpr(2.0**-117)
 
 
 @triton.jit
@@ -22,20 +15,19 @@ def _magnitude(value):
 
 
 @triton.jit
-def _scale_of(largest, E5M2: tl.constexpr):
-    """float8 scale of a magnitude."""
-    element_max: tl.constexpr = 57344.0 if E5M2 else 448.0
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), element_max)
-    return tl.where(largest < _INFINITY, tl.maximum(scale, _SMALLEST_SCALE), float("nan"))
+def _scale_of(largest, MAX: tl.constexpr = 448.0, SMALLEST: tl.constexpr = 2.0**-126):
+    """Scale that maps a magnitude to ``MAX``."""
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), MAX)
+    return tl.where(largest < _INFINITY, tl.maximum(scale, SMALLEST), float("nan"))
 
 
 @triton.jit
 def _divided(x, scale, HARDWARE: tl.constexpr):
-    """``x / scale``, rounded as IEEE says, for quotients that are not beyond the range of float8.
+    """``x / scale``, rounded as IEEE says, for quotients within the range of float8.
 
-    IEEE's division costs as much as all the rest of a cast. For many quotients with one divisor, its correctly rounded
-    reciprocal and two corrections by the exact remainder give the same bits (Markstein, "Computation of elementary
-    functions on the IBM RISC System/6000 processor", 1990), if the remainder is a normal number: hence the shift.
+    IEEE's division costs as much as all the rest of a cast. The correctly rounded reciprocal of the scale and two
+    corrections by the exact remainder give the same bits (Markstein, "Computation of elementary functions on the IBM
+    RISC System/6000 processor", 1990), if the remainder is a normal number: hence the shift.
     """
     if HARDWARE:
         shift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
@@ -84,12 +76,6 @@ def _from_e4m3(code, HARDWARE: tl.constexpr):
     wide = code.to(tl.int32)  # as the bits of a float32 whose exponent is 120 too small
     value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def _nvfp4_tensor_scale(largest):
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), 2688.0)
-    return tl.where(largest < _INFINITY, tl.maximum(scale, _SMALLEST_TENSOR_SCALE), float("nan"))
 
 
 @triton.jit

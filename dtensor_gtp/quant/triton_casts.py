@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from math import prod
 from typing import Any
@@ -11,43 +12,28 @@ import triton
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from . import cast
 from . import triton_kernels as kernels
-from .reference_casts import Casts
+from .cast import Casts
+from .planes import Quantized
 
-# Elements of a tile of flat kernels, and the parts in which the maximum of a large matrix is found.
-_BLOCK = 4096
-
-
-_PARTS = 512
-
-
-# Programs that share a matrix in a flat cast: a few for each processor of a large GPU.
-_PROGRAMS = 2048
-
-
-# Rows up to this length stay in registers.
-_LONGEST_ROW = 16384
+_BLOCK = 4096  # elements of a tile of flat kernels
+_PARTS = 512  # in which the maximum of a large matrix is found
+_PROGRAMS = 2048  # that share a matrix in a flat cast: a few for each processor of a large GPU
+_LONGEST_ROW = 16384  # that stays in registers
 
 
 class TritonCasts(Casts):
-    """The casts on CUDA, outside of compilers. Never given matrices without elements.
-
-    Args:
-        has_float8: The GPU converts to float8 itself.
-    """
+    """The casts on CUDA, outside of compilers. Never given matrices without elements."""
 
     def __init__(self, has_float8: bool) -> None:
-        self._has_float8 = has_float8
+        self._has_float8 = has_float8  # the GPU converts to float8 itself
 
     def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
-        weight = _row_major(weight)
-        if dims == (-1,):
-            amax = weight.new_empty((*weight.shape[:-1], 1), dtype=torch.float32)
-            self._rows(weight, None, None, amax, None, None)
-            return amax
+        weight = weight.contiguous()
         with _on(weight):
-            parts = self._parts(weight)
+            if dims == (-1,):
+                return self._rows(weight, None, None, None, None)
+            parts = _partial_amax(weight)
             amax = weight.new_empty((*weight.shape[:-2], 1, 1), dtype=torch.float32)
             num_matrices = amax.numel()
             kernels.finish_amax[(num_matrices,)](parts, amax.view(torch.int32), NUM=parts.numel() // num_matrices)
@@ -57,93 +43,74 @@ class TritonCasts(Casts):
         with _on(largest):
             scale = torch.empty_like(largest, memory_format=torch.contiguous_format)
             num, block = scale.numel(), 128
-            kernels.scales_of[(triton.cdiv(num, block),)](_as_bits(largest), scale, num, E5M2=False, BLOCK=block)
+            kernels.scales_of[(triton.cdiv(num, block),)](_as_bits(largest), scale, num, BLOCK=block)
         return scale
 
     def cast_matrix(
         self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        matrix = _row_major(matrix)
+        matrix = matrix.contiguous()
         with _on(matrix):
-            known = self._parts(matrix) if amax is None else _as_bits(amax)
+            known = _partial_amax(matrix) if amax is None else _as_bits(amax)
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
             num_matrices, numel = scale.numel(), matrix.shape[-2] * matrix.shape[-1]
             programs = min(triton.cdiv(numel, _BLOCK), _PROGRAMS)
+            num, is_e5m2 = known.numel() // num_matrices, dtype == torch.float8_e5m2
             kernels.cast_matrix[(num_matrices * programs,)](
-                matrix,
-                known,
-                data,
-                scale,
-                numel,
-                programs,
-                NUM=known.numel() // num_matrices,
-                E5M2=dtype == torch.float8_e5m2,
-                HARDWARE=self._has_float8,
-                BLOCK=_BLOCK,
+                matrix, known, data, scale, numel, programs, num, E5M2=is_e5m2, HARDWARE=self._has_float8, BLOCK=_BLOCK
             )
         return data.view(dtype), scale
 
     def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-        matrix = _row_major(matrix)
+        matrix = matrix.contiguous()
         with _on(matrix):
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
-            data = self._turn(matrix, multiple, self._parts(matrix), scale)
+            data = self._turn(matrix, multiple, _partial_amax(matrix), scale)
         return data.view(torch.float8_e4m3fn), scale
 
     def cast_rows(
         self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        matrix = _row_major(matrix)
+        matrix = matrix.contiguous()
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
-            scale = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
-            factor = None if factor is None else factor.contiguous()
-            self._rows(matrix, factor, group, amax, data, scale)
+            scale = self._rows(matrix, factor, group, amax, data)
         return data.view(torch.float8_e4m3fn), scale
 
     def _rows(
-        self,
-        matrix: Tensor,
-        factor: Tensor | None,
-        group: Tensor | None,
-        amax: Tensor | None,
-        data: Tensor | None,
-        scale: Tensor | None,
-    ) -> None:
-        """The kernel of rows; without ``data`` it fills ``amax``."""
+        self, matrix: Tensor, factor: Tensor | None, group: Tensor | None, amax: Tensor | None, data: Tensor | None
+    ) -> Tensor:
+        """The kernel of rows: it fills ``data``, and the result is scales. Without ``data`` it is magnitudes."""
         num_columns = matrix.shape[-1]
         num_rows = matrix.numel() // num_columns
         block = min(triton.next_power_of_2(num_columns), _LONGEST_ROW)
         rows = max(_BLOCK // block, 1)
-        with _on(matrix):
-            kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
-                matrix,
-                factor,
-                None if group is None else group.contiguous(),
-                None if amax is None else _as_bits(amax),
-                data,
-                scale,
-                num_rows,
-                num_columns,
-                HAS_FACTOR=factor is not None,
-                HAS_GROUP=group is not None,
-                HAS_AMAX=data is not None and amax is not None,
-                CAST=data is not None,
-                IS_SINGLE=num_columns <= block,
-                HARDWARE=self._has_float8,
-                ROWS=rows,
-                BLOCK=block,
-                num_warps=rows * block // 1024,
-            )
+        result = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
+        kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
+            matrix,
+            None if factor is None else factor.contiguous(),
+            None if group is None else group.contiguous(),
+            None if amax is None else _as_bits(amax),
+            data,
+            result.view(torch.int32) if data is None else result,
+            num_rows,
+            num_columns,
+            IS_SINGLE=num_columns <= block,
+            HARDWARE=self._has_float8,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=rows * block // 1024,
+        )
+        return result
 
     def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        matrix = _row_major(matrix)
+        matrix = matrix.contiguous()
         if block[0] == 1:
-            return self._blocks(matrix, matrix.shape[-1], -1, block[1], torch.float32)
+            return self._blocks(matrix, matrix.shape[-1], -1, block[1])
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
-            num_blocks = [cast.num_blocks(size, block[0]) for size in matrix.shape[-2:]]
+            num_blocks = [triton.cdiv(size, block[0]) for size in matrix.shape[-2:]]
             scale = matrix.new_empty((*matrix.shape[:-2], *num_blocks), dtype=torch.float32)
             kernels.cast_squares[(scale.numel(),)](
                 matrix, data, scale, *matrix.shape[-2:], HARDWARE=self._has_float8, SIZE=block[0], num_warps=8
@@ -152,146 +119,79 @@ class TritonCasts(Casts):
 
     def cast_blocks_turned(self, matrix: Tensor, block: tuple[int, int], multiple: int) -> tuple[Tensor, Tensor]:
         padded = triton.cdiv(matrix.shape[-2], multiple) * multiple
-        return self._blocks(_row_major(matrix), padded, -2, block[1], torch.float32, is_turned=True)
+        return self._blocks(matrix.contiguous(), padded, -2, block[1], is_turned=True)
 
     def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
-        along = -1 if block[0] == 1 else -2
-        return self._blocks(
-            _row_major(matrix),
-            matrix.shape[along],
-            along,
-            max(block),
-            torch.float8_e8m0fnu,
-            is_ceil=rounding == "rceil",
-        )
+        matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
+        return self._blocks(matrix, matrix.shape[along], along, max(block), rounding)
 
     def _blocks(
-        self,
-        matrix: Tensor,
-        padded: int,
-        along: int,
-        size: int,
-        scale_dtype: torch.dtype,
-        *,
-        is_turned: bool = False,
-        is_ceil: bool = False,
+        self, matrix: Tensor, padded: int, along: int, size: int, rounding: str | None = None, is_turned: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The kernel of blocks along dim ``along`` of a row-major matrix.
+        """The kernel of blocks along dim ``along`` of a row-major matrix, or of its transpose (``is_turned``).
 
-        Args:
-            padded: Elements to write along the blocks.
-            is_turned: Write the transpose of what is asked for.
+        ``padded`` elements are written along the blocks. Scales are float32, or e8m0 if a ``rounding`` is given.
         """
-        across = -3 - along
-        outer, num_across = matrix.shape[:-2], matrix.shape[across]
-        num_blocks = cast.num_blocks(padded, size)
+        num_lines, num_blocks, is_e8m0 = matrix.shape[-3 - along], triton.cdiv(padded, size), rounding is not None
         written = -1 if is_turned else along  # the dim of the results along which the blocks lie
-        tile = _tile(matrix.stride(along), size)
         with _on(matrix):
-            is_e8m0 = scale_dtype == torch.float8_e8m0fnu
-            data = _empty_like(matrix, (*outer, num_across, padded), written, torch.uint8)
-            scale = _empty_like(
-                matrix, (*outer, num_across, num_blocks), written, torch.uint8 if is_e8m0 else torch.float32
-            )
-            if written == -1 and not is_e8m0:
-                # As the GEMM wants the scales of its operands: one column after the other.
-                scale = torch.empty_like(scale.mT, memory_format=torch.contiguous_format).mT
-            tiles = triton.cdiv(num_across, tile[0]) * triton.cdiv(num_blocks, tile[1])
-            crossing = -3 - written
-            kernels.cast_blocks[(prod(outer) * tiles,)](
-                matrix,
-                data,
-                scale,
-                num_across,
-                matrix.shape[along],
-                padded,
-                matrix.stride(across),
-                matrix.stride(along),
-                data.stride(crossing),
-                data.stride(written),
-                scale.stride(crossing),
-                scale.stride(written),
-                matrix.shape[-2] * matrix.shape[-1],
-                num_across * padded,
-                num_across * num_blocks,
-                tiles,
-                E8M0=is_e8m0,
-                CEIL=is_ceil,
-                HARDWARE=self._has_float8,
-                ACROSS=tile[0],
-                BLOCKS=tile[1],
-                SIZE=size,
-            )
-        return data.view(torch.float8_e4m3fn), scale.view(scale_dtype)
+            data = _empty(matrix, num_lines, padded, written, torch.uint8)
+            if is_e8m0:
+                scale = _empty(matrix, num_lines, num_blocks, written, torch.uint8)
+            else:  # of an operand: blocks lie along dim -1, and the GEMM wants one column of scales after the other
+                scale = _empty(matrix, num_lines, num_blocks, -2, torch.float32).mT
+            sizes, dims = (num_lines, matrix.shape[along], padded), (along, written)
+            options = {"E8M0": is_e8m0, "CEIL": rounding == "rceil", "SIZE": size}
+            self._launch(kernels.cast_blocks, (matrix, data, scale), sizes, dims, size, **options)
+        return data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu) if is_e8m0 else scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
-        matrix = _row_major(matrix)
-        along = -1 if block[0] == 1 else -2
-        across = -3 - along
-        outer, num_across = matrix.shape[:-2], matrix.shape[across]
-        num_blocks = cast.num_blocks(matrix.shape[along], 16)
-        tile = _tile(matrix.stride(along), 16)
+        matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
+        sizes = num_lines, num_along = matrix.shape[-3 - along], matrix.shape[along]
+        num_blocks = triton.cdiv(num_along, 16)
         with _on(matrix):
-            packed = _empty_like(matrix, (*outer, num_across, num_blocks * 8), along, torch.uint8)
-            scale = _empty_like(matrix, (*outer, num_across, num_blocks), along, torch.uint8)
-            tiles = triton.cdiv(num_across, tile[0]) * triton.cdiv(num_blocks, tile[1])
-            kernels.cast_nvfp4[(prod(outer) * tiles,)](
-                matrix,
-                _as_bits(amax),
-                packed,
-                scale,
-                num_across,
-                matrix.shape[along],
-                matrix.stride(across),
-                matrix.stride(along),
-                packed.stride(across),
-                packed.stride(along),
-                scale.stride(across),
-                scale.stride(along),
-                matrix.shape[-2] * matrix.shape[-1],
-                num_across * num_blocks * 8,
-                num_across * num_blocks,
-                tiles,
-                HARDWARE=self._has_float8,
-                ACROSS=tile[0],
-                BLOCKS=tile[1],
-            )
+            packed = _empty(matrix, num_lines, num_blocks * 8, along, torch.uint8)
+            scale = _empty(matrix, num_lines, num_blocks, along, torch.uint8)
+            self._launch(kernels.cast_nvfp4, (matrix, _as_bits(amax), packed, scale), sizes, (along, along), 16)
         return packed, scale.view(torch.float8_e4m3fn)
 
-    def dequantize_matrix(self, data: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._dequantize(data, None, amax, (1, 1), data.shape, dtype)
-
-    def dequantize_blocks(self, data: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return self._dequantize(data, scale, None, block, data.shape, dtype)
-
-    def dequantize_nvfp4(
-        self, packed: Tensor, scale: Tensor, amax: Tensor, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype
-    ) -> Tensor:
-        return self._dequantize(packed, scale, amax, block, shape, dtype)
-
-    def _dequantize(
+    def _launch(
         self,
-        data: Tensor,
-        scale: Tensor | None,
-        amax: Tensor | None,
-        block: tuple[int, int],
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        kind, packed = "float32", 0
-        if amax is not None:
-            kind = "amax" if scale is None else "nvfp4"
-        elif scale is not None and scale.dtype == torch.float8_e8m0fnu:
-            kind = "e8m0"
-        if kind == "nvfp4":
-            packed = 2 if block[0] == 1 else 1
+        kernel: Any,
+        tensors: Sequence[Tensor],
+        sizes: Sequence[int],
+        dims: Sequence[int],
+        size: int,
+        **options: Any,
+    ) -> None:
+        """A kernel of blocks of ``size`` elements. They lie along the first of ``dims`` in the first tensor, and along
+        the second in the last two: elements and scales."""
+        matrix, (data, scale), (along, written) = tensors[0], tensors[-2:], dims
+        # Tiles of 4096 or 8192 elements, with 128 of them in a row of memory or 64.
+        is_row = matrix.stride(along) == 1
+        blocks = max((128 if is_row else 64) // size, 1)
+        lines = 4096 // (blocks * size) if is_row else 64
+        num_tiles = triton.cdiv(sizes[0], lines) * triton.cdiv(scale.shape[written], blocks)
+        strides: list[int] = []  # across and along the blocks, and from matrix to matrix
+        for tensor, dim in ((matrix, along), (data, written), (scale, written)):
+            strides += (tensor.stride(-3 - dim), tensor.stride(dim), tensor.shape[-2] * tensor.shape[-1])
+        kernel[(prod(matrix.shape[:-2]) * num_tiles,)](
+            *tensors, *sizes, *strides, num_tiles, HARDWARE=self._has_float8, ACROSS=lines, BLOCKS=blocks, **options
+        )
+
+    def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        data, scale = quantized.planes if len(quantized.planes) == 2 else (quantized.planes[0], None)
+        amax, kind, packed = quantized.amax, "amax", 0
+        if scale is not None and data.dtype == torch.uint8:
+            kind, packed = "nvfp4", 2 if block[0] == 1 else 1
+        elif scale is not None:
+            amax, kind = None, "e8m0" if scale.dtype == torch.float8_e8m0fnu else "float32"
         num_rows, num_columns = shape[-2:]
         rows, columns = (16, 256) if num_columns > 64 else (64, 64)
         with _on(data):
-            data = _row_major(data).view(torch.uint8)
+            data = data.contiguous().view(torch.uint8)
             if scale is not None:
-                scale = _row_major(scale)
-                scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+                scale = scale.contiguous().view(torch.uint8 if scale.itemsize == 1 else scale.dtype)
             result = torch.empty(shape, dtype=dtype, device=data.device)
             tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns)
             kernels.dequantize[(prod(shape[:-2]) * tiles,)](
@@ -318,7 +218,7 @@ class TritonCasts(Casts):
         return result
 
     def turned(self, matrix: Tensor, multiple: int = 1) -> Tensor:
-        matrix = _row_major(matrix)
+        matrix = matrix.contiguous()
         with _on(matrix):
             plain = matrix.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[matrix.itemsize])
             return self._turn(plain, multiple, None, None).view(matrix.dtype)
@@ -334,65 +234,38 @@ class TritonCasts(Casts):
         padded = triton.cdiv(num_rows, multiple) * multiple
         dtype = torch.uint8 if known is not None else matrix.dtype
         data = torch.empty((*matrix.shape[:-2], num_columns, padded), dtype=dtype, device=matrix.device)
-        # Lines of 128 bytes on both sides.
-        rows, columns = 128 // dtype.itemsize, 128 // matrix.itemsize
+        rows, columns = 128 // dtype.itemsize, 128 // matrix.itemsize  # lines of 128 bytes on both sides
         tiles = triton.cdiv(padded, rows) * triton.cdiv(num_columns, columns)
-        num_matrices = prod(matrix.shape[:-2])
+        num_matrices, sizes = prod(matrix.shape[:-2]), (num_rows, num_columns, padded, tiles)
+        num, warps = 1 if known is None else known.numel() // num_matrices, 8 if rows * columns > 4096 else 4
         kernels.turn[(num_matrices * tiles,)](
-            matrix,
-            known,
-            data,
-            scale,
-            num_rows,
-            num_columns,
-            padded,
-            tiles,
-            NUM=1 if known is None else known.numel() // num_matrices,
-            CAST=known is not None,
-            E5M2=False,
-            HARDWARE=self._has_float8,
-            ROWS=rows,
-            COLUMNS=columns,
-            num_warps=8 if rows * columns > 4096 else 4,
+            matrix, known, data, scale, *sizes, num, self._has_float8, ROWS=rows, COLUMNS=columns, num_warps=warps
         )
         return data
 
-    @staticmethod
-    def _parts(matrix: Tensor) -> Tensor:
-        """Magnitudes of parts of each matrix, as integers; their number is a power of two."""
-        num_matrices, numel = prod(matrix.shape[:-2]), matrix.shape[-2] * matrix.shape[-1]
-        num_parts = 16 if numel <= 64 * _BLOCK else _PARTS
-        parts = torch.empty(num_matrices * num_parts, dtype=torch.int32, device=matrix.device)
-        # Nothing but loads: as many at a time as it takes to fill the memory's pipeline.
-        kernels.partial_amax[(parts.numel(),)](matrix, parts, numel, NUM=num_parts, BLOCK=2 * _BLOCK, num_warps=8)
-        return parts
 
-
-def _row_major(matrix: Tensor) -> Tensor:
-    return matrix.contiguous()
+def _partial_amax(matrix: Tensor) -> Tensor:
+    """Magnitudes of parts of each matrix, as integers; their number is a power of two."""
+    num_matrices, numel = prod(matrix.shape[:-2]), matrix.shape[-2] * matrix.shape[-1]
+    num_parts = 16 if numel <= 64 * _BLOCK else _PARTS
+    parts = torch.empty(num_matrices * num_parts, dtype=torch.int32, device=matrix.device)
+    # The kernel does little but load: large blocks fill the memory's pipeline.
+    kernels.partial_amax[(parts.numel(),)](matrix, parts, numel, NUM=num_parts, BLOCK=2 * _BLOCK, num_warps=8)
+    return parts
 
 
 def _as_bits(amax: Tensor) -> Tensor:
     return amax.contiguous().view(torch.int32)
 
 
-def _empty_like(matrix: Tensor, shape: tuple[int, ...], along: int, dtype: torch.dtype) -> Tensor:
-    """An empty result whose last dim is ``along`` the blocks; the last two swapped if they lie along dim -2."""
-    shape = shape if along == -1 else (*shape[:-2], shape[-1], shape[-2])
-    return torch.empty(shape, dtype=dtype, device=matrix.device)
-
-
-def _tile(stride: int, size: int) -> tuple[int, int]:
-    """Lines and blocks of a tile of 4096 or 8192 elements, with 128 of them in a row of memory or 64."""
-    if stride == 1:
-        blocks = max(128 // size, 1)
-        return 4096 // (blocks * size), blocks
-    blocks = max(64 // size, 1)
-    return 64, blocks
+def _empty(matrix: Tensor, num_lines: int, num_along: int, along: int, dtype: torch.dtype) -> Tensor:
+    """For results that lie in lines along dim ``along``."""
+    sizes = (num_lines, num_along) if along == -1 else (num_along, num_lines)
+    return torch.empty((*matrix.shape[:-2], *sizes), dtype=dtype, device=matrix.device)
 
 
 def _on(matrix: Tensor) -> AbstractContextManager[Any]:
-    """Where kernels of ``matrix`` run: on its device, and not seen by checkpoint policies, which may skip ops that make
+    """Runs kernels on the device of ``matrix`` and hides them from checkpoint policies, which may skip ops that make
     results but not the kernels that fill them."""
     unseen = compat.unseen_by_checkpoint_policies()
     if not matrix.is_cuda or matrix.device.index == torch.cuda.current_device():

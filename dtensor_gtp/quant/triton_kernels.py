@@ -1,30 +1,19 @@
 """The casts as Triton kernels: the arithmetic of ``cast``, bit for bit, in one pass over memory.
 
-What makes the bits equal: magnitudes are compared as integers, so that no order of a maximum loses a NaN; quotients are
-rounded as IEEE says; products are never part of a sum that could fuse with them; float8 comes from the hardware's own
-conversion (``HARDWARE``: compute capability 8.9 and later), or from integers. float8 and e8m0 are passed as uint8,
-because not every GPU lets Triton name the type.
+Why the bits are equal: magnitudes are compared as integers, so that a maximum keeps a NaN; quotients are rounded as
+IEEE says; no product is part of a sum that could fuse with it; float8 comes from the hardware's own conversion
+(``HARDWARE``: compute capability 8.9 and later), or from integers. float8 and e8m0 are passed as uint8, because Triton
+cannot name the types on every GPU.
 
 Matrices are row-major, several of them one after the other. Offsets within a tile are int32, those of tiles int64.
 """
-
 
 # No `from __future__ import annotations`: Triton reads them.
 
 import triton
 import triton.language as tl
 
-from .triton_arithmetic import (
-    _INFINITY,
-    _divided,
-    _from_e2m1,
-    _from_e4m3,
-    _magnitude,
-    _nvfp4_tensor_scale,
-    _scale_of,
-    _to_e2m1,
-    _to_float8,
-)
+from .triton_arithmetic import _INFINITY, _divided, _from_e2m1, _from_e4m3, _magnitude, _scale_of, _to_e2m1, _to_float8
 
 
 @triton.jit
@@ -49,11 +38,11 @@ def finish_amax(parts_ptr, amax_ptr, NUM: tl.constexpr):
 
 
 @triton.jit
-def scales_of(amax_ptr, scale_ptr, num, E5M2: tl.constexpr, BLOCK: tl.constexpr):
-    """float8 scales of magnitudes."""
+def scales_of(amax_ptr, scale_ptr, num, BLOCK: tl.constexpr):
+    """e4m3 scales of magnitudes."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.load(amax_ptr + index, mask=index < num, other=0) & 0x7FFFFFFF
-    tl.store(scale_ptr + index, _scale_of(largest, E5M2), mask=index < num)
+    tl.store(scale_ptr + index, _scale_of(largest), mask=index < num)
 
 
 @triton.jit
@@ -69,10 +58,10 @@ def cast_matrix(
     HARDWARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Elements of float8 and the scale of each matrix, of which ``NUM`` magnitudes are known."""
+    """float8 and the scale of each matrix; ``NUM`` magnitudes of each are given."""
     matrix, program = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
     largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
-    scale = _scale_of(largest, E5M2)
+    scale = _scale_of(largest, 57344.0 if E5M2 else 448.0)
     if program == 0:
         tl.store(scale_ptr + matrix, scale)
     base = matrix.to(tl.int64) * numel
@@ -99,13 +88,12 @@ def turn(
     padded_rows,
     num_tiles,
     NUM: tl.constexpr,
-    CAST: tl.constexpr,
-    E5M2: tl.constexpr,
     HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The transpose of each matrix, its columns filled up with zeros; quantized as by ``cast_matrix`` if ``CAST``."""
+    """The transpose of each matrix, its columns filled up with zeros; in e4m3, as by ``cast_matrix``, if it gets
+    magnitudes."""
     matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     in_row = tl.cdiv(num_columns, COLUMNS)
     row0, column0 = (tile // in_row) * ROWS, (tile % in_row) * COLUMNS
@@ -113,21 +101,22 @@ def turn(
     x_ptr += (matrix.to(tl.int64) * num_rows + row0) * num_columns
     is_inside = (row < num_rows) & (column < num_columns)
     x = tl.load(x_ptr + (row - row0) * num_columns + column, mask=is_inside, other=0)
-    if CAST:
+    if amax_ptr is not None:
         largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
-        scale = _scale_of(largest, E5M2)
+        scale = _scale_of(largest)
         if tile == 0:
             tl.store(scale_ptr + matrix, scale)
-        x = tl.where(is_inside, _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), E5M2, HARDWARE), 0).to(tl.uint8)
+        code = _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), False, HARDWARE)
+        x = tl.where(is_inside, code, 0).to(tl.uint8)
     q_ptr += (matrix.to(tl.int64) * num_columns + column0) * padded_rows
     tl.store(q_ptr + (column - column0) * padded_rows + row, x, mask=(row < padded_rows) & (column < num_columns))
 
 
 @triton.jit
-def _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns, HAS_FACTOR: tl.constexpr):
+def _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns):
     is_inside = is_row & (column < num_columns)
     value = tl.load(x_ptr + offset + column, mask=is_inside, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
+    if factor_ptr is not None:
         value = value * tl.load(factor_ptr + group * num_columns + column, mask=is_inside, other=0.0)
     return value
 
@@ -142,48 +131,44 @@ def cast_rows(
     scale_ptr,
     num_rows,
     num_columns,
-    HAS_FACTOR: tl.constexpr,
-    HAS_GROUP: tl.constexpr,
-    HAS_AMAX: tl.constexpr,
-    CAST: tl.constexpr,
     IS_SINGLE: tl.constexpr,
     HARDWARE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """e4m3 and the scale of each row, or (not ``CAST``) its largest magnitude.
+    """e4m3 and the scale of each row, or without ``q_ptr`` its largest magnitude, as an integer in place of the scale.
 
-    ``HAS_FACTOR``: columns are multiplied by factors first, those of a row's group if ``HAS_GROUP``. ``HAS_AMAX``: the
-    magnitudes are known. ``IS_SINGLE``: a row is one block, and is read once.
+    Columns are multiplied by factors first, if there are any: by those of a row's group if there are groups. Magnitudes
+    may be given. ``IS_SINGLE``: a row is one block, and is read once.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     is_row = row < num_rows
     column = tl.arange(0, BLOCK)[None, :]
     offset = row * num_columns
-    group = tl.load(group_ptr + row, mask=is_row, other=0).to(tl.int64) if HAS_GROUP else 0
+    group = tl.load(group_ptr + row, mask=is_row, other=0).to(tl.int64) if group_ptr is not None else 0
     value = tl.zeros((ROWS, BLOCK), tl.float32)
     if IS_SINGLE:
-        value = _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns, HAS_FACTOR)
-    if HAS_AMAX:
+        value = _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns)
+    if amax_ptr is not None:
         largest = tl.load(amax_ptr + row, mask=is_row, other=0) & 0x7FFFFFFF
     else:
         most = _magnitude(value)
         if not IS_SINGLE:
             for start in range(0, num_columns, BLOCK):
-                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
+                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns)
                 most = tl.maximum(most, _magnitude(part))
         largest = tl.max(most, 1, keep_dims=True)
-    if not CAST:
-        tl.store(amax_ptr + row, largest, mask=is_row)
+    if q_ptr is None:
+        tl.store(scale_ptr + row, largest, mask=is_row)
     else:
-        scale = _scale_of(largest, False)
+        scale = _scale_of(largest)
         tl.store(scale_ptr + row, scale, mask=is_row)
         if IS_SINGLE:
             code = _to_float8(_divided(value, scale, HARDWARE), False, HARDWARE)
             tl.store(q_ptr + offset + column, code, mask=is_row & (column < num_columns))
         else:
             for start in range(0, num_columns, BLOCK):
-                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns, HAS_FACTOR)
+                part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns)
                 code = _to_float8(_divided(part, scale, HARDWARE), False, HARDWARE)
                 tl.store(q_ptr + offset + start + column, code, mask=is_row & (start + column < num_columns))
 
@@ -198,12 +183,12 @@ def cast_blocks(
     padded_along,
     x_across,
     x_along,
+    x_matrix,
     q_across,
     q_along,
+    q_matrix,
     s_across,
     s_along,
-    x_matrix,
-    q_matrix,
     s_matrix,
     num_tiles,
     E8M0: tl.constexpr,
@@ -215,8 +200,8 @@ def cast_blocks(
 ):
     """e4m3 with a scale for each ``SIZE`` elements along one dim: float32, or a power of two in e8m0.
 
-    ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales across and along the blocks and from matrix
-    to matrix. What lies beyond ``num_along`` counts as zeros; elements are written up to ``padded_along``.
+    ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales: across the blocks, along them, and from
+    matrix to matrix. Beyond ``num_along`` the input counts as zeros; elements are written up to ``padded_along``.
     """
     matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
     num_blocks = tl.cdiv(padded_along, SIZE)
@@ -230,9 +215,8 @@ def cast_blocks(
     block = tl.arange(0, BLOCKS)[None, :, None]
     along = block * SIZE + tl.arange(0, SIZE)[None, None, :]
     is_line = line0 + line < num_across
-    x = tl.load(
-        x_ptr + line * x_across + along * x_along, mask=is_line & (block0 * SIZE + along < num_along), other=0.0
-    ).to(tl.float32)
+    x_ptrs, scale_ptrs = x_ptr + line * x_across + along * x_along, scale_ptr + line * s_across + block * s_along
+    x = tl.load(x_ptrs, mask=is_line & (block0 * SIZE + along < num_along), other=0.0).to(tl.float32)
     largest = tl.max(_magnitude(x), 2, keep_dims=True)
     is_block = is_line & (block0 + block < num_blocks)
     if E8M0:
@@ -241,22 +225,15 @@ def cast_blocks(
             exponent += ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
         is_finite = largest < _INFINITY
         exponent = tl.maximum(exponent, 0)
-        tl.store(
-            scale_ptr + line * s_across + block * s_along,
-            tl.where(is_finite, exponent, 0xFF).to(tl.uint8),
-            mask=is_block,
-        )
+        tl.store(scale_ptrs, tl.where(is_finite, exponent, 0xFF).to(tl.uint8), mask=is_block)
         reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         value = x * tl.where(is_finite, reciprocal, float("nan"))
     else:
-        scale = _scale_of(largest, False)
-        tl.store(scale_ptr + line * s_across + block * s_along, scale, mask=is_block)
+        scale = _scale_of(largest)
+        tl.store(scale_ptrs, scale, mask=is_block)
         value = _divided(x, scale, HARDWARE)
-    tl.store(
-        q_ptr + line * q_across + along * q_along,
-        _to_float8(value, False, HARDWARE),
-        mask=is_line & (block0 * SIZE + along < padded_along),
-    )
+    is_written = is_line & (block0 * SIZE + along < padded_along)
+    tl.store(q_ptr + line * q_across + along * q_along, _to_float8(value, False, HARDWARE), mask=is_written)
 
 
 @triton.jit
@@ -271,7 +248,7 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
     base = (matrix.to(tl.int64) * num_rows + row0) * num_columns
     is_inside = (row0 + row < num_rows) & (column < num_columns)
     x = tl.load(x_ptr + base + row * num_columns + column, mask=is_inside, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.max(_magnitude(x), 1), 0), False)
+    scale = _scale_of(tl.max(tl.max(_magnitude(x), 1), 0))
     tl.store(scale_ptr + tl.program_id(0), scale)
     code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
     tl.store(q_ptr + base + row * num_columns + column, code, mask=is_inside)
@@ -287,12 +264,12 @@ def cast_nvfp4(
     num_along,
     x_across,
     x_along,
+    x_matrix,
     p_across,
     p_along,
+    p_matrix,
     s_across,
     s_along,
-    x_matrix,
-    p_matrix,
     s_matrix,
     num_tiles,
     HARDWARE: tl.constexpr,
@@ -315,7 +292,7 @@ def cast_nvfp4(
     left = num_along - block0 * 16
     first = tl.load(x_ptrs, mask=is_line & (pair * 2 < left), other=0.0).to(tl.float32)
     second = tl.load(x_ptrs + x_along, mask=is_line & (pair * 2 + 1 < left), other=0.0).to(tl.float32)
-    tensor_scale = _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
+    tensor_scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
     largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 2, keep_dims=True)
     relative = tl.div_rn(tl.div_rn(largest.to(tl.float32, bitcast=True), 6.0), tensor_scale)
     relative = tl.where(relative == relative, tl.maximum(relative, 2.0**-9), float("nan"))
@@ -369,7 +346,7 @@ def dequantize(
     else:
         value = _from_e4m3(tl.load(q_ptr + row.to(tl.int64) * q_row + column, mask=is_inside, other=0), HARDWARE)
     if KIND == "amax":
-        scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, False)
+        scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
     else:
         scale_ptr += matrix * s_matrix
         if BLOCK_ROWS % ROWS == 0:  # the rows of a tile have their scales in common
@@ -383,8 +360,7 @@ def dequantize(
             power = tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
             scale = tl.where(code == 0xFF, float("nan"), power)
         elif KIND == "nvfp4":
-            scale = _from_e4m3(scale, HARDWARE) * _nvfp4_tensor_scale(tl.load(amax_ptr + matrix) & 0x7FFFFFFF)
+            scale = _from_e4m3(scale, HARDWARE) * _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
     out_ptr += (matrix * num_rows + row0) * num_columns
-    tl.store(
-        out_ptr + (row - row0) * num_columns + column, (value * scale).to(out_ptr.dtype.element_ty), mask=is_inside
-    )
+    result = (value * scale).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (row - row0) * num_columns + column, result, mask=is_inside)

@@ -1,79 +1,48 @@
-"""A weight with a recipe in stock modules: its products."""
+"""Weights with a recipe: the products of stock modules, and what plain ``fully_shard`` gathers.
+
+``fully_shard`` does one gather for a parameter, of flat tensors whose sizes never change. So the planes of a shard are
+packed into one run of bytes, as long as the longer of the two directions needs: rowwise data in forward, columnwise
+data in backward. Activation checkpointing runs forward in backward, and ``reshard_after_forward=False`` never gathers
+for backward. There the unsharded parameter gathers the data of the other direction itself, at once.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .base import Recipe
 from .compute import choose_path
 from .float8_gemms import Float8GEMMs
 from .planes import Direction, Quantized
+from .recipes import Recipe
 
-
-def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
-    """How ``F.linear`` multiplies with ``weight``; None to dequantize it."""
-    return choose_path(weight.recipe, weight.device, weight.shape, weight.dtype, "weight").gemms
-
-
-class Float8Linear(torch.autograd.Function):
-    """The three GEMMs in float8."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: WeightWithRecipe, bias: Tensor | None, gemms: Float8GEMMs) -> Tensor:
-        if input.dtype != weight.dtype:
-            raise RuntimeError(
-                f"F.linear expects input and weight of one dtype, but got {input.dtype} and {weight.dtype} for a "
-                f"weight of shape {tuple(weight.shape)}."
-            )
-        # fully_shard keeps the object and fills it again for backward.
-        ctx.weight, ctx.gemms = weight, gemms
-        ctx.save_for_backward(input)
-        operands = gemms.cast_input(input.reshape(-1, input.shape[-1]))
-        output = gemms.output(operands, weight.quantized_for(Direction.ROWWISE), weight.dtype)
-        output = output.view(*input.shape[:-1], output.shape[-1])
-        return output if bias is None else output + bias
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (input,) = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        gemms: Float8GEMMs = ctx.gemms
-        weight: WeightWithRecipe = ctx.weight
-        grad_MN, input_MK = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
-        is_cast = needs_input or (needs_weight and not gemms.high_precision_wgrad)
-        operands = gemms.cast_grad(grad_MN) if is_cast else []
-        grad_weight = grad_input = None
-        if needs_weight and gemms.high_precision_wgrad:
-            grad_weight = grad_MN.t().mm(input_MK)
-        elif needs_weight:
-            grad_weight = gemms.grad_weight(gemms.cast_wgrad(grad_MN, input_MK, operands), weight.dtype)
-        if needs_input:
-            quantized = weight.quantized_for(Direction.COLUMNWISE)
-            grad_input = gemms.grad_input(operands, quantized, weight.dtype).view(input.shape)
-        return grad_input, grad_weight, grad_MN.sum(0) if needs_bias else None, None
+aten = torch.ops.aten
 
 
 class WeightWithRecipe(Tensor):
-    """What ``F.linear`` and ``F.embedding`` compute with: it can be dequantized in either direction."""
+    """Base of the tensors that ``F.linear`` and ``F.embedding`` read as their quantized values."""
+
+    __slots__ = ("recipe",)
+    recipe: Recipe
+
+    def quantized_for(self, direction: Direction) -> Quantized:
+        """The quantized weight, for GEMMs that multiply with it."""
+        raise NotImplementedError
+
+    def data_direction(self, direction: Direction) -> Direction:
+        """The direction of the data that serve ``direction``."""
+        raise NotImplementedError
 
     def dequantize_for(self, direction: Direction) -> Tensor:
         """The quantized weight as an ordinary tensor of this one's dtype."""
-        raise NotImplementedError
-
-    def quantized_for(self, direction: Direction) -> Quantized:
-        """The quantized weight as it is, for GEMMs that multiply with that."""
-        raise NotImplementedError
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the weight is quantized."""
-        raise NotImplementedError
+        quantized, direction = self.quantized_for(direction), self.data_direction(direction)
+        return self.recipe.dequantize(quantized, self.shape, direction, self.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,25 +50,27 @@ class WeightWithRecipe(Tensor):
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is F.embedding:
-            return _embedding(func, *args, **kwargs)
+            return _embedding(*args, **kwargs)
         return compat.without_torch_function(func, args, kwargs)
+
+
+def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
+    """How ``F.linear`` multiplies with ``weight``; None to dequantize it."""
+    return choose_path(weight.recipe, weight.device, weight.shape, weight.dtype, "weight").gemms
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, WeightWithRecipe):
         raise TypeError(f"F.linear expects a weight with a recipe as weight only, but got {type(input).__name__}.")
-    gemms = gemms_of(weight)
-    if gemms is not None:
-        return Float8Linear.apply(input, weight, bias, gemms)  # type: ignore[no-untyped-call]
-    return _QuantizedLinear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return _Linear.apply(input, weight, bias, gemms_of(weight))  # type: ignore[no-untyped-call]
 
 
-def _embedding(func: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return func(input, _StraightThrough.apply(weight), *args, **kwargs)  # type: ignore[no-untyped-call]
+def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return F.embedding(input, _StraightThrough.apply(weight), *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The rowwise data; its gradient is that of the weight."""
+    """The values of the rowwise data; their gradient is that of the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: WeightWithRecipe) -> Tensor:
@@ -110,20 +81,186 @@ class _StraightThrough(torch.autograd.Function):
         return grad
 
 
-class _QuantizedLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """By the three GEMMs in float8; without them (``gemms`` is None) with the dequantized weight."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: WeightWithRecipe, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: WeightWithRecipe, bias: Tensor | None, gemms: Float8GEMMs | None
+    ) -> Tensor:
         # fully_shard keeps the object and fills it again for backward.
-        ctx.weight = weight
+        ctx.weight, ctx.gemms = weight, gemms
         ctx.save_for_backward(input)
-        return F.linear(input, weight.dequantize_for(Direction.ROWWISE), bias)
+        if gemms is None:
+            return F.linear(input, weight.dequantize_for(Direction.ROWWISE), bias)
+        if input.dtype != weight.dtype:
+            raise RuntimeError(
+                f"F.linear expects input and weight of one dtype, but got {input.dtype} and {weight.dtype} for a "
+                f"weight of shape {tuple(weight.shape)}."
+            )
+        operands = gemms.cast_input(input.reshape(-1, input.shape[-1]))
+        output = gemms.output(operands, weight.quantized_for(Direction.ROWWISE), weight.dtype)
+        output = output.view(*input.shape[:-1], output.shape[-1])
+        return output if bias is None else output + bias
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (input,) = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_2d = grad.reshape(-1, grad.shape[-1])
-        grad_input = grad.matmul(ctx.weight.dequantize_for(Direction.COLUMNWISE)) if needs_input else None
-        grad_weight = grad_2d.t().mm(input.reshape(-1, input.shape[-1])) if needs_weight else None
-        return grad_input, grad_weight, grad_2d.sum(0) if needs_bias else None
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        gemms: Float8GEMMs | None = ctx.gemms
+        weight: WeightWithRecipe = ctx.weight
+        grad_MN = grad.reshape(-1, grad.shape[-1])
+        grad_input = grad_weight = None
+        operands: list[Tensor] = []
+        if gemms is not None and (needs_input or (needs_weight and not gemms.high_precision_wgrad)):
+            operands = gemms.cast_grad(grad_MN)
+        if needs_weight:
+            input_MK = input.reshape(-1, input.shape[-1])
+            if gemms is None or gemms.high_precision_wgrad:
+                grad_weight = grad_MN.t().mm(input_MK)
+            else:
+                grad_weight = gemms.grad_weight(gemms.cast_wgrad(grad_MN, input_MK, operands), weight.dtype)
+        if needs_input and gemms is None:
+            grad_input = grad.matmul(weight.dequantize_for(Direction.COLUMNWISE))
+        elif needs_input and gemms is not None:
+            quantized = weight.quantized_for(Direction.COLUMNWISE)
+            grad_input = gemms.grad_input(operands, quantized, weight.dtype).view(input.shape)
+        return grad_input, grad_weight, grad_MN.sum(0) if needs_bias else None, None
+
+
+class StoredWeight(WeightWithRecipe):
+    """What ``quantize_`` makes of a parameter: masters with a recipe, or the quantized data itself (``native``)."""
+
+    is_native: ClassVar[bool] = False
+
+    def dense(self) -> Tensor:
+        """The most precise values there are, an ordinary tensor."""
+        raise NotImplementedError
+
+    def data_direction(self, direction: Direction) -> Direction:
+        return Direction.ROWWISE if self.is_native else self.recipe.direction(direction)
+
+    def quantized_for(self, direction: Direction, amax: Tensor | None = None) -> Quantized:
+        """With ``amax`` the data of a shard, for which that is the statistic of the whole weight."""
+        raise NotImplementedError
+
+    def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
+        """The recipe's statistic over the whole weight, whose shards the ranks of ``group`` have."""
+        raise NotImplementedError
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], GatherInfo]:
+        """Called by ``fully_shard``: the quantized bytes of this shard.
+
+        Raises:
+            NotImplementedError: The weight's shards are not alike or cut its blocks; raised on all ranks alike.
+        """
+        group, world = mesh.get_group(), mesh.size()
+        _check_shards(self, outer_size, world)
+        in_backward = compat.current_graph_task_id() != -1
+        direction = self.data_direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
+        info = GatherInfo(self, outer_size, group.group_name, world, direction, self.amax_over(group))
+        return (_packed(info, direction),), info
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Called by ``fully_shard``: a new unsharded parameter, or the present one (``out``) filled again."""
+        (slots,) = all_gather_outputs
+        if out is None:
+            return GatheredWeight(slots, metadata, param_dtype), (slots,)
+        local = compat.local_part(out)
+        assert isinstance(local, GatheredWeight)
+        local.slots, local.info = slots, metadata
+        return None
+
+
+class GatherInfo(NamedTuple):
+    """What is needed to make a weight of the bytes of all ranks."""
+
+    shard: StoredWeight  # of this rank
+    shape: torch.Size  # of the whole weight
+    group_name: str  # the process group that holds the shards
+    world: int  # its size
+    direction: Direction  # of the data that were gathered
+    amax: Tensor | None  # the recipe's statistic over the whole weight
+
+
+def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> None:
+    if shard.ndim != 2:
+        raise NotImplementedError(
+            f"fully_shard gathers quantized weights with 2 dims, but got one of shape {tuple(outer_size)}. Use "
+            "gtp_shard, or leave the weight out of quantize_."
+        )
+    rows, block = outer_size[0], shard.recipe.block_of(-2, is_native=shard.is_native)
+    if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
+        return
+    raise NotImplementedError(
+        f"fully_shard cuts a weight of shape {tuple(outer_size)} over {world} ranks into shards that are not all alike "
+        f"in rows and whole {shard.recipe.name} blocks of {block} of them (this one has shape {tuple(shard.shape)}). "
+        f"Choose a number of rows that is a multiple of {block * world}, use gtp_shard, which cuts between blocks, or "
+        "leave the weight out of quantize_."
+    )
+
+
+def _packed(info: GatherInfo, direction: Direction) -> Tensor:
+    """The planes of the shard, one after the other, as bytes; the end may be filled up."""
+    shard = info.shard
+    planes = shard.quantized_for(direction, info.amax).planes
+    parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in planes]
+    length = max(shard.recipe.num_bytes(shard.shape, shard.data_direction(d)) for d in Direction)
+    missing = length - sum(part.numel() for part in parts)
+    return torch.cat([*parts, parts[0].new_zeros(missing)] if missing or len(parts) > 1 else parts)
+
+
+def _gather_now(info: GatherInfo, direction: Direction) -> Tensor:
+    """The bytes of all ranks for the other direction, on the current stream."""
+    packed = _packed(info, direction)
+    if info.world == 1:
+        return packed
+    slots = packed.new_empty(info.world * packed.numel())
+    dist.all_gather_into_tensor(slots, packed, group=compat.resolve_group(info.group_name))
+    return slots
+
+
+class GatheredWeight(WeightWithRecipe):
+    """An unsharded parameter of ``fully_shard``, in the dtype of computation."""
+
+    __slots__ = ("info", "slots")
+    slots: Tensor  # the bytes of all ranks, rank by rank
+    info: GatherInfo
+
+    @staticmethod
+    def __new__(cls, slots: Tensor, info: GatherInfo, dtype: torch.dtype) -> GatheredWeight:
+        result = compat.wrapper_tensor(cls, slots, info.shape, dtype)
+        result.recipe, result.slots, result.info = info.shard.recipe, slots, info
+        return result
+
+    def data_direction(self, direction: Direction) -> Direction:
+        return self.info.shard.data_direction(direction)
+
+    def quantized_for(self, direction: Direction) -> Quantized:
+        info, direction = self.info, self.data_direction(direction)
+        slots = self.slots if direction is info.direction else _gather_now(info, direction)
+        by_rank, planes, start = slots.view(info.world, -1), [], 0
+        for spec in self.recipe.planes(direction):
+            shape = spec.shape(info.shard.shape)
+            nbytes = shape.numel() * spec.dtype.itemsize
+            plane = by_rank[:, start : start + nbytes].contiguous().view(spec.dtype)
+            planes.append(plane.view(info.world * shape[0], shape[1]))
+            start += nbytes
+        return Quantized(tuple(planes), info.amax)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default):
+            return GatheredWeight(args[0].slots, args[0].info, args[0].dtype)
+        args, kwargs = compat.tree_map_only(
+            GatheredWeight, lambda w: w.dequantize_for(Direction.ROWWISE), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"

@@ -14,9 +14,9 @@ from dtensor_gtp.quant import Direction, Float8Rowwise, Float8Tensorwise, Recipe
 
 def rounded(values: torch.Tensor, dims: tuple[int, ...], gradient: bool = False) -> torch.Tensor:
     """Values as dynamic scaling over ``dims`` leaves them."""
-    scale_of, to = (cast.e5m2_scale, cast.to_e5m2) if gradient else (cast.e4m3_scale, cast.to_e4m3)
-    scale = scale_of(values.abs().amax(dims, keepdim=True))
-    return to(values / scale).float() * scale
+    dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
+    scale = cast.float8_scale(values.abs().amax(dims, keepdim=True), dtype)
+    return cast.to_float8(values / scale, dtype).float() * scale
 
 
 def in_blocks(values: torch.Tensor) -> torch.Tensor:

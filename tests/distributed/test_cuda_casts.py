@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
-from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise
+from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Quantized
 from dtensor_gtp.quant import casts as casts_module
+from dtensor_gtp.quant.cast import Casts
 from dtensor_gtp.quant.casts import casts_for, describe_casts
-from dtensor_gtp.quant.reference_casts import Casts
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -121,20 +121,16 @@ def casts_of(matrix: torch.Tensor) -> Calls:
 def dequantizations_of(matrix: torch.Tensor, dtype: torch.dtype) -> Calls:
     amax = REFERENCE.amax(matrix, (-2, -1))
     data, _ = REFERENCE.cast_matrix(matrix)
-    calls: Calls = {"from matrix": (lambda c: c.dequantize_matrix(data, amax, dtype), 1)}
-    scaled = [
-        (REFERENCE.cast_rows(matrix), (1, 0)),
-        (REFERENCE.cast_blocks(matrix, (128, 128)), (128, 128)),
-        *((REFERENCE.cast_mx(matrix, block, "floor"), block) for block in ((1, 32), (32, 1))),
+    all_quantized = [
+        (Quantized((data,), amax), (1, 1)),
+        (Quantized(REFERENCE.cast_rows(matrix), None), (1, 0)),
+        (Quantized(REFERENCE.cast_blocks(matrix, (128, 128)), None), (128, 128)),
+        *((Quantized(REFERENCE.cast_mx(matrix, block, "floor"), None), block) for block in ((1, 32), (32, 1))),
+        *((Quantized(REFERENCE.cast_nvfp4(matrix, block, amax), amax), block) for block in ((1, 16), (16, 1))),
     ]
-    for quantized, block in scaled:
-        calls[f"from {block}"] = (lambda c, q=quantized, b=block: c.dequantize_blocks(*q, b, dtype)), 1
-    for block in ((1, 16), (16, 1)):
-        quantized = REFERENCE.cast_nvfp4(matrix, block, amax)
-        calls[f"from nvfp4 {block}"] = (
-            (lambda c, q=quantized, b=block: c.dequantize_nvfp4(*q, amax, b, matrix.shape, dtype)),
-            1,
-        )
+    calls: Calls = {}
+    for quantized, block in all_quantized:
+        calls[f"from {block}"] = (lambda c, q=quantized, b=block: c.dequantize(q, b, matrix.shape, dtype)), 1
     return calls
 
 

@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, cast
 from dtensor_gtp.quant.compute import choose_path, warn_dequantized
-from dtensor_gtp.quant.float8_gemms import Float8GEMMs, gemms_of_name
-from dtensor_gtp.quant.gemm import Granularity, Operand, product
+from dtensor_gtp.quant.float8_gemms import Float8GEMMs, Granularity, Operand, gemms_of_name, product
 
 NAN, INF = float("nan"), float("inf")
 FLOAT8 = (Float8Tensorwise, Float8Rowwise, Float8Blockwise)
@@ -48,18 +47,18 @@ class TestE5M2(unittest.TestCase):
         inputs = torch.tensor([*values, *ties, *below, *above, *beyond])
         expected = torch.tensor([*values, *even, *values[:-1], *values[1:], *[cast.E5M2_MAX] * 3])
         for sign in (1, -1):
-            codes = cast.to_e5m2(inputs * sign)
+            codes = cast.to_float8(inputs * sign, torch.float8_e5m2)
             self.assertTrue(torch.equal(codes.float(), expected * sign))
             self.assertTrue(torch.equal(codes.float().signbit(), (inputs * sign).signbit()))
 
     def test_scale_and_nan(self) -> None:
-        scale = cast.e5m2_scale(torch.tensor([57344.0, 0.0, INF, NAN, 1.0]))
+        scale = cast.float8_scale(torch.tensor([57344.0, 0.0, INF, NAN, 1.0]), torch.float8_e5m2)
         torch.testing.assert_close(
             scale, torch.tensor([1.0, 2.0**-126, NAN, NAN, 1 / 57344]), rtol=0, atol=0, equal_nan=True
         )
-        nans = cast.to_e5m2(torch.tensor([NAN, -NAN])).view(torch.uint8)
+        nans = cast.to_float8(torch.tensor([NAN, -NAN]), torch.float8_e5m2).view(torch.uint8)
         self.assertEqual(nans[0], nans[1])
-        self.assertTrue(cast.to_e5m2(torch.tensor([INF])).float().item() == 57344)
+        self.assertTrue(cast.to_float8(torch.tensor([INF]), torch.float8_e5m2).float().item() == 57344)
 
 
 class TestGEMMs(unittest.TestCase):
@@ -149,7 +148,7 @@ class TestGEMMs(unittest.TestCase):
             calls.append((a, b, scales, options))
             return a.new_zeros((a.shape[0], b.shape[1]), dtype=options["output_dtype"])
 
-        with mock.patch("dtensor_gtp.quant.gemm.scaled_mm", scaled_mm):
+        with mock.patch("dtensor_gtp.quant.float8_gemms.scaled_mm", scaled_mm):
             for cls in FLOAT8:
                 recipe = cls()
                 for result in self._results(recipe, recipe.gemms(on_hardware=True), torch.bfloat16):

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dtensor_gtp.quant import casts
-from dtensor_gtp.quant.reference_casts import Casts
+from dtensor_gtp.quant import Quantized, casts
+from dtensor_gtp.quant.cast import Casts
 
 # The probe runs here, as if it were a GPU.
 DEVICE = torch.device("cpu", 0)
@@ -39,14 +39,26 @@ class Broken(Exact):
 
 def wrong(name: str) -> type[Casts]:
     """With one element or scale of one cast in another last bit."""
+    method_name, _, kind = name.partition(" of ")
 
     def method(self: Casts, *args: Any, **options: Any) -> Any:
-        result = getattr(Casts, name)(self, *args, **options)
+        result = getattr(Casts, method_name)(self, *args, **options)
+        if kind and kind_of(args[0]) != kind:
+            return result
         last = result if isinstance(result, torch.Tensor) else result[-1]
         last.contiguous().view(torch.uint8).flatten()[-1] ^= 1
         return result
 
-    return type("Wrong", (Exact,), {name: method})
+    return type("Wrong", (Exact,), {method_name: method})
+
+
+def kind_of(quantized: Quantized) -> str:
+    """Which of the ways to dequantize it takes."""
+    if len(quantized.planes) == 1:
+        return "matrix"
+    if quantized.amax is not None:
+        return "nvfp4"
+    return "mx" if quantized.planes[1].dtype == torch.float8_e8m0fnu else "blocks"
 
 
 # What has a kernel of its own, or a mode of one that no other cast has.
@@ -59,9 +71,10 @@ PROBED = (
     "cast_blocks",
     "cast_mx",
     "cast_nvfp4",
-    "dequantize_matrix",
-    "dequantize_blocks",
-    "dequantize_nvfp4",
+    "dequantize of matrix",
+    "dequantize of blocks",
+    "dequantize of mx",
+    "dequantize of nvfp4",
 )
 
 

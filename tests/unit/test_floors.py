@@ -30,7 +30,7 @@ FLOORS = (
 
 
 def _files(package: Path) -> dict[str, Path]:
-    """Each file by its module, without the name of the package: ``quant.base``, ``quant`` for ``quant/__init__.py``."""
+    """Each file by its module, without the name of the package: ``quant.cast``, ``quant`` for ``quant/__init__.py``."""
     found = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts

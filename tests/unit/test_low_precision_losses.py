@@ -27,13 +27,15 @@ class TestLosses(unittest.TestCase):
         """The same margins as after 200 steps; and scales an eighth of what they should be, so that large elements
         saturate, are noticed."""
 
-        def too_small(largest: torch.Tensor) -> torch.Tensor:
-            return largest / cast.E4M3_MAX / 8
+        float8_scale = cast.float8_scale
+
+        def too_small(largest: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+            return float8_scale(largest, dtype) if dtype == torch.float8_e5m2 else largest / cast.E4M3_MAX / 8
 
         curves = self.curves(10, (None, "float8_tensorwise:float8", "mxfp8", "nvfp4"))
         self.assertEqual(losses.beyond_margins(curves), [], losses.table(curves))
         self.assertLess(curves[0].points[-1][1], curves[0].points[0][1] - 1)
-        with mock.patch.object(cast, "e4m3_scale", too_small):
+        with mock.patch.object(cast, "float8_scale", too_small):
             broken = self.curves(10, ("float8_rowwise",))
         self.assertEqual(losses.beyond_margins([curves[0], *broken]), ["float8_rowwise"], losses.table(broken))
 

@@ -1,0 +1,230 @@
+"""State dicts of modules with quantized weights.
+
+With master storage they hold the high-precision values, as ordinary tensors. So a checkpoint does not know the recipe:
+it loads into a module with another one or with none, and theirs into this.
+
+With native storage the planes go out and come in bit for bit, as ordinary tensors under keys of their own:
+``up.weight`` with recipe ``mxfp8`` becomes ``up.weight_mxfp8.elements`` and ``up.weight_mxfp8.scales`` (and ``.amax``,
+for recipes with a scale of the whole weight). Of a sharded weight they are DTensors on the memory of the shard, placed
+as its blocks are, so that any topology whose cuts lie between blocks loads them. Elements and scales of 8 bits appear
+as uint8, because not every backend and tool knows every float of that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from .. import _torch_compat as compat
+from ..placement import GTPShard
+from .master import MasterWeight, placed_like, recipe_of, with_recipe
+from .native import STORED_NAMES, NativeWeight, groups_of, native_of, native_planes, quantize_parts, quantized_of
+from .planes import PlaneSpec
+from .recipes import RECIPES, Recipe
+
+
+class StateDictHooks:
+    """Hooks of the parameter ``name`` of a module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # With master storage: what a parameter gets that ``load_state_dict(assign=True)`` puts in.
+        self.recipe: Recipe | None = None
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """After ``state_dict``: put the plain values in. Native planes are there already, see :class:`NativePlanes`."""
+        key = prefix + self.name
+        value = state_dict.get(key)
+        if native_of(module._parameters.get(self.name)) is not None:
+            state_dict.pop(key, None)
+        elif isinstance(value, Tensor) and isinstance(local := compat.local_part(value), MasterWeight):
+            state_dict[key] = placed_like(value, local.master)
+
+    def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Make one native value of planes or of a high-precision weight.
+
+        Functions for full state dicts put the module's own values beside what is loaded. So planes that share the
+        memory of the parameter count only if there is no weight, and the parameter itself does not count.
+        """
+        param, key, errors = module._parameters.get(self.name), prefix + self.name, args[-1]
+        native = native_of(param)
+        if param is None or native is None:
+            return
+        found, value = _take_planes(state_dict, key), state_dict.get(key)
+        weight = None if value is param else value
+        if found is not None and (weight is None or not _is_own(found[1], native)):
+            try:
+                state_dict[key] = _assemble(param, native, *found)
+            except ValueError as error:
+                errors.append(str(error))
+                state_dict[key] = param
+        elif weight is not None and _is_alike(weight, param, param.shape):
+            state_dict[key] = _quantized_like(param, native, weight)
+
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Give a plain parameter its recipe again. Parameters that ``gtp_shard`` manages have theirs elsewhere."""
+        param = module._parameters.get(self.name)
+        if self.recipe is None or param is None or "_gtp_binding" in module.__dict__:
+            return
+        if recipe_of(param) is None:
+            module._parameters[self.name] = with_recipe(param, self.recipe)
+
+
+def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: bool) -> None:
+    """Register what the state dict of ``module`` needs for its parameter ``name``, or change it to another recipe."""
+    for child_name, child in list(module._modules.items()):
+        if isinstance(child, NativePlanes) and child.source[1] == name:
+            del module._modules[child_name]
+    if is_native:
+        module.add_module(f"{name}_{recipe.name}", NativePlanes(module, name))
+    registered = [hooks for hooks in module._state_dict_hooks.values() if isinstance(hooks, StateDictHooks)]
+    hooks = next((hooks for hooks in registered if hooks.name == name), None)
+    if hooks is None:
+        hooks = StateDictHooks(name)
+        module.register_state_dict_post_hook(hooks)
+        module.register_load_state_dict_pre_hook(hooks.before_load)
+        module.register_load_state_dict_post_hook(hooks.after_load)
+    hooks.recipe = None if is_native else recipe
+
+
+class NativePlanes(nn.Module):
+    """Stands for the planes of the native parameter ``name`` of ``owner`` in the module tree: torch's functions for
+    distributed state dicts walk the tree by the names of the keys. It has no parameters, and no call."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.source = (owner, name)  # in a tuple, lest the owner become a child of its child
+
+    def planes(self) -> dict[str, Tensor]:
+        """By name, as in the state dict; they share the memory of the parameter."""
+        owner, name = self.source
+        param = owner._parameters.get(name)
+        native = native_of(param)
+        if native is None:
+            return {}
+        planes = {name: _as_bytes(tensor) for name, tensor in native.stored.items()}
+        if isinstance(param, DTensor):
+            for name, spec in native_planes(native.recipe).items():
+                planes[name] = compat.wrap_local(planes[name], _plane_spec(param, spec, planes[name].dtype))
+        return planes
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The planes, for torch's functions for distributed state dicts, which ask each module for its own tensors.
+        ``named_buffers`` of a module around this one does not come here."""
+        for name, plane in self.planes().items():
+            yield f"{prefix}.{name}" if prefix else name, plane
+
+    def __getattr__(self, name: str) -> Any:
+        if name in STORED_NAMES and (planes := self.planes()).keys() >= {name}:
+            return planes[name]
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, plane in self.planes().items():
+            destination[prefix + name] = plane
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the hooks of the owner have taken the planes."""
+
+    def extra_repr(self) -> str:
+        owner, name = self.source
+        native = native_of(owner._parameters.get(name))
+        return "" if native is None else f"{name}: {native.recipe}, {', '.join(native.stored)}"
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _plane_spec(param: DTensor, plane: PlaneSpec, dtype: torch.dtype) -> compat.DTensorSpec:
+    """How a plane lies where the weight lies as ``param`` does."""
+    mesh, placements, shape = param.device_mesh, list(param.placements), list(param.shape)
+    for axis, placement in enumerate(param.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            placements[axis] = _placement(placement, shape[dim], mesh.size(axis), plane, dim - param.ndim)
+            shape[dim] = -(-shape[dim] // mesh.size(axis))
+    return compat.make_spec(mesh, tuple(placements), plane.shape(param.shape), dtype)
+
+
+def _placement(placement: Placement, size: int, world: int, plane: PlaneSpec, dim: int) -> Placement:
+    """Placement of a plane along a dim of the weight, counted from its end, of which there are ``size`` elements."""
+    step, block_size = plane.step(dim), getattr(placement, "block_size", 1)
+    if step is None:
+        return Replicate()
+    if step == 1:
+        return placement
+    own: int = placement.dim  # type: ignore[attr-defined]
+    if block_size > 1:
+        return GTPShard(own, block_size=plane.size(dim, block_size))
+    steps = plane.size(dim, -(-size // world))
+    # torch cuts a plane into equal parts; where those are not the parts of the weight, say how long a part is
+    return placement if -(-plane.size(dim, size) // world) == steps else GTPShard(own, block_size=steps)
+
+
+def _take_planes(state_dict: dict[str, Any], key: str) -> tuple[Recipe, dict[str, Tensor]] | None:
+    """Remove the planes of the weight ``key`` from a state dict; None if there are none."""
+    for name, cls in RECIPES.items():
+        prefix = f"{key}_{name}."
+        planes = {plane: state_dict.pop(prefix + plane) for plane in STORED_NAMES if prefix + plane in state_dict}
+        if planes:
+            return cls(), planes
+    return None
+
+
+def _is_own(planes: Mapping[str, Tensor], native: NativeWeight) -> bool:
+    own = {name: tensor.data_ptr() for name, tensor in native.stored.items()}
+    return all(own.get(name) == compat.local_part(plane).data_ptr() for name, plane in planes.items())
+
+
+def _is_alike(tensor: Tensor | None, param: Tensor, shape: torch.Size) -> bool:
+    """Whether ``tensor`` has that shape and is a DTensor as ``param`` is."""
+    return tensor is not None and tensor.shape == shape and isinstance(tensor, DTensor) == isinstance(param, DTensor)
+
+
+def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mapping[str, Tensor]) -> Tensor:
+    """A native weight placed as ``param`` of planes from a state dict; planes of another recipe are quantized again.
+
+    Raises:
+        ValueError: Planes are missing, or are not those of a weight placed so.
+    """
+    stored = {}
+    for name, spec in native_planes(recipe).items():
+        plane, shape, placed = planes.get(name), spec.shape(param.shape), ""
+        is_fit = _is_alike(plane, param, shape)
+        if isinstance(param, DTensor):
+            expected = _plane_spec(param, spec, torch.uint8)
+            placed = f" with placements {expected.placements}"
+            if isinstance(plane, DTensor):
+                is_fit &= (plane.device_mesh, plane.placements) == (expected.mesh, expected.placements)
+        if plane is None or not is_fit:
+            got = "none" if plane is None else f"a {type(plane).__name__} of shape {tuple(plane.shape)}"
+            raise ValueError(
+                f"Native parameter '{native.info.name}' of shape {tuple(param.shape)} expects {recipe.name} "
+                f"{name} of shape {tuple(shape)}{placed}, but got {got}. Load full tensors with set_model_state_dict, "
+                "and other topologies with torch.distributed.checkpoint."
+            )
+        local = compat.local_part(plane)
+        stored[name] = local.view(spec.dtype) if local.dtype != spec.dtype else local
+    value = placed_like(param, native.like(quantized_of(stored), recipe=recipe))
+    return value if recipe.name == native.recipe.name else _quantized_like(param, native, value)
+
+
+def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tensor:
+    """Values, of the shape of ``param`` and on its mesh, as a native weight like it; collective where a scale runs over
+    the whole weight."""
+    if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
+        value = value.redistribute(placements=param.placements)
+    local = compat.local_part(value)
+    if isinstance(local, NativeWeight):
+        local = local.dequantized_to(torch.float32)
+    info = native.info._replace(groups=groups_of(param, native.recipe))
+    (quantized,) = quantize_parts([local], [info])
+    return placed_like(param, native.like(quantized))
