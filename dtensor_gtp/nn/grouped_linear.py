@@ -18,9 +18,8 @@ from .._modules.fused_forward import GTPFused, forward_in_frame
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from ..ops.compiled_grouped import grouped_linear as compiled_grouped_linear
+from ..ops.compiled_linear import grouped_linear as compiled_grouped_linear
 from ..ops.grouped import grouped_linear, sharded_grouped_linear
-from ..ops.grouped_several import several_grouped_linear
 from ..placement import GTPShard
 
 
@@ -318,9 +317,8 @@ class GTPGroupedLinear(GTPFused):
         values, runtime = [local_part(bias.value()) for bias in biases], binding.group.runtime
         shape = weights[0].layout.shape
         if module.single_grouped_weight:
-            module.check_input(x, split_sizes, scales, shape)
             value = values[0] if values else None
-            return sharded_grouped_linear(x, value, split_sizes, scales, runtime, weights[0])
-        module.check_input(x, split_sizes, scales, torch.Size((len(weights), *shape)))
-        value = torch.stack(values) if values else None
-        return several_grouped_linear(x, value, split_sizes, scales, runtime, weights)
+        else:
+            shape, value = torch.Size((len(weights), *shape)), torch.stack(values) if values else None
+        module.check_input(x, split_sizes, scales, shape)
+        return sharded_grouped_linear(x, value, split_sizes, scales, runtime, tuple(weights))
