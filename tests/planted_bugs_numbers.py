@@ -299,8 +299,8 @@ NUMBERS = [
     Bug(
         "gate and up are swapped",
         "nn/convert_experts.py",
-        "torch.cat([take(form.gate), take(form.up)], 1)",
-        "torch.cat([take(form.up), take(form.gate)], 1)",
+        "torch.cat(gates, 1)",
+        "torch.cat(gates[::-1], 1)",
         ("tests/unit/test_grouped_experts.py::test_state_dicts_go_there_and_back",),
     ),
     Bug(
