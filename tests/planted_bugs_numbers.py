@@ -237,15 +237,15 @@ NUMBERS = [
     Bug(
         "tokens of others train the first row",
         "ops/exchange.py",
-        "        local.masked_fill(is_other, layout.chunk_rows),",
-        "        local.masked_fill(is_other, 0),",
+        "local.masked_fill(is_other | (flat == padding_idx), layout.chunk_rows),",
+        "local.masked_fill(is_other | (flat == padding_idx), 0),",
         ("tests/distributed/test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_trains_as_one_process",),
     ),
     Bug(
         "target's row of the vocabulary",
         "ops/cross_entropy.py",
-        "self.targets[:, chunk].reshape(-1) - layout.local_offset",
-        "self.targets[:, chunk].reshape(-1) - layout.rank * layout.local_rows",
+        "self.targets[:, chunk].reshape(-1), layout)",
+        "self.targets[:, chunk].reshape(-1) + layout.local_offset - layout.rank * layout.local_rows, layout)",
         (
             "tests/distributed/test_gtp_shard_vocabulary_parallel.py::TestVocabularyParallel::test_equals_stock_cross_entropy",
         ),
@@ -299,8 +299,8 @@ NUMBERS = [
     Bug(
         "gate and up are swapped",
         "nn/convert_experts.py",
-        "torch.cat([take(form.gate), take(form.up)], 1)",
-        "torch.cat([take(form.up), take(form.gate)], 1)",
+        "torch.cat(gates, 1)",
+        "torch.cat(gates[::-1], 1)",
         ("tests/unit/test_grouped_experts.py::test_state_dicts_go_there_and_back",),
     ),
     Bug(

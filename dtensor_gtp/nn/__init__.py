@@ -2,9 +2,8 @@
 
 from .convert_experts import convert_experts_state_dict, group_experts, group_experts_
 from .dispatch import Dispatched, DispatchMethod, TokenDispatcher
+from .experts import GroupedExperts, GroupedMLP, parallelize_experts
 from .grouped_linear import GroupedLinear, convert_grouped_state_dict
-from .grouped_mlp import GroupedExperts, GroupedMLP
-from .parallelize import parallelize_experts
 
 __all__ = [
     "DispatchMethod",

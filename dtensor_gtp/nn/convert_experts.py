@@ -1,54 +1,34 @@
 """From the experts that models come with to grouped layers, and their state dicts there and back.
 
-Three ways in which experts are stored are known:
-
-- *fused*: one module with the parameters ``gate_up_proj`` ``(num_experts, 2 * hidden, dim)`` and ``down_proj``
-  ``(num_experts, dim, hidden)``, as the experts of ``transformers`` 5 (Mixtral, Qwen-MoE, DeepSeek and others);
-- *modules*: a ``ModuleList`` of MLPs with the linear layers ``gate_proj``, ``up_proj``, ``down_proj``, as in the code
-  that DeepSeek publishes and in checkpoints on the hub;
-- *mixtral*: the same with the names ``w1``, ``w3``, ``w2``, as Mixtral's checkpoints.
-
-:class:`GroupedExperts` keeps ``gate`` and ``up`` as the fused form does, so nothing is reordered.
+Models store experts *fused*, in one module with ``gate_up_proj`` ``(num_experts, 2 * hidden, dim)`` and ``down_proj``
+``(num_experts, dim, hidden)``, as ``transformers`` 5 (Mixtral, Qwen-MoE, DeepSeek and others); or as *modules*, a
+``ModuleList`` of MLPs with the linear layers ``gate_proj``, ``up_proj``, ``down_proj``, as in DeepSeek's code and in
+checkpoints on the hub; or like *mixtral*, the same with the names ``w1``, ``w3``, ``w2``. :class:`GroupedExperts` keeps
+``gate`` and ``up`` as the fused form does, so nothing is reordered.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grouped_mlp import Activation, GroupedExperts, GroupedMLP
+from .experts import GroupedExperts, GroupedMLP
 
-
-class _Form(NamedTuple):
-    """Names below the experts' prefix: ``{}`` stands for the number of an expert where each has weights of its own, and
-    ``gate_up`` is None where gate and up are apart."""
-
-    gate_up: str | None
-    gate: str
-    up: str
-    down: str
-
-    @property
-    def is_numbered(self) -> bool:
-        return "{}" in self.down
-
-
+# Names below the experts' prefix: those of gate and up, in one tensor or in two, and of down. ``{}`` stands for the
+# number of an expert where each has weights of its own.
 _FORMS = {
-    "grouped": _Form("mlp.gate_up.weight", "", "", "mlp.down.weight"),
-    "grouped_split": _Form(None, "mlp.gate.weight", "mlp.up.weight", "mlp.down.weight"),
-    "fused": _Form("gate_up_proj", "", "", "down_proj"),
-    "modules": _Form(None, "{}.gate_proj.weight", "{}.up_proj.weight", "{}.down_proj.weight"),
-    "mixtral": _Form(None, "{}.w1.weight", "{}.w3.weight", "{}.w2.weight"),
+    "grouped": ("mlp.gate_up.weight", "mlp.down.weight"),
+    "grouped_split": ("mlp.gate.weight", "mlp.up.weight", "mlp.down.weight"),
+    "fused": ("gate_up_proj", "down_proj"),
+    "modules": ("{}.gate_proj.weight", "{}.up_proj.weight", "{}.down_proj.weight"),
+    "mixtral": ("{}.w1.weight", "{}.w3.weight", "{}.w2.weight"),
 }
-
-
 _LINEAR_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
@@ -63,26 +43,15 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
         TypeError: ``experts`` is stored in none of these ways, or its MLPs differ.
         NotImplementedError: Its weights are transposed or interleaved, have biases or no gate.
     """
-    found = _weights_of(experts)
-    num_experts, dim, hidden_dim = found.down.shape
-    mlp = GroupedMLP(
-        num_experts,
-        dim,
-        hidden_dim,
-        activation=found.activation,
-        is_fused=is_fused,
-        device=found.down.device,
-        dtype=found.down.dtype,
-    )
-    layers = (
-        [(mlp.gate_up, found.gate_up)]
-        if is_fused
-        else list(zip((mlp.gate, mlp.up), found.gate_up.chunk(2, 1), strict=True))
-    )
+    gate_up, down, requires_grad = _weights_of(experts)
+    activation = getattr(experts[0] if isinstance(experts, nn.ModuleList) else experts, "act_fn", F.silu)
+    mlp = GroupedMLP(*down.shape, activation=activation, is_fused=is_fused, device=down.device, dtype=down.dtype)
+    layers = [mlp.gate_up, mlp.down] if is_fused else [mlp.gate, mlp.up, mlp.down]
+    weights = [gate_up, down] if is_fused else [*gate_up.chunk(2, 1), down]
     with torch.no_grad():
-        for layer, weight in (*layers, (mlp.down, found.down)):
+        for layer, weight in zip(layers, weights, strict=True):
             layer.weight.copy_(weight)
-            layer.weight.requires_grad_(found.requires_grad)
+            layer.weight.requires_grad_(requires_grad)
     return GroupedExperts(mlp.train(experts.training))
 
 
@@ -145,26 +114,44 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
     if form not in _FORMS:
         raise ValueError(f"convert_experts_state_dict expects one of {', '.join(map(repr, _FORMS))}, but got {form!r}.")
     converted = dict(state_dict)
-    prefixes: dict[str, _Form] = {}
-    for known in _FORMS.values():
-        pattern = re.compile(rf"(.*?(?:^|\.)){re.escape(known.down).replace(re.escape('{}'), '0')}")
-        marker = known.gate_up or known.gate.format(0)
+    prefixes: dict[str, tuple[str, ...]] = {}
+    for names in _FORMS.values():
+        first, last = names[0].format(0), names[-1].format(0)
         for key in state_dict:
-            if (match := pattern.fullmatch(key)) and match[1] + marker in state_dict:
-                prefixes[match[1]] = known
+            prefix = key.removesuffix(last)
+            is_prefix = prefix != key and (not prefix or prefix.endswith("."))
+            if is_prefix and prefix + first in state_dict:
+                prefixes[prefix] = names
     if not prefixes:
         raise ValueError("convert_experts_state_dict found no experts in the state dict, in none of the known forms.")
-    for prefix, known in prefixes.items():
-        gate_up, down = _take(converted, prefix, known)
-        converted.update(_named(prefix, _FORMS[form], gate_up, down))
+    for prefix, names in prefixes.items():
+        gate_up, down = _take(converted, prefix, names)
+        values = [gate_up, down] if len(_FORMS[form]) == 2 else [*gate_up.chunk(2, 1), down]
+        for name, value in zip(_FORMS[form], values, strict=True):
+            if "{}" in name:
+                converted.update({prefix + name.format(i): part.clone() for i, part in enumerate(value)})
+            else:
+                converted[prefix + name] = value.contiguous()
     return converted
 
 
-class _Weights(NamedTuple):
-    gate_up: Tensor
-    down: Tensor
-    activation: Activation
-    requires_grad: bool
+def _take(state: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """Remove the weights of experts from ``state``: gate and up together, and down."""
+    num_experts = 0
+    while "{}" in names[-1] and prefix + names[-1].format(num_experts) in state:
+        num_experts += 1
+    try:
+        *gates, down = [
+            torch.stack([state.pop(prefix + name.format(i)) for i in range(num_experts)])
+            if "{}" in name
+            else state.pop(prefix + name)
+            for name in names
+        ]
+    except KeyError as error:
+        raise ValueError(
+            f"convert_experts_state_dict expects all weights of the experts under '{prefix}', but {error} is missing."
+        ) from None
+    return gates[0] if len(gates) == 1 else torch.cat(gates, 1), down
 
 
 def _is_called_as_ours(module: nn.Module) -> bool:
@@ -174,7 +161,8 @@ def _is_called_as_ours(module: nn.Module) -> bool:
     return names[:3] == ["hidden_states", "top_k_index", "top_k_weights"]
 
 
-def _weights_of(experts: nn.Module) -> _Weights:
+def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
+    """Gate and up together, down, and whether they are trained."""
     if isinstance(experts, nn.ModuleList):
         return _weights_of_list(experts)
     gate_up, down = (experts._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
@@ -193,66 +181,22 @@ def _weights_of(experts: nn.Module) -> _Weights:
             f"hidden) without biases, but {type(experts).__name__} has {tuple(gate_up.shape)} and "
             f"{tuple(down.shape)}" + (f" and differs in {', '.join(unusual)}." if unusual else ".")
         )
-    requires_grad = gate_up.requires_grad and down.requires_grad
-    return _Weights(gate_up.detach(), down.detach(), _activation(experts), requires_grad)
+    return gate_up.detach(), down.detach(), gate_up.requires_grad and down.requires_grad
 
 
-def _weights_of_list(experts: nn.ModuleList) -> _Weights:
-    layers: list[list[nn.Linear]] = []
+def _weights_of_list(experts: nn.ModuleList) -> tuple[Tensor, Tensor, bool]:
     for names in _LINEAR_NAMES:
-        found = [[getattr(expert, name, None) for name in names] for expert in experts]
-        if found and all(isinstance(layer, nn.Linear) for of_expert in found for layer in of_expert):
-            layers = found  # type: ignore[assignment]
-    if not layers:
-        kinds = sorted({type(expert).__name__ for expert in experts})
-        raise TypeError(
-            f"group_experts expects MLPs with the linear layers {' or '.join(map(str, _LINEAR_NAMES))}, but got "
-            f"{kinds}."
-        )
-    if any(layer.bias is not None for of_expert in layers for layer in of_expert):
+        layers = [getattr(expert, name, None) for expert in experts for name in names]
+        linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        if layers and len(linears) == len(layers):
+            break
+    else:
+        known, kinds = " or ".join(map(str, _LINEAR_NAMES)), sorted({type(expert).__name__ for expert in experts})
+        raise TypeError(f"group_experts expects MLPs with the linear layers {known}, but got {kinds}.")
+    if any(layer.bias is not None for layer in linears):
         raise NotImplementedError("group_experts supports experts without biases, but these have some.")
-    if len({tuple(layer.weight.shape for layer in of_expert) for of_expert in layers}) > 1:
+    if any(len({layer.weight.shape for layer in linears[kind::3]}) > 1 for kind in range(3)):
         raise TypeError("group_experts expects experts of one size, but got several.")
     with torch.no_grad():
-        gate, up, down = (torch.stack([of_expert[i].weight for of_expert in layers]) for i in range(3))
-    requires_grad = all(layer.weight.requires_grad for of_expert in layers for layer in of_expert)
-    return _Weights(torch.cat([gate, up], 1), down, _activation(experts[0]), requires_grad)
-
-
-def _activation(module: nn.Module) -> Activation:
-    found: Activation = getattr(module, "act_fn", F.silu)
-    return found
-
-
-def _take(state: dict[str, Tensor], prefix: str, form: _Form) -> tuple[Tensor, Tensor]:
-    """Remove the weights of experts from ``state``: gate and up together, and down."""
-    num_experts = 0
-    while prefix + form.down.format(num_experts) in state and form.is_numbered:
-        num_experts += 1
-
-    def take(name: str) -> Tensor:
-        try:
-            if not form.is_numbered:
-                return state.pop(prefix + name)
-            return torch.stack([state.pop(prefix + name.format(i)) for i in range(num_experts)])
-        except KeyError as error:
-            raise ValueError(
-                f"convert_experts_state_dict expects all weights of the experts under '{prefix}', but {error} is "
-                "missing."
-            ) from None
-
-    gate_up = take(form.gate_up) if form.gate_up is not None else torch.cat([take(form.gate), take(form.up)], 1)
-    return gate_up, take(form.down)
-
-
-def _named(prefix: str, form: _Form, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
-    if form.gate_up is not None:
-        return {prefix + form.gate_up: gate_up, prefix + form.down: down}
-    gate, up = gate_up.chunk(2, 1)
-    named: dict[str, Tensor] = {}
-    for name, value in ((form.gate, gate), (form.up, up), (form.down, down)):
-        if form.is_numbered:
-            named.update({prefix + name.format(i): part.clone() for i, part in enumerate(value.unbind(0))})
-        else:
-            named[prefix + name] = value.contiguous()
-    return named
+        gate, up, down = (torch.stack([layer.weight for layer in linears[kind::3]]) for kind in range(3))
+    return torch.cat([gate, up], 1), down, all(layer.weight.requires_grad for layer in linears)

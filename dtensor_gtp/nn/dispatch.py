@@ -1,24 +1,19 @@
 """Tokens to their experts and back: sorted by expert on one rank, exchanged where experts are distributed over ``ep``.
 
+All exchanges are differentiable functional collectives. The gradient of a permutation is the inverse permutation, so
+gradients are deterministic.
+
 [Note: what the host must know]
-``all_to_all`` sends each row to the one rank that has its expert. NCCL and gloo take the sizes of the parts as numbers
-on the host, so the counts are copied there once for each dispatch, which waits for the device. ``all_gather`` sends
-every token to every rank of ``ep``, where the rows of the rank's own experts are sorted to the front of a buffer of
-fixed size; grouped layers ignore the rest. All sizes are known beforehand: nothing waits, and a CUDA graph can be
-replayed with other routing. For ``k`` experts per token it moves about ``ep / k`` times as many bytes, and the buffer
-holds the worst case.
+``all_to_all`` sends each row to the rank of its expert. NCCL and gloo take the sizes as numbers on the host, so each
+dispatch waits for the counts. ``all_gather`` sends every token to all ranks of ``ep``, where the rows of the rank's own
+experts are sorted to the front of a buffer for the worst case. All sizes are known beforehand, so the host does not
+wait, and a CUDA graph can be replayed with other routing. It moves about ``ep / k`` times as many bytes.
 
 [Note: unequal numbers of tokens]
-A gather needs one size on all ranks, but each rank knows only how many tokens it has itself. So there is a capacity,
-the most tokens of a rank that a dispatch carries, declared or agreed on in the first dispatch, where the host waits
-once. Every rank always sends as much: fewer tokens are padded with tokens that choose no expert. A rank with more
-cannot tell the others before the gather; it tells them in it, for the first number that each rank sends is how many
-tokens it has. If all ranks have more, each knows that by itself, looks at what the others have, and all agree on a
-larger capacity. Else the ranks with more raise, and the others find out: at once on a CPU, elsewhere by an assertion on
-the device. No rank goes on without another rank's tokens, and none waits for a collective that another does not launch.
-
-All exchanges are differentiable functional collectives, on CPU and GPU alike. Permutations are undone by their inverse
-in backward, so gradients are deterministic.
+By ``all_gather`` all ranks send as many tokens: the capacity, which is declared or agreed on in the first dispatch. A
+rank with fewer adds tokens that choose no expert. The first number that a rank sends is how many tokens it has. If all
+have more than the capacity, they agree on a larger one. If only some do, all raise: at once on a CPU, elsewhere by an
+assertion on the device. So all ranks always launch the same collectives.
 """
 
 from __future__ import annotations
@@ -29,11 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from ..ops.exchange import padded
 
 
 class DispatchMethod(enum.Enum):
@@ -57,17 +52,9 @@ class Dispatched:
     split_sizes: Tensor
     tokens_per_expert: Tensor
     _order: Tensor
-    _exchange: _Exchange | None
-    _capacity: int  # tokens that each rank has sent by all_gather: a later dispatch may have agreed on more
-
-
-@dataclass(frozen=True, eq=False)
-class _Exchange:
-    """Sizes and order of an all-to-all: the order is that of rows sorted by source, then expert."""
-
-    sent: list[int]
-    received: list[int]
-    order: Tensor
+    # Of an all-to-all: rows sent to and received from each rank, and the order of rows by expert among those received.
+    _exchange: tuple[list[int], list[int], Tensor] | None = None
+    _capacity: int = 0  # tokens that each rank has sent by all_gather: a later dispatch may have agreed on more
 
 
 class TokenDispatcher:
@@ -76,9 +63,9 @@ class TokenDispatcher:
     Args:
         num_experts: Experts, over all ranks of ``mesh``. Rank ``r`` has the ``r``-th of ``mesh.size()`` equal parts.
         mesh: 1-D, the axis over which experts are distributed; None if every rank has all of them.
-        method: ``"all_to_all"`` or ``"all_gather"``, see :class:`DispatchMethod`. Only with a mesh does it matter.
-        max_tokens: For ``"all_gather"``: most tokens of a rank in one dispatch, the same on all ranks. None takes those
-            of the first dispatch, in which ranks compare theirs. Ranks with fewer send padding.
+        method: With a mesh: ``"all_to_all"`` or ``"all_gather"``, see :class:`DispatchMethod`.
+        max_tokens: For ``"all_gather"``: most tokens of a rank in one dispatch, the same on all ranks. None takes the
+            most of the first dispatch, in which ranks compare theirs. Ranks with fewer send padding.
 
     Raises:
         ValueError: The mesh is not 1-D, does not divide the experts, there is no such method, or ``max_tokens`` is
@@ -111,8 +98,9 @@ class TokenDispatcher:
         self.num_local = experts_per_rank(num_experts, mesh)
 
     @property
-    def _is_alone(self) -> bool:
-        return self.mesh is None or self.mesh.size() == 1
+    def _group(self) -> dist.ProcessGroup:
+        assert self.mesh is not None
+        return self.mesh.get_group()
 
     def dispatch(self, tokens: Tensor, experts: Tensor) -> Dispatched:
         """Rows for the experts of this rank, from all ranks of the mesh. All of them must call it.
@@ -133,12 +121,13 @@ class TokenDispatcher:
             )
         if experts.dtype != torch.int64:
             raise TypeError(f"TokenDispatcher expects experts as int64, but got {experts.dtype}.")
-        if not self._is_alone and self.method is DispatchMethod.ALL_GATHER:
+        is_alone = self.mesh is None or self.mesh.size() == 1
+        if not is_alone and self.method is DispatchMethod.ALL_GATHER:
             return self._gather(tokens, experts)
         order, counts = sort_by_group(experts.flatten(), self.num_experts)
         rows = _Spread.apply(tokens, order, experts.shape[1])  # type: ignore[no-untyped-call]
-        if self._is_alone:
-            return Dispatched(rows, counts, counts, order, None, 0)
+        if is_alone:
+            return Dispatched(rows, counts, counts, order)
         return self._exchange(rows, counts, order)
 
     def combine(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
@@ -153,73 +142,62 @@ class TokenDispatcher:
             Shape ``(num_tokens, dim)``, dtype of ``rows``.
         """
         assert dispatched.rows.shape[0] == rows.shape[0], "combine expects the rows that dispatch has returned"
-        if not self._is_alone and self.method is DispatchMethod.ALL_GATHER:
-            return self._scatter(rows, dispatched, weights)
-        exchange = dispatched._exchange
-        if exchange is not None:
-            assert self.mesh is not None
-            rows = _unpermute(rows, exchange.order)
-            rows = compat.all_to_all_rows(rows, exchange.sent, exchange.received, self.mesh.get_group())
+        if dispatched._capacity:
+            all_weights = compat.all_gather_rows(padded(weights, dispatched._capacity), self._group)
+            spread = rows.new_zeros(all_weights.numel(), rows.shape[1]).index_copy(0, dispatched._order, rows)
+            own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), self._group)
+            return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]
+        if dispatched._exchange is not None:
+            sent, received, order = dispatched._exchange
+            rows = compat.all_to_all_rows(_unpermute(rows, order), sent, received, self._group)
         return _weighted_sum(_unpermute(rows, dispatched._order), weights)
 
     def _exchange(self, rows: Tensor, counts: Tensor, order: Tensor) -> Dispatched:
-        assert self.mesh is not None
-        group, num_ranks = self.mesh.get_group(), self.mesh.size()
-        # Of each rank, the rows for each expert that is here.
-        given_RE = compat.all_to_all_rows(counts, None, None, group).view(num_ranks, self.num_local)
-        taken_RE = counts.view(num_ranks, self.num_local)
-        # The one thing that the host must know, see [Note: what the host must know].
-        sent, received = torch.stack([taken_RE.sum(1), given_RE.sum(1)]).tolist()
+        """All-to-all."""
+        group = self._group
+        # By rank and expert of this rank: rows to receive. By rank and expert of that rank: rows to send.
+        incoming_RE = compat.all_to_all_rows(counts, None, None, group).view(group.size(), self.num_local)
+        outgoing_RE = counts.view(group.size(), self.num_local)
+        # The host waits for these sizes, see [Note: what the host must know].
+        sent, received = torch.stack([outgoing_RE.sum(1), incoming_RE.sum(1)]).tolist()
         rows = compat.all_to_all_rows(rows, received, sent, group)
-        experts = torch.arange(self.num_local, device=rows.device).repeat(num_ranks)
-        by_source = torch.repeat_interleave(experts, given_RE.flatten(), output_size=sum(received))
+        experts = torch.arange(self.num_local, device=rows.device).repeat(group.size())
+        by_source = torch.repeat_interleave(experts, incoming_RE.flatten(), output_size=sum(received))
         regroup = by_source.argsort(stable=True)
         rows = _Spread.apply(rows, regroup, 1)  # type: ignore[no-untyped-call]
-        return Dispatched(rows, given_RE.sum(0), counts, order, _Exchange(sent, received, regroup), 0)
+        return Dispatched(rows, incoming_RE.sum(0), counts, order, (sent, received, regroup))
 
     def _gather(self, tokens: Tensor, experts: Tensor) -> Dispatched:
-        assert self.mesh is not None
-        group, rank = self.mesh.get_group(), self.mesh.get_local_rank()
-        k = experts.shape[1]
+        k, rank = experts.shape[1], self._group.rank()
         all_experts = self._gather_experts(experts)
-        all_tokens = compat.all_gather_rows(_padded(tokens, self._capacity), group)
+        all_tokens = compat.all_gather_rows(padded(tokens, self._capacity), self._group)
         local = all_experts - rank * self.num_local
         is_mine = (local >= 0) & (local < self.num_local)
-        # Rows of others go to the end, into a group that no layer has.
+        # Rows for other ranks go to the end, into a group that no layer has.
         order, counts = sort_by_group(torch.where(is_mine, local, self.num_local).flatten(), self.num_local)
-        # A token chooses an expert once, so no more rows than this can be mine.
+        # A token chooses an expert once, which limits the rows for this rank.
         order = order[: all_tokens.shape[0] * min(k, self.num_local)]
         rows = _Spread.apply(all_tokens, order, k)  # type: ignore[no-untyped-call]
         _, own_counts = sort_by_group(experts.flatten(), self.num_experts)
-        return Dispatched(rows, counts, own_counts, order, None, self._capacity)
-
-    def _scatter(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
-        assert self.mesh is not None
-        group = self.mesh.get_group()
-        all_weights = compat.all_gather_rows(_padded(weights, dispatched._capacity), group)
-        spread = rows.new_zeros(all_weights.numel(), rows.shape[1]).index_copy(0, dispatched._order, rows)
-        own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), group)
-        return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]
+        return Dispatched(rows, counts, own_counts, order, _capacity=self._capacity)
 
     def _gather_experts(self, experts: Tensor) -> Tensor:
         """What the tokens of all ranks chose, shape ``(ranks * capacity, k)``; ``num_experts`` for padding."""
-        assert self.mesh is not None
-        group, (num_tokens, k), device = self.mesh.get_group(), experts.shape, experts.device
+        group, (num_tokens, k), device = self._group, experts.shape, experts.device
         is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not self._capacity:
             if is_capturing:
                 raise RuntimeError(f"{self._complaint('an unknown number')} Run one step before the capture.")
             counts = compat.all_gather_rows(torch.tensor([num_tokens], device=device), group)
-            # One at least: a size of 0 would say that it is unknown.
-            self._capacity = max(1, *counts.tolist())
+            self._capacity = max(1, *counts.tolist())  # 0 means unknown
         elif is_capturing and num_tokens > self._capacity:
             raise ValueError(self._complaint(f"{num_tokens}, while a CUDA graph is recorded,"))
-        # The number of tokens is the first of a row of its own.
+        # The first row holds the number of tokens.
         message = torch.full((self._capacity + 1, k), self.num_experts, dtype=torch.int64, device=device)
         message[0].fill_(num_tokens)  # an assignment would wait for the GPU
         num_sent = min(num_tokens, self._capacity)
         message[1 : num_sent + 1] = experts[:num_sent]
-        received = compat.all_gather_rows(message, group).view(self.mesh.size(), self._capacity + 1, k)
+        received = compat.all_gather_rows(message, group).view(group.size(), self._capacity + 1, k)
         counts = received[:, 0, 0]
         if num_tokens <= self._capacity and (device.type != "cpu" or torch.compiler.is_compiling()):
             compat.assert_on_device((counts <= self._capacity).all(), self._complaint("more"))
@@ -235,15 +213,12 @@ class TokenDispatcher:
         limit = "max_tokens" if self._is_declared else "the most of the first dispatch, unless all ranks have more"
         return (
             f"TokenDispatcher by 'all_gather' expects at most {self._capacity} tokens on each rank ({limit}), but got "
-            f"{got} on ranks {dist.get_process_group_ranks(self.mesh.get_group())} of mesh axes "
-            f"{self.mesh.mesh_dim_names}. Set max_tokens to the most that a rank may have, or use 'all_to_all'."
+            f"{got} on ranks {dist.get_process_group_ranks(self._group)} of mesh axes {self.mesh.mesh_dim_names}. Set "
+            "max_tokens to the most that a rank may have, or use 'all_to_all'."
         )
 
 
 def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
-    """Raises:
-    ValueError: The mesh does not divide the experts.
-    """
     num_ranks = 1 if mesh is None else mesh.size()
     if num_experts < 1 or num_experts % num_ranks:
         name = mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else "ep"
@@ -255,20 +230,12 @@ def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
 
 
 def sort_by_group(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """A stable order of rows by group, and how many rows each of ``num_groups`` has; on the device alone.
-
-    Args:
-        groups: Group of each row, int64; numbers from ``num_groups`` on are sorted to the end and not counted.
-    """
+    """A stable order of rows by their group, and how many rows each of ``num_groups`` has, without a wait of the host.
+    Rows with other numbers, from ``num_groups`` on, are sorted to the end and not counted."""
     ordered, order = groups.sort(stable=True)
     numbers = torch.arange(num_groups, device=groups.device)
     ends = torch.searchsorted(ordered, numbers, right=True)
     return order, ends.diff(prepend=ends.new_zeros(1))
-
-
-def _padded(rows: Tensor, num_rows: int) -> Tensor:
-    missing = num_rows - rows.shape[0]
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _unpermute(rows: Tensor, order: Tensor) -> Tensor:
@@ -283,8 +250,8 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """``k`` copies of each row, of which ``order`` says which come out and where. Its gradient adds the copies up in a
-    fixed order, where that of indexing would not."""
+    """The rows ``order`` of ``k`` copies of each row. The gradient sums up the copies in a fixed order, unlike that of
+    indexing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, k: int) -> Tensor:

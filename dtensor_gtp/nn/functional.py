@@ -14,11 +14,10 @@ from .._modules.binding import Binding, binding_of
 from .._params.managed_param import Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.runtime import Runtime
 from ..ops.cross_entropy import IGNORED, loss_exchange, vocabulary_parallel_loss
 from ..ops.linear import linear as sharded_linear
 
-_EVALUATED_TOKENS = 1024
+_EVALUATED_TOKENS = 1024  # whose logits are in memory at a time without gradients
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiled code ends before it and goes on after it
@@ -34,8 +33,8 @@ def linear_cross_entropy(
     """``F.cross_entropy(linear(input).float(), target)``, over a vocabulary that stays sharded.
 
     Each rank computes the logits of its own rows of ``linear.weight`` for the tokens of all ranks of the gtp axis, in
-    chunks. So neither the weight nor its gradient nor the logits are ever whole, and hidden states cross the wire in
-    their place; the logits are computed twice, in forward and in backward. Sums over the vocabulary and over ranks are
+    chunks. So neither the weight nor its gradient nor the logits are ever whole, and hidden states are communicated
+    instead; the logits are computed twice, in forward and in backward. Sums over the vocabulary and over ranks are
     of float32. It is a collective: all ranks of the axis call it, each with its own tokens and for its own loss.
 
     How many tokens one exchange carries, and what happens if a rank has more, is as for
@@ -84,17 +83,23 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
         return _cross_entropy(logits, targets, label_smoothing)
     runtime = binding.group.runtime
     weight.follow(Site(linear, "weight"))
-    can_exchange = torch.is_grad_enabled() and weight.layout.world > 1 and not _trains_own_bias(linear, binding)
+    if not torch.is_grad_enabled() and weight.tp_spec is None and weight.wire is None:
+        bias = _bias(linear, binding)
+        pairs = zip(hidden.split(_EVALUATED_TOKENS), targets.split(_EVALUATED_TOKENS), strict=True)
+        with runtime.using(weight) as full:
+            return torch.cat([_cross_entropy(F.linear(h, full, bias), t, label_smoothing) for h, t in pairs])
+    # A bias that nobody manages gets the gradient of this rank's tokens over the whole vocabulary. In an exchange a
+    # rank has the logits of its own rows only, for the tokens of all ranks.
+    own_bias = None if "bias" in binding.params else linear._parameters.get("bias")
+    trains_own_bias = own_bias is not None and own_bias.requires_grad
+    can_exchange = torch.is_grad_enabled() and weight.layout.world > 1 and not trains_own_bias
     exchange = loss_exchange(runtime, weight) if can_exchange else None
-    losses = None
     if exchange is not None:
         hidden = hidden.to(_compute_dtype(hidden, weight))
         bias = _bias(linear, binding)
         losses = vocabulary_parallel_loss(hidden, targets, bias, runtime, weight, exchange, label_smoothing)
-    if losses is not None:
-        return losses
-    if not torch.is_grad_enabled() and weight.tp_spec is None and weight.wire is None:
-        return _gathered_losses(hidden, linear, targets, label_smoothing, binding, runtime, weight)
+        if losses is not None:
+            return losses
     is_table = isinstance(linear, nn.Embedding) and weight.tp_spec is None
     logits = sharded_linear(hidden, None, runtime, weight) if is_table else linear(hidden)
     return _cross_entropy(logits, targets, label_smoothing)
@@ -112,15 +117,8 @@ def _compute_dtype(hidden: Tensor, weight: ShardedWeight) -> torch.dtype:
     return hidden.dtype
 
 
-def _trains_own_bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> bool:
-    """Whether the layer has a bias that nobody manages: its gradient is to be that of this rank's tokens, and of the
-    whole vocabulary, but in an exchange a rank has rows for the tokens of all."""
-    bias = linear._parameters.get("bias")
-    return bias is not None and "bias" not in binding.params and bias.requires_grad
-
-
 def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> Tensor | None:
-    """The bias as code sees it, of a layer whose rows stay where they are."""
+    """The bias as module code sees it."""
     managed = binding.params.get("bias")
     if managed is None:
         return linear._parameters.get("bias")
@@ -134,25 +132,6 @@ def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> Tensor | None:
     return managed.value()
 
 
-def _gathered_losses(
-    hidden: Tensor,
-    linear: nn.Linear | nn.Embedding,
-    targets: Tensor,
-    label_smoothing: float,
-    binding: Binding,
-    runtime: Runtime,
-    weight: ShardedWeight,
-) -> Tensor:
-    """Without gradients: the weight is gathered, the logits are whole for some tokens at a time."""
-    bias = _bias(linear, binding)
-    with runtime.using(weight) as full:
-        parts = [
-            _cross_entropy(F.linear(part, full, bias), some, label_smoothing)
-            for part, some in zip(hidden.split(_EVALUATED_TOKENS), targets.split(_EVALUATED_TOKENS), strict=True)
-        ]
-    return torch.cat(parts)
-
-
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
@@ -161,9 +140,6 @@ def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float) -> T
 def _check(
     input: Tensor, linear: nn.Linear | nn.Embedding, target: Tensor, reduction: str, label_smoothing: float
 ) -> None:
-    """Raises:
-    TypeError, ValueError: An argument is of the wrong kind, shape or range.
-    """
     name = "linear_cross_entropy"
     if not isinstance(linear, nn.Linear | nn.Embedding):
         raise TypeError(f"{name} expects an nn.Linear or nn.Embedding as linear, but got {type(linear).__name__}.")

@@ -17,9 +17,8 @@ from .._modules.fused_forward import GTPFused, forward_in_frame
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from ..ops.compiled_grouped import grouped_linear as compiled_grouped_linear
+from ..ops.compiled_linear import grouped_linear as compiled_grouped_linear
 from ..ops.grouped import grouped_linear, sharded_grouped_linear
-from ..ops.grouped_several import several_grouped_linear
 from ..placement import GTPShard
 
 
@@ -27,9 +26,8 @@ class GroupedLinear(nn.Module):
     """A linear layer with a weight and bias for each group of rows.
 
     The rows of the input are sorted by group; how many belong to each is a tensor on the device. Where torch has a
-    grouped kernel (bfloat16 on Hopper and newer), routing so needs no host synchronization, and a CUDA graph can be
-    replayed with other groups; elsewhere torch's own loop over the groups reads the counts. Initialized as
-    ``nn.Linear``.
+    grouped kernel (bfloat16 on Hopper and newer), the host does not wait for it, and a CUDA graph can be replayed with
+    other groups; elsewhere torch's own loop over the groups reads the counts. Initialized as ``nn.Linear``.
 
     ``gtp_shard`` cuts the grouped weight on ``out_features``, so that each rank holds rows of every group and one
     gather brings all groups; biases stay whole.
@@ -43,8 +41,7 @@ class GroupedLinear(nn.Module):
         single_grouped_weight: One parameter ``weight`` of shape ``(num_groups, out_features, in_features)`` and one
             ``bias`` of shape ``(num_groups, out_features)``; else ``weight0``, ``weight1``, ... and ``bias0``, ...
             of the shapes that ``nn.Linear`` has, gathered together.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Of the parameters.
 
     Raises:
         ValueError: A size is below 1, or ``scale_bias`` without ``bias``.
@@ -52,9 +49,12 @@ class GroupedLinear(nn.Module):
     The arithmetic is ``torch.nn.functional.grouped_mm``; in float64, which that lacks, a loop over the groups.
     """
 
-    # What gtp_shard and quantize_ ask of a layer, beside the methods with gtp in their names.
+    # gtp_shard and quantize_ read these, and call the methods with gtp in their names.
     gtp_gathers_together = True  # weights of one layer travel in one launch
     has_grouped_weight = True
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -69,28 +69,22 @@ class GroupedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
-        for name, size in sizes.items():
+        for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
             if size < 1:
                 raise ValueError(f"GroupedLinear expects {name} >= 1, but got {size}.")
         if scale_bias and not bias:
             raise ValueError("GroupedLinear expects bias=True with scale_bias=True, but got bias=False.")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.has_bias, self.scale_bias, self.single_grouped_weight = bias, scale_bias, single_grouped_weight
-        shape = (out_features, in_features)
-        if single_grouped_weight:
-            self.weight = nn.Parameter(torch.empty(num_groups, *shape, device=device, dtype=dtype))
-            self.register_parameter(
-                "bias",
-                nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None,
-            )
-        else:
-            for group in range(num_groups):
-                weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-                self.register_parameter(f"weight{group}", weight)
-                if bias:
-                    value = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-                    self.register_parameter(f"bias{group}", value)
+        lead = (num_groups,) if single_grouped_weight else ()
+        for suffix in [""] if single_grouped_weight else range(num_groups):
+            value = torch.empty(*lead, out_features, in_features, device=device, dtype=dtype)
+            self.register_parameter(f"weight{suffix}", nn.Parameter(value))
+            if bias:
+                value = torch.empty(*lead, out_features, device=device, dtype=dtype)
+                self.register_parameter(f"bias{suffix}", nn.Parameter(value))
+        if single_grouped_weight and not bias:
+            self.register_parameter("bias", None)
         self._asserts_splits = DebugFlags.from_env().splits
         self.reset_parameters()
 
@@ -113,23 +107,16 @@ class GroupedLinear(nn.Module):
         return GTPShard(1 if self.single_grouped_weight else 0)
 
     def gtp_fused_mixin(self, params: Mapping[str, ManagedParam]) -> type[GTPFused] | None:
-        """The fused op, if the forward is the stock one and each rank computes with the groups, and the slices of them,
-        that expert and tensor parallelism have left it."""
-        weights = [params.get(name) for name in self.names_of("weight")]
+        """The fused op, if the forward is the stock one and each rank computes with groups or slices of groups."""
         is_stock = type(self).forward is GroupedLinear.forward and "forward" not in self.__dict__
-        is_cut = all(
-            isinstance(weight, ShardedWeight)
-            and all(isinstance(p, Shard) for p in (weight.tp_spec.placements if weight.tp_spec is not None else ()))
-            for weight in weights
-        )
-        return GTPGroupedLinear if is_stock and is_cut else None
+        weights = [params.get(name) for name in self.names_of("weight")]
+        specs = [weight.tp_spec for weight in weights if isinstance(weight, ShardedWeight)]
+        is_cut = all(isinstance(p, Shard) for spec in specs if spec is not None for p in spec.placements)
+        return GTPGroupedLinear if is_stock and is_cut and len(specs) == len(weights) else None
 
     def check_gtp_placement(self, fqn: str, param: Tensor, placement: GTPShard) -> None:
-        """What ``gtp_shard`` asks before it cuts a parameter that expert or tensor parallelism has cut.
-
-        Raises:
-            ValueError: An axis does not divide the groups, or cuts the blocks of rows that are to stay together.
-        """
+        """Called before ``gtp_shard`` cuts a parameter. Raises a ValueError if expert or tensor parallelism has cut it
+        over an axis that does not divide the groups, or through blocks of rows."""
         if not isinstance(param, DTensor):
             return
         shape, mesh = list(param.shape), param.device_mesh
@@ -165,29 +152,19 @@ class GroupedLinear(nn.Module):
 
         Raises:
             ValueError, TypeError: An argument has the wrong shape, dtype or device.
+            NotImplementedError: Tensor parallelism has cut ``in_features`` of a layer with a bias.
         """
         weight, bias = self._grouped("weight"), self._grouped("bias") if self.has_bias else None
-        assert weight is not None
         self.check_input(x, split_sizes, scales, weight.shape)
         return grouped_linear(x, weight, bias, split_sizes, scales)
 
-    def _grouped(self, name: str) -> Tensor | None:
-        if self.single_grouped_weight:
-            value: Tensor | None = getattr(self, name)
-        else:
-            value = torch.stack([local_part(getattr(self, each)) for each in self.names_of(name)])
-        return None if value is None else local_part(value)
+    def _grouped(self, kind: str) -> Tensor:
+        """What this rank has of the weights or biases of all groups, in one tensor."""
+        parts = [_local(getattr(self, name)) for name in self.names_of(kind)]
+        return parts[0] if self.single_grouped_weight else torch.stack(parts)
 
     def check_input(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None, weight_shape: torch.Size) -> None:
-        """Before the first collective of a forward.
-
-        Args:
-            weight_shape: Of what this rank computes with: expert or tensor parallelism may have cut the weight.
-
-        Raises:
-            ValueError, TypeError: As :meth:`forward`.
-            NotImplementedError: Tensor parallelism has cut ``in_features`` of a layer with a bias.
-        """
+        """Raise what :meth:`forward` raises, before its first collective. ``weight_shape`` is this rank's part."""
         num_groups, _, in_features = weight_shape
         if x.ndim != 2 or x.shape[1] != in_features:
             raise ValueError(f"GroupedLinear expects x of shape (num_rows, {in_features}), but got {tuple(x.shape)}.")
@@ -217,35 +194,24 @@ class GroupedLinear(nn.Module):
             )
         if scales is not None and scales.shape != x.shape[:1]:
             raise ValueError(f"GroupedLinear expects scales of shape ({x.shape[0]},), but got {tuple(scales.shape)}.")
-
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_counts(split_sizes, x.shape[0])
+            counts = split_sizes.tolist()
+            if min(counts) < 0 or sum(counts) > x.shape[0]:
+                raise ValueError(
+                    f"GroupedLinear expects split_sizes that sum up to at most the {x.shape[0]} rows of x, none below "
+                    f"0, but got {counts}."
+                )
         elif self._asserts_splits:
             assert_counts(split_sizes, x.shape[0])
 
     def extra_repr(self) -> str:
-        return (
-            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.has_bias}"
-        )
-
-
-def _check_counts(split_sizes: Tensor, num_rows: int) -> None:
-    """On a CPU, where it costs nothing to look at them."""
-    counts = split_sizes.tolist()
-    if min(counts) < 0 or sum(counts) > num_rows:
-        raise ValueError(
-            f"GroupedLinear expects split_sizes that sum up to at most the {num_rows} rows of x, none below 0, but got "
-            f"{counts}."
-        )
+        sizes = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.has_bias}"
 
 
 def assert_counts(split_sizes: Tensor, num_rows: int) -> None:
-    """On the device, where the host never looks: a kernel that fails there ends the process with this message.
-
-    Raises:
-        RuntimeError: On a CPU at once; on a GPU at the next synchronization.
-    """
+    """Check the counts on the device, without a wait of the host. On a CPU it raises a RuntimeError; on a GPU a kernel
+    fails and ends the process with this message."""
     compat.assert_on_device(
         (split_sizes >= 0).all() & (split_sizes.sum() <= num_rows),
         "GroupedLinear expects split_sizes that sum up to at most the rows of x, none below 0 (found by "
@@ -268,24 +234,22 @@ def convert_grouped_state_dict(
         ValueError: ``state_dict`` has no weights of a :class:`GroupedLinear` in the other form under ``prefix``.
     """
     converted = dict(state_dict)
-    for kind in ("weight", "bias"):
+    for name in (f"{prefix}weight", f"{prefix}bias"):
         if single_grouped_weight:
-            names = [
-                f"{prefix}{kind}{group}" for group in range(len(state_dict)) if f"{prefix}{kind}{group}" in state_dict
-            ]
+            names = [f"{name}{group}" for group in range(len(state_dict)) if f"{name}{group}" in state_dict]
             if names:
-                converted[f"{prefix}{kind}"] = torch.stack([converted.pop(name) for name in names])
-        elif f"{prefix}{kind}" in state_dict and state_dict[f"{prefix}{kind}"].ndim > 1:
-            for group, value in enumerate(converted.pop(f"{prefix}{kind}").unbind(0)):
-                converted[f"{prefix}{kind}{group}"] = value.clone()
-    if converted.keys() == dict(state_dict).keys():
+                converted[name] = torch.stack([converted.pop(part) for part in names])
+        elif name in state_dict and state_dict[name].ndim > 1:
+            for group, value in enumerate(converted.pop(name).unbind(0)):
+                converted[f"{name}{group}"] = value.clone()
+    if converted.keys() == state_dict.keys():
         wanted = "weight0, weight1, ..." if single_grouped_weight else "weight"
         raise ValueError(f"convert_grouped_state_dict expects {wanted} under prefix '{prefix}', but found none.")
     return converted
 
 
-def local_part(value: Tensor) -> Tensor:
-    """Of a weight that expert parallelism has cut, the groups of this rank."""
+def _local(value: Tensor) -> Tensor:
+    """This rank's part of a parameter that expert or tensor parallelism has cut."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -300,25 +264,22 @@ class GTPGroupedLinear(GTPFused):
                 return cast(Tensor, super().forward(x, split_sizes, scales))
             compiled = binding.compiled["weight"]
             module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
-            # Reads the bias as an attribute: whichever it is, the graph gets its value.
-            own_bias = module.bias
-            value = local_part(own_bias) if isinstance(own_bias, Tensor) else None
+            # Read the bias as an attribute, whoever manages it: the graph gets its value.
+            value = None if module.bias is None else _local(module.bias)
             return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
-        params = {name: binding.params.get(name) for kind in ("weight", "bias") for name in module.names_of(kind)}
-        weights = [param for param in params.values() if isinstance(param, ShardedWeight)]
-        biases = [param for param in params.values() if isinstance(param, WholeParam)]
-        is_plain = (len(weights), len(biases)) == tuple(len(module.names_of(kind)) for kind in ("weight", "bias"))
+        get, names_of = binding.params.get, module.names_of
+        weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}
+        biases = {name: param for name in names_of("bias") if isinstance(param := get(name), WholeParam)}
+        num_params = 1 if module.single_grouped_weight else module.num_groups
+        is_plain = len(weights) == num_params and len(biases) == num_params * module.has_bias
         if not is_plain or torch.is_autocast_enabled(x.device.type):
             return forward_in_frame(self, GTPGroupedLinear, x, split_sizes, scales)
-        for name, param in params.items():
-            assert param is not None
+        for name, param in (*weights.items(), *biases.items()):
             param.follow(Site(module, name))
-        values, runtime = [local_part(bias.value()) for bias in biases], binding.group.runtime
-        shape = weights[0].layout.shape
-        if module.single_grouped_weight:
-            module.check_input(x, split_sizes, scales, shape)
-            value = values[0] if values else None
-            return sharded_grouped_linear(x, value, split_sizes, scales, runtime, weights[0])
-        module.check_input(x, split_sizes, scales, torch.Size((len(weights), *shape)))
-        value = torch.stack(values) if values else None
-        return several_grouped_linear(x, value, split_sizes, scales, runtime, weights)
+        values, runtime = [_local(bias.value()) for bias in biases.values()], binding.group.runtime
+        sharded = tuple(weights.values())
+        shape, value = sharded[0].layout.shape, values[0] if values else None
+        if not module.single_grouped_weight:
+            shape, value = torch.Size((num_params, *shape)), torch.stack(values) if values else None
+        module.check_input(x, split_sizes, scales, shape)
+        return sharded_grouped_linear(x, value, split_sizes, scales, runtime, sharded)

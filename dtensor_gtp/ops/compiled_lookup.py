@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .compiled_weight import CompiledWeight, gradient_of, handles
+from .compiled_weight import CompiledWeight, gradient_of, handles, show_to_policies
 from .embedding import embedding_grad
-from .exchange import exchanged_grad, exchanged_ids, exchanged_lookup
+from .exchange import exchanged_ids, exchanged_lookup
 
 
 def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight) -> Tensor:
@@ -32,7 +32,7 @@ def materialize(compiled: CompiledWeight) -> Tensor:
     spec = weight.tp_spec
     if spec is None:
         return full
-    # The slices of the ranks may differ in size, so from_local must be told the logical shape.
+    # The slices of the ranks may differ in size, so from_local needs the logical shape.
     return DTensor.from_local(full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
@@ -48,11 +48,11 @@ def _embedding(
         return F.embedding(indices, full)
 
 
-@_embedding.register_fake
-def _(
-    indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype, may_exchange: bool
-) -> Tensor:
-    return indices.new_empty((*indices.shape, dim), dtype=dtype)
+_embedding.register_fake(
+    lambda indices, leaf, handle, dim, padding_idx, dtype, may_exchange: indices.new_empty(
+        (*indices.shape, dim), dtype=dtype
+    )
+)
 
 
 @torch.library.custom_op("dtensor_gtp::embedding_backward", mutates_args=())
@@ -62,30 +62,18 @@ def _embedding_backward(
     runtime, weight = handles()[handle].resolve_in_backward()
     if weight.stand_in.is_awaited:
         ids = exchanged_ids(indices, runtime, weight)
-        if ids is None:
-            embedding_grad(runtime, weight, grad, indices, padding_idx)
-        else:
-            exchanged_grad(runtime, weight, grad, ids, padding_idx)
+        embedding_grad(runtime, weight, grad, indices, ids, padding_idx)
     return gradient_of(leaf)
 
 
-@_embedding_backward.register_fake
-def _(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding_idx: int, call: int) -> Tensor:
-    return gradient_of(leaf)
-
-
-def _embedding_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_lookup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     indices, leaf, handle, _, ctx.padding_idx, _, _ = inputs
     ctx.save_for_backward(indices, leaf, handle)
 
 
 def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    indices, leaf, handle = ctx.saved_tensors
-    grad_leaf = _embedding_backward(grad, indices, leaf, handle, ctx.padding_idx, handles().next_call())
+    grad_leaf = _embedding_backward(grad, *ctx.saved_tensors, ctx.padding_idx, handles().next_call())
     return None, grad_leaf, None, None, None, None, None
-
-
-_embedding.register_autograd(_embedding_grad, setup_context=_embedding_setup)
 
 
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
@@ -94,16 +82,14 @@ def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dt
     if weight.wire is not None:
         weight.wire.note_read()
     gathered = runtime.acquire(weight)
-    full = gathered.contiguous().detach()  # an owner of the memory, also to who poisons what nobody owns any more
+    full = gathered.contiguous().detach()  # owns the memory: without an owner, DTENSOR_GTP_DEBUG=poison overwrites it
     runtime.release(weight, gathered)
-    # The compiler takes what an op returns for its own, and may write to it after the last use.
+    # The compiler may write to what an op returns after its last use.
     is_shared = gathered.is_alias or gathered.holds > 0 or weight.kept is gathered
     return full.clone() if is_shared else full
 
 
-@_materialize.register_fake
-def _(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return leaf.new_empty(shape, dtype=dtype, device=device)
+_materialize.register_fake(lambda leaf, handle, shape, dtype, device: leaf.new_empty(shape, dtype=dtype, device=device))
 
 
 @torch.library.custom_op("dtensor_gtp::reduce_grad", mutates_args=())
@@ -114,19 +100,14 @@ def _reduce_grad(grad: Tensor, leaf: Tensor, handle: Tensor, call: int) -> Tenso
     return gradient_of(leaf)
 
 
-@_reduce_grad.register_fake
-def _(grad: Tensor, leaf: Tensor, handle: Tensor, call: int) -> Tensor:
-    return gradient_of(leaf)
-
-
-def _materialize_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    leaf, handle, _, _, _ = inputs
-    ctx.save_for_backward(leaf, handle)
-
-
 def _materialize_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    leaf, handle = ctx.saved_tensors
-    return _reduce_grad(grad, leaf, handle, handles().next_call()), None, None, None, None
+    return _reduce_grad(grad, *ctx.saved_tensors, handles().next_call()), None, None, None, None
 
 
-_materialize.register_autograd(_materialize_grad, setup_context=_materialize_setup)
+_embedding_backward.register_fake(lambda grad, indices, leaf, *others: gradient_of(leaf))
+_reduce_grad.register_fake(lambda grad, leaf, *others: gradient_of(leaf))
+_embedding.register_autograd(_embedding_grad, setup_context=_save_lookup)
+_materialize.register_autograd(
+    _materialize_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2])
+)
+show_to_policies(_embedding, _materialize)

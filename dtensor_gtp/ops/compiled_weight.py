@@ -1,10 +1,20 @@
-"""How ``torch.compile`` sees a sharded weight."""
+"""How ``torch.compile`` sees a sharded weight: opaque custom ops use it, so that a block compiles with ``fullgraph``.
+
+A 0-dim tensor on the host, the *handle*, names the weight. Tensors are inputs of a compiled graph, so all layers of one
+shape share one graph. A number would be compiled into the graph of each layer. ``leaf``, one number on the host, stands
+for the weight in autograd's graph.
+
+[Note: effects of opaque ops]
+The compiler does not know that a backward op reduces a gradient. Two things keep it from dropping or merging the op.
+It returns a gradient of ``leaf``, which has one element: Inductor computes empty tensors itself and drops the op. And
+its argument ``call`` differs in each call: in ``linear(x) + linear(x)``, two ops have equal inputs and gradients, and
+both gradients count.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,12 +28,11 @@ from .._schedule.runtime import Runtime
 
 
 class Handles:
-    """Weights by the number that their handle tensor holds. Does not keep them alive."""
+    """Weights by the number in their handle. Does not keep them alive."""
 
     def __init__(self) -> None:
         self._uses: WeakValueDictionary[int, CompiledWeight] = WeakValueDictionary()
-        self._numbers: Iterator[int] = itertools.count()
-        self._calls: Iterator[int] = itertools.count()
+        self._numbers, self._calls = itertools.count(), itertools.count()
 
     def add(self, weight: CompiledWeight) -> Tensor:
         number = next(self._numbers)
@@ -34,23 +43,19 @@ class Handles:
         return self._uses[int(handle)]
 
     def next_call(self) -> int:
-        """A number that makes one call of a backward op unlike any other, see [Note: effects of opaque ops]."""
+        """A number for one call of a backward op, see [Note: effects of opaque ops]."""
         return next(self._calls)
 
 
 @functools.cache
 def handles() -> Handles:
-    """The one table of this process: custom ops have no other way to find what is not a tensor."""
+    """The one table of this process, because custom ops take only tensors and numbers."""
     return Handles()
 
 
 class CompiledWeight:
-    """What compiled code holds of a weight at one module.
-
-    Args:
-        runtime_of: Gives the runtime, which a later ``gtp_shard`` call on an outer module replaces.
-        site: Where the parameter is registered.
-    """
+    """A weight at one module, as compiled code uses it. ``runtime_of`` gives the runtime, which a later ``gtp_shard``
+    call on an outer module replaces; ``site`` is where the parameter is registered."""
 
     def __init__(self, runtime_of: Any, weight: ShardedWeight, site: Any) -> None:
         self._runtime_of = runtime_of
@@ -58,17 +63,14 @@ class CompiledWeight:
         self.site = site
         self.handle = handles().add(self)
 
-    def resolve(self) -> tuple[Runtime, ShardedWeight]:
-        self.weight.follow(self.site)
-        return self._runtime_of(), self.weight
-
     def resolve_in_forward(self) -> tuple[Runtime, ShardedWeight]:
-        """For a use of forward, or of its recomputation in backward."""
+        """For a use in forward, or in its recomputation in backward."""
         weight = self.weight
-        is_in_time = weight.stand_in.leaf.requires_grad == weight.param.requires_grad
-        runtime, weight = self.resolve()
-        if not is_in_time:
-            # Frames see to it, but a compiled function that calls the module has none around it.
+        is_traced_alike = weight.stand_in.leaf.requires_grad == weight.param.requires_grad
+        weight.follow(self.site)
+        runtime: Runtime = self._runtime_of()
+        if not is_traced_alike:
+            # The frame of a compiled module follows such a change, but a compiled function has no frame around it.
             raise RuntimeError(
                 f"Parameter '{weight.fqn}' was frozen or unfrozen after the function that calls its module was "
                 "compiled. Compile the module instead, with module.compile() or torch.compile(module)."
@@ -79,9 +81,10 @@ class CompiledWeight:
         return runtime, weight
 
     def resolve_in_backward(self) -> tuple[Runtime, ShardedWeight]:
-        runtime, weight = self.resolve()
+        self.weight.follow(self.site)
+        runtime: Runtime = self._runtime_of()
         runtime.note_backward()
-        return runtime, weight
+        return runtime, self.weight
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
@@ -89,11 +92,18 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf)
 
 
-def ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """While a checkpoint with a policy is compiled: save what a linear layer returns if the policy wants it of the GEMM
-    that ``nn.Linear`` is known by."""
+def show_to_policies(*ops: Any) -> None:
+    """Let the policies of selective checkpoints decide about these custom ops."""
+    for mode in compat.POLICY_MODES:
+        for op in ops:
+            op.register_torch_dispatch(mode, _ask_policy)
+
+
+def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """While a checkpoint with a policy is compiled, save the output of a linear layer if the policy wants to save the
+    output of the GEMM of ``nn.Linear``."""
     if not compat.is_tracing():
-        # Compiled code that runs inside of a checkpoint: it may write to what an op returns, so nothing may be saved.
+        # Compiled code runs within a checkpoint. It may write to what an op returns, so nothing may be saved.
         return op(*args, **(kwargs or {}))
     ask = getattr(mode, "policy_fn", None)
     if ask is None or op is not torch.ops.dtensor_gtp.linear.default:
@@ -104,7 +114,8 @@ def ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = Non
         answer = ask(context, op, *args, **kwargs)
         if answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
             return answer
-        weight_t = _shape_only(input.shape[-1], out_features)
+        with compat.without_dispatch_modes():
+            weight_t = torch.empty((int(input.shape[-1]), int(out_features)), device="meta")
         if bias is None:
             return ask(context, torch.ops.aten.mm.default, input, weight_t)
         return ask(context, torch.ops.aten.addmm.default, bias, input, weight_t)
@@ -114,8 +125,3 @@ def ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = Non
         return mode.__torch_dispatch__(op, types, args, kwargs)
     finally:
         mode.policy_fn = ask
-
-
-def _shape_only(*shape: int) -> Tensor:
-    with compat.without_dispatch_modes():
-        return torch.empty(tuple(int(size) for size in shape), device="meta")

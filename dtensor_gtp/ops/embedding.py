@@ -1,6 +1,7 @@
 """``F.embedding`` on a sharded table: gather, look up, free. Backward needs the indices alone.
 
-Where the policy says so, activations are exchanged in the place of the table: see ``exchange``."""
+Where the policy says so, activations are exchanged instead of the table, see ``exchange``.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +20,15 @@ from .ungathered import using
 
 
 def embedding(indices: Tensor, padding_idx: int | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
-    """``F.embedding(indices, weight, padding_idx)``.
-
-    Args:
-        indices: Integers of any shape.
-        padding_idx: Row without gradient, not negative, or None.
-        runtime: Gathers the table and reduces its gradient.
-        weight: Logical shape ``(num_embeddings, embedding_dim)``.
-
-    Returns:
-        Shape ``(*indices.shape, embedding_dim)``.
-    """
-    if not torch.is_grad_enabled() or not weight.param.requires_grad:
-        found = exchanged_lookup(indices, runtime, weight) if torch.is_grad_enabled() else None
-        if found is not None:
-            return found[0]
-        with runtime.using(weight) as full:
-            return F.embedding(indices, full, padding_idx)
-    check_differentiable(weight)
-    result: Tensor = _Embedding.apply(indices, weight.leaf, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
-    return result
+    """``F.embedding(indices, weight, padding_idx)`` for a table of logical shape ``(num_rows, dim)``."""
+    if torch.is_grad_enabled() and weight.param.requires_grad:
+        check_differentiable(weight)
+        result: Tensor = _Embedding.apply(indices, weight.leaf, padding_idx, runtime, weight)  # type: ignore[no-untyped-call]
+        return result
+    if torch.is_grad_enabled() and (found := exchanged_lookup(indices, runtime, weight)) is not None:
+        return found[0]
+    with runtime.using(weight) as full:
+        return F.embedding(indices, full, padding_idx)
 
 
 class _Embedding(torch.autograd.Function):
@@ -64,18 +54,18 @@ class _Embedding(torch.autograd.Function):
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()
         indices, ids = ctx.saved_tensors
-        if ids is None:
-            job = partial(embedding_grad, ctx.runtime, weight, grad_output, indices, ctx.padding_idx)
-        else:
-            job = partial(exchanged_grad, ctx.runtime, weight, grad_output, ids, ctx.padding_idx)
+        job = partial(embedding_grad, ctx.runtime, weight, grad_output, indices, ids, ctx.padding_idx)
         ctx.runtime.grads.compute(job)
         return None, None, None, None, None
 
 
 def embedding_grad(
-    runtime: Runtime, weight: ShardedWeight, grad_output: Tensor, indices: Tensor, padding_idx: int
+    runtime: Runtime, weight: ShardedWeight, grad_output: Tensor, indices: Tensor, ids: Tensor | None, padding_idx: int
 ) -> None:
-    """Compute the table's gradient and reduce it; ``padding_idx`` is -1 if there is none."""
+    """Compute the table's gradient and reduce it. ``ids``: see ``exchange``. ``padding_idx`` is -1 if there is none."""
+    if ids is not None:
+        exchanged_grad(runtime, weight, grad_output, ids, padding_idx)
+        return
     # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.
     grad = torch.ops.aten.embedding_dense_backward(
         grad_output.contiguous(), indices, weight.layout.shape[0], padding_idx, False

@@ -1,17 +1,16 @@
-"""Embedding by exchange of activations: the table stays where it is.
+"""Embedding by exchange of activations: the table is not gathered.
 
-Each rank looks up its own rows for the tokens of all ranks: an all-gather of token ids, a lookup, and a reduce-scatter
-that gives every rank the activations of its tokens. Backward all-gathers the gradient of the activations, and each rank
-adds up what belongs to its rows. That moves ``world * tokens * dim`` elements in each direction, where a gather moves
-``rows * dim``.
-
-Exact: of the ranks one holds the row of a token, all others contribute zero bits, and the sum is one of integers, so
-that the activations are the table's bits, whatever they are. The gradient is summed on the rank that owns a row, in
-float32 or wider. An all-to-all of only those activations that a rank has would move less, by the size of the axis; but
-how many there are depends on the tokens, so the host would have to wait for them.
+Each rank looks up its own rows for the tokens of all ranks: an all_gather of token ids, a lookup, a reduce_scatter of
+activations. That moves ``world * tokens * dim`` elements, a gather moves ``rows * dim``. Backward all_gathers the
+gradient of the activations, and each rank sums up that of its rows in float32 or wider. The activations are the bits of
+the table: one rank has the row of a token, the others add zero bits, as integers. An all_to_all would move less, but
+its sizes depend on the tokens, so the host would have to wait for them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,32 +21,13 @@ from .. import _torch_compat as compat
 from .._comm import collectives
 from .._comm.collectives import ReduceScale
 from .._comm.debug import profiler_range
+from .._comm.streams import Done
 from .._comm.tokens import TokenExchange
+from .._params.layout import WeightLayout
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 
 SUM = ReduceScale(dist.ReduceOp.SUM, None, None)
-
-
-_ID_NBYTES = 8
-
-
-def token_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | None:
-    """What ranks have agreed on for lookups in the table ``weight``; None where it is gathered in any case.
-
-    A function of what all ranks see alike.
-    """
-    policy = runtime.schedule
-    if policy.embedding == "gather" or weight.is_pinned or not can_exchange(runtime, weight):
-        return None
-    if weight.lookups is None:
-        is_asked_for = policy.embedding == "exchange"
-
-        def is_worth(capacity: int) -> bool:
-            return is_asked_for or _exchanged_nbytes(weight, capacity) < _gathered_nbytes(weight)
-
-        weight.lookups = weight.exchange("lookup", policy.exchange_tokens, is_worth)
-    return weight.lookups
 
 
 def can_exchange(runtime: Runtime, weight: ShardedWeight) -> bool:
@@ -58,98 +38,103 @@ def can_exchange(runtime: Runtime, weight: ShardedWeight) -> bool:
     return has_rows and is_plain and runtime.grads.replicas is None
 
 
-def _exchanged_nbytes(weight: ShardedWeight, capacity: int) -> int:
-    """What the exchange of a lookup, and of its gradient, moves to all ranks."""
-    num_passes = 2 if weight.param.requires_grad else 1
-    width = weight.layout.shape[1] * weight.compute_dtype.itemsize
-    return weight.layout.world * capacity * (num_passes * width + _ID_NBYTES)
+def new_exchange(
+    runtime: Runtime, weight: ShardedWeight, purpose: str, choice: str, token_nbytes: Callable[[], int]
+) -> TokenExchange:
+    """An exchange for ``choice`` "exchange", or if it moves fewer bytes than the gather of the weight and the
+    reduce_scatter of its gradient. All ranks decide alike, because all see the same numbers."""
 
+    def is_worth(capacity: int) -> bool:
+        itemsize = weight.compute_dtype.itemsize + (weight.reduce_dtype.itemsize if weight.param.requires_grad else 0)
+        exchanged_nbytes = weight.layout.world * capacity * token_nbytes()
+        return choice == "exchange" or exchanged_nbytes < weight.layout.shape.numel() * itemsize
 
-def _gathered_nbytes(weight: ShardedWeight) -> int:
-    """What a gather, and the reduce-scatter of its gradient, move to all ranks."""
-    itemsize = weight.compute_dtype.itemsize + (weight.reduce_dtype.itemsize if weight.param.requires_grad else 0)
-    return weight.layout.shape.numel() * itemsize
-
-
-def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> tuple[Tensor, Tensor] | None:
-    """Rows of the table for the tokens of this rank, or None where the table is to be gathered.
-
-    Args:
-        indices: Integers of any shape.
-        runtime: Streams and policy.
-        weight: Logical shape ``(num_embeddings, embedding_dim)``.
-
-    Returns:
-        Activations of shape ``(*indices.shape, embedding_dim)``, and the ids of all ranks, shape ``(world, capacity)``.
-    """
-    ids = exchanged_ids(indices, runtime, weight)
-    if ids is None:
-        return None
-    comm, layout = runtime.comm, weight.layout
-    with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
-        rows = _own_rows(ids, weight)
-        output = rows.new_empty((ids.shape[1], layout.shape[1]))
-        with comm.scattering():  # not behind the weights that are gathered ahead
-            comm.before_collective("reduce_scatter", f"{ids.shape[1]} tokens of {weight.fqn}", weight.groups)
-            work = collectives.reduce_scatter(
-                _as_integers(output), _as_integers(rows), SUM, weight.groups.scatter, comm.has_streams
-            )
-            done = comm.scatter_done(work)
-        comm.wait(done)
-    return output[: indices.numel()].view(*indices.shape, layout.shape[1]), ids
+    return weight.exchange(purpose, runtime.schedule.exchange_tokens, is_worth)
 
 
 def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
     """The ids of all ranks, shape ``(world, capacity)``, or None where the table is to be gathered."""
-    exchange = token_exchange(runtime, weight)
-    if exchange is None:
+    choice = runtime.schedule.embedding
+    if choice == "gather" or weight.is_pinned or not can_exchange(runtime, weight):
         return None
+    if weight.lookups is None:
+
+        def token_nbytes() -> int:
+            num_passes = 2 if weight.param.requires_grad else 1  # activations, and their gradient
+            return num_passes * weight.layout.shape[1] * weight.compute_dtype.itemsize + torch.int64.itemsize
+
+        weight.lookups = new_exchange(runtime, weight, "lookup", choice, token_nbytes)
     runtime.ensure_initialized()
     weight.check_readable()
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
-        return exchange.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
+        return weight.lookups.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
+
+
+def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> tuple[Tensor, Tensor] | None:
+    """The activations of this rank's tokens, shape ``(*indices.shape, embedding_dim)``, and the ids of all ranks, shape
+    ``(world, capacity)``. None where the table is to be gathered."""
+    ids = exchanged_ids(indices, runtime, weight)
+    if ids is None:
+        return None
+    dim = weight.layout.shape[1]
+    with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
+        rows = _own_rows(ids.reshape(-1), weight)
+        output = rows.new_empty((ids.shape[1], dim))
+        # Integers of which every backend has sums.
+        bits = torch.int32 if dim * rows.element_size() % 4 == 0 else torch.uint8
+        what = f"{ids.shape[1]} tokens of {weight.fqn}"
+        done = launch(collectives.reduce_scatter, what, runtime, weight, output.view(bits), rows.view(bits), SUM)
+        runtime.comm.wait(done)
+    return output[: indices.numel()].view(*indices.shape, dim), ids
+
+
+def launch(
+    collective: Callable[..., Any], what: str, runtime: Runtime, weight: ShardedWeight, *args: Tensor | ReduceScale
+) -> Done:
+    """Launch a collective in the scatter group. In the gather group it would wait for weights that are prefetched."""
+    comm, groups = runtime.comm, weight.groups
+    with comm.scattering():
+        comm.before_collective(collective.__name__, what, groups)
+        return comm.scatter_done(collective(*args, groups.scatter, comm.has_streams))
 
 
 def _own_rows(ids: Tensor, weight: ShardedWeight) -> Tensor:
     """For each token the row of the table if this rank has it, else zeros: shape ``(world * capacity, dim)``."""
     layout = weight.layout
-    ids = ids.reshape(-1)
     check_range(ids, layout.shape[0])
     if not layout.local_rows:
         return torch.zeros((ids.numel(), layout.shape[1]), dtype=weight.compute_dtype, device=ids.device)
-    local = ids - layout.local_offset
-    is_other = (local < 0) | (local >= layout.local_rows)
+    local, is_other = local_ids(ids, layout)
     rows = weight.shard.detach().index_select(0, local.masked_fill(is_other, 0)).to(weight.compute_dtype)
     return rows.masked_fill_(is_other.unsqueeze(1), 0)
 
 
+def padded(rows: Tensor, num_rows: int) -> Tensor:
+    """``rows`` and zeros after them."""
+    missing = num_rows - rows.shape[0]
+    return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
+
+
 def check_range(ids: Tensor, num_rows: int) -> None:
-    """Fail as a lookup in a whole table fails on an id that it does not have: on the host, or on the device."""
+    """Fail for an id beyond the table as a lookup in the whole table does: on the host, or on the device."""
     torch.zeros(1, dtype=torch.uint8, device=ids.device).expand(num_rows).index_select(0, ids)
 
 
-def _as_integers(rows: Tensor) -> Tensor:
-    """The bits of ``rows``, as integers that every backend can add."""
-    return rows.view(torch.int32 if rows.shape[-1] * rows.element_size() % 4 == 0 else torch.uint8)
+def local_ids(ids: Tensor, layout: WeightLayout) -> tuple[Tensor, Tensor]:
+    """Ids as indices of this rank's rows, and which of them are not rows of this rank."""
+    local = ids - layout.local_offset
+    return local, (local < 0) | (local >= layout.local_rows)
 
 
 def exchanged_grad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor, ids: Tensor, padding_idx: int) -> None:
-    """Add up the gradient of this rank's rows over the tokens of all ranks.
-
-    Args:
-        runtime: Takes the gradient.
-        weight: The table.
-        grad_output: Gradient of this rank's activations, shape ``(*, embedding_dim)``.
-        ids: Of all ranks, as the lookup returned them.
-        padding_idx: Row without gradient, -1 if there is none.
-    """
+    """Sum up the gradient of this rank's rows over the tokens of all ranks, and reduce it. ``grad_output`` is of this
+    rank's tokens, ``ids`` are of all ranks, ``padding_idx`` is -1 if there is none."""
     layout, comm = weight.layout, runtime.comm
-    # Hidden behind this: the table's gradient is as a rule the last. (A gathered table may be in a recorded block, that
-    # other ranks replay: they have to launch alike.)
+    # Gradients that wait for others to travel with run behind this exchange: the table's gradient is usually the last.
+    # (That of a gathered table launches nothing early: other ranks may replay its block from a recording.)
     runtime.grads.launch_waiting()
-    sent = grad_output.reshape(-1, layout.shape[1])
-    # Tokens that a rank does not have add zeros to row 0.
-    sent = F.pad(sent, (0, 0, 0, ids.shape[1] - sent.shape[0])).contiguous()
+    # Tokens that this rank does not have add zeros to row 0.
+    sent = padded(grad_output.reshape(-1, layout.shape[1]), ids.shape[1]).contiguous()
     received = sent.new_empty((ids.numel(), layout.shape[1]))
     with profiler_range("GTP::exchange", weight.fqn), comm.gathering(weight.groups):
         comm.before_collective("all_gather", f"gradients of {ids.shape[1]} tokens of {weight.fqn}", weight.groups)
@@ -157,12 +142,11 @@ def exchanged_grad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor,
         done = comm.gather_done(work, weight.groups)
     comm.wait(done)
     flat = ids.reshape(-1)
-    local = flat - layout.local_offset
-    is_other = (local < 0) | (local >= layout.local_rows) | (flat == padding_idx)
-    # One row more than the slot has takes what is not for this rank, as a padding row: nothing.
+    local, is_other = local_ids(flat, layout)
+    # The padding row behind the slot takes what is not for this rank.
     grad = torch.ops.aten.embedding_dense_backward(
         received.to(torch.promote_types(weight.reduce_dtype, torch.float32)),
-        local.masked_fill(is_other, layout.chunk_rows),
+        local.masked_fill(is_other | (flat == padding_idx), layout.chunk_rows),
         layout.chunk_rows + 1,
         layout.chunk_rows,
         False,

@@ -1,12 +1,18 @@
 """Grouped matrix products: rows of one input, sorted by group, each group with a weight of its own.
 
-Group sizes stay on the device: nothing here asks the host. Rows beyond the last group, which ``grouped_mm`` leaves
-uninitialized, come out as zeros, in the output and in the input's gradient.
+Group sizes stay on the device, so the host never waits for them. Rows beyond the last group, which ``F.grouped_mm``
+leaves uninitialized, are zeros in the output and in the input's gradient. A sharded layer has one weight of logical
+shape ``(num_groups, N, K)``, or one of shape ``(N, K)`` for each group. The latter are gathered in one launch into
+slices of one buffer, so that their stack, which the GEMM takes, is a view. Where they come from elsewhere (one rank, a
+recipe, gathers at different times) it is a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,23 +28,17 @@ from ..quant.float8_gemms import GroupedRowwiseGEMMs
 from ..quant.master import for_product
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe, gemms_of
-from .float8 import using_quantized
+from .ungathered import using_quantized
+
+Weights = tuple[ShardedWeight, ...]  # of one layer
 
 
 def grouped_linear(
     x_TK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, split_sizes_G: Tensor, scales_T: Tensor | None = None
 ) -> Tensor:
-    """``F.linear`` of each group's rows with the group's weight and bias.
+    """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by the row's scale.
 
-    Args:
-        x_TK: Rows sorted by group, shape ``(num_rows, in_features)``.
-        weight_GNK: Shape ``(num_groups, out_features, in_features)``, dtype of ``x_TK``.
-        bias_GN: Shape ``(num_groups, out_features)``.
-        split_sizes_G: Rows of each group, integers on the device of ``x_TK``; their sum is at most ``num_rows``.
-        scales_T: Factor of the bias of each row, shape ``(num_rows,)``.
-
-    Returns:
-        Shape ``(num_rows, out_features)``; zeros beyond the last group.
+    The rows are sorted by group. The sum of ``split_sizes_G`` is at most their number.
     """
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
     output: Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
@@ -51,14 +51,15 @@ def sharded_grouped_linear(
     split_sizes_G: Tensor,
     scales_T: Tensor | None,
     runtime: Runtime,
-    weight: ShardedWeight,
+    weights: Weights,
 ) -> Tensor:
-    """:func:`grouped_linear` on a sharded weight of logical shape ``(num_groups, out_features, in_features)``."""
+    """:func:`grouped_linear` on the sharded weights of one layer."""
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
     if torch.is_grad_enabled():
-        output: Tensor = _ShardedGroupedMM.apply(x_TK, weight.leaf, ends_G, runtime, weight)  # type: ignore[no-untyped-call]
+        leaves = [weight.leaf for weight in weights]
+        output: Tensor = _ShardedGroupedMM.apply(x_TK, ends_G, runtime, weights, *leaves)  # type: ignore[no-untyped-call]
     else:
-        output = multiply(x_TK, ends_G, runtime, weight)
+        output = multiply(x_TK, ends_G, runtime, weights)
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
@@ -76,144 +77,177 @@ def add_bias(output_TN: Tensor, bias_GN: Tensor | None, ends_G: Tensor, scales_T
 
 def grouped_mm(x_TK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
     """``x[rows of g] @ w[g]`` for each group, zeros beyond: shape ``(num_rows, N)``."""
-    if not _has_kernel(x_TK):
-        output = x_TK.new_zeros(x_TK.shape[0], w_GKN.shape[-1])
-        for group, (begin, end) in enumerate(_spans(ends_G)):
+    num_columns = w_GKN.shape[-1]
+    if x_TK.dtype == torch.float64:  # torch has no kernel: this loop is the reference
+        output = x_TK.new_zeros(x_TK.shape[0], num_columns)
+        for group, (begin, end) in enumerate(pairwise([0, *ends_G.tolist()])):
             output[begin:end] = x_TK[begin:end] @ w_GKN[group]
         return output
-    num_columns = w_GKN.shape[-1]
-    pad_K, pad_N = _padding(x_TK), _padding(w_GKN)
+    pad_K, pad_N = _paddings(x_TK, w_GKN)
     if pad_K or pad_N:
         x_TK, w_GKN = F.pad(x_TK, (0, pad_K)), F.pad(w_GKN, (0, pad_N, 0, pad_K))
     output = F.grouped_mm(x_TK, w_GKN, offs=ends_G)
     return _without_tail(output, ends_G)[:, :num_columns]
 
 
-def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
-    """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
-    gemms = weight.gemms
-    if not isinstance(gemms, GroupedRowwiseGEMMs):
-        with runtime.using(weight) as full_GNK:
-            return grouped_mm(x_TK, full_GNK.mT, ends_G)
-    with using_quantized(runtime, weight) as quantized:
-        return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weight.compute_dtype), ends_G)
+def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
+    """``grad[rows of g].T @ x[rows of g]`` for each group: shape ``(num_groups, N, K)``, zeros for an empty group."""
+    N, K = grad_TN.shape[-1], x_TK.shape[-1]
+    if x_TK.dtype == torch.float64:
+        wgrad = x_TK.new_zeros(ends_G.shape[0], N, K)
+        for group, (begin, end) in enumerate(pairwise([0, *ends_G.tolist()])):
+            wgrad[group] = grad_TN[begin:end].t() @ x_TK[begin:end]
+        return wgrad
+    pad_N, pad_K = _paddings(grad_TN, x_TK)
+    if pad_N:
+        grad_TN = F.pad(grad_TN, (0, pad_N))
+    if pad_K:
+        x_TK = F.pad(x_TK, (0, pad_K))
+    return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, :N, :K]
 
 
-def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
-    """dgrad's grouped GEMM."""
-    gemms = weight.gemms
-    if not isinstance(gemms, GroupedRowwiseGEMMs):
-        with runtime.using(weight.for_backward) as full_GNK:
-            return grouped_mm(grad_TN, full_GNK, ends_G)
-    with using_quantized(runtime, weight.for_backward) as quantized:
-        return _without_tail(gemms.grouped_grad_input(grad_TN, quantized, ends_G, weight.compute_dtype), ends_G)
+def _paddings(left: Tensor, right: Tensor) -> tuple[int, int]:
+    """Elements to add to the last dim of each: the kernels want rows of whole 16-byte units."""
+    unit = 16 // left.element_size()
+    return -left.shape[-1] % unit, -right.shape[-1] % unit
 
 
 def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
-    """Zeros beyond the last group, which kernels leave uninitialized. Not the very tensor: torch 2.11 compiles a
-    Function that returns what it has written to in place without its gradient."""
+    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles a Function without its gradient if the
+    Function returns the very tensor that it has written to in place."""
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
     return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 
 
-def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
-    """``grad[rows of g].T @ x[rows of g]`` for each group: shape ``(num_groups, N, K)``, zeros for an empty group."""
-    if not _has_kernel(x_TK):
-        wgrad = x_TK.new_zeros(ends_G.shape[0], grad_TN.shape[-1], x_TK.shape[-1])
-        for group, (begin, end) in enumerate(_spans(ends_G)):
-            wgrad[group] = grad_TN[begin:end].t() @ x_TK[begin:end]
-        return wgrad
-    shape_NK = (grad_TN.shape[-1], x_TK.shape[-1])
-    if pad := _padding(grad_TN):
-        grad_TN = F.pad(grad_TN, (0, pad))
-    if pad := _padding(x_TK):
-        x_TK = F.pad(x_TK, (0, pad))
-    return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, : shape_NK[0], : shape_NK[1]]
+def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
+    """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
+    gemms = weights[0].gemms
+    if not isinstance(gemms, GroupedRowwiseGEMMs):
+        with _using(runtime, weights, False) as full_GNK:
+            return grouped_mm(x_TK, full_GNK.mT, ends_G)
+    with using_quantized(runtime, weights[0]) as quantized:
+        return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weights[0].compute_dtype), ends_G)
 
 
-def reduce_wgrad(runtime: Runtime, weight: ShardedWeight, grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> None:
-    """The weight's gradient, on its way to the shard.
+def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
+    """dgrad's grouped GEMM."""
+    gemms = weights[0].gemms
+    if not isinstance(gemms, GroupedRowwiseGEMMs):
+        with _using(runtime, weights, True) as full_GNK:
+            return grouped_mm(grad_TN, full_GNK, ends_G)
+    with using_quantized(runtime, weights[0].for_backward) as quantized:
+        return _without_tail(gemms.grouped_grad_input(grad_TN, quantized, ends_G, weights[0].compute_dtype), ends_G)
 
-    ``grouped_mm`` writes to no given buffer: what it returns is copied into the send buffer, cast and with the sharded
-    dim in front, or added to what earlier microbatches have left there.
-    """
-    with profiler_range("GTP::wgrad", weight.fqn):
+
+def _using(runtime: Runtime, weights: Weights, for_backward: bool) -> AbstractContextManager[Tensor]:
+    """A use of the weights of all groups, shape ``(num_groups, N, K)``."""
+    if len(weights[0].layout.shape) == 3:
+        return runtime.using(weights[0].for_backward if for_backward else weights[0])
+    return _using_stacked(runtime, weights, for_backward)
+
+
+@contextmanager
+def _using_stacked(runtime: Runtime, weights: Weights, for_backward: bool) -> Iterator[Tensor]:
+    with ExitStack() as stack:
+        enter, using = stack.enter_context, runtime.using
+        yield stacked([enter(using(weight.for_backward if for_backward else weight)) for weight in weights])
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.stack(parts)``, as a view if they lie at equal distances in one storage."""
+    first = parts[0]
+    distance = int(parts[-1].storage_offset() - first.storage_offset()) // max(len(parts) - 1, 1)
+    storage = first.untyped_storage().data_ptr()
+    is_regular = distance >= first.numel() > 0 and all(
+        part.untyped_storage().data_ptr() == storage
+        and part.storage_offset() == first.storage_offset() + number * distance
+        and part.shape == first.shape
+        and part.stride() == first.stride()
+        and part.dtype == first.dtype
+        for number, part in enumerate(parts)
+    )
+    if not is_regular:
+        return torch.stack(list(parts))
+    return first.as_strided((len(parts), *first.shape), (distance, *first.stride()), first.storage_offset())
+
+
+def reduce_wgrad(
+    runtime: Runtime, weights: Weights, awaited: Sequence[bool], grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor
+) -> None:
+    """Compute the gradients of all weights, and send those that are awaited to the shards. ``F.grouped_mm`` takes no
+    output buffer, so ``add_full`` copies what cannot be sent as it is."""
+    with profiler_range("GTP::wgrad", ", ".join([weight.fqn for weight in weights])):
         wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
-    runtime.grads.add_full(weight, wgrad_GNK, is_owned=True)
-
-
-def _padding(x: Tensor) -> int:
-    """Elements that the last dim lacks: the kernels want rows of whole 16-byte units."""
-    return -x.shape[-1] % (16 // x.element_size())
-
-
-def _has_kernel(x: Tensor) -> bool:
-    """torch's kernels know no float64; there a loop of products serves as the reference."""
-    return x.dtype != torch.float64
-
-
-def _spans(ends_G: Tensor) -> list[tuple[int, int]]:
-    ends = ends_G.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _gemms_of(weight: Tensor | None) -> GroupedRowwiseGEMMs | None:
-    """Float8 GEMMs of a weight that is not sharded, if it has a recipe with them."""
-    gemms = gemms_of(weight) if isinstance(weight, WeightWithRecipe) else None
-    return gemms if isinstance(gemms, GroupedRowwiseGEMMs) else None
-
-
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # What backward will not use is not saved.
-        ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
-        gemms = _gemms_of(weight_GNK)
-        if gemms is not None:
-            quantized = weight_GNK.quantized_for(Direction.ROWWISE)  # type: ignore[attr-defined]
-            return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weight_GNK.dtype), ends_G)
-        return grouped_mm(x_TK, for_product(weight_GNK, Direction.ROWWISE).mT, ends_G)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight_GNK, ends_G = ctx.saved_tensors
-        grad_TN = grad_TN.contiguous()
-        wgrad = grouped_wgrad(grad_TN, x_TK, ends_G) if x_TK is not None else None
-        grad_x = None
-        gemms = _gemms_of(weight_GNK)
-        if gemms is not None:
-            quantized = weight_GNK.quantized_for(Direction.COLUMNWISE)
-            grad_x = _without_tail(gemms.grouped_grad_input(grad_TN, quantized, ends_G, weight_GNK.dtype), ends_G)
-        elif weight_GNK is not None:
-            grad_x = grouped_mm(grad_TN, for_product(weight_GNK, Direction.COLUMNWISE), ends_G)
-        return grad_x, wgrad, None
+    if len(weights[0].layout.shape) == 3:
+        runtime.grads.add_full(weights[0], wgrad_GNK, is_owned=True)
+        return
+    with runtime.grads.together():
+        for weight, wgrad_NK, is_awaited in zip(weights, wgrad_GNK.unbind(0), awaited, strict=True):
+            if is_awaited:
+                runtime.grads.add_full(weight, wgrad_NK, is_owned=True)
 
 
 class _ShardedGroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, leaf: Tensor, ends_G: Tensor, runtime: Runtime, weight: ShardedWeight
-    ) -> Tensor:
-        ctx.runtime, ctx.weight, ctx.version = runtime, weight, weight.version
-        ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, ends_G)
-        return multiply(x_TK, ends_G, runtime, weight)
+    def forward(ctx: Any, x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights, *leaves: Tensor) -> Tensor:
+        ctx.runtime, ctx.weights, ctx.versions = runtime, weights, [weight.version for weight in weights]
+        ctx.save_for_backward(x_TK if any(ctx.needs_input_grad[4:]) else None, ends_G)
+        return multiply(x_TK, ends_G, runtime, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         runtime: Runtime = ctx.runtime
-        weight: ShardedWeight = ctx.weight
+        weights: Weights = ctx.weights
         runtime.note_backward()
         x_TK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
-        if x_TK is not None and not compat.is_awaited(ctx, 1):
-            refuse_partial_recording(weight, runtime.comm.is_capturing)
-            x_TK = None
+        awaited = [False] * len(weights)
+        for index, (weight, needs_grad) in enumerate(zip(weights, ctx.needs_input_grad[4:], strict=True)):
+            if needs_grad:
+                awaited[index] = compat.is_awaited(ctx, 2 + index)  # counts tensors only: x, ends, leaves
+                if not awaited[index]:
+                    refuse_partial_recording(weight, runtime.comm.is_capturing)
+        job = partial(reduce_wgrad, runtime, weights, awaited, grad_TN, x_TK, ends_G) if any(awaited) else None
         grad_x = None
-        job = None if x_TK is None else partial(reduce_wgrad, runtime, weight, grad_TN, x_TK, ends_G)
         with runtime.grads.beside_dgrad(job):
             if ctx.needs_input_grad[0]:
-                check_unmodified(weight, ctx.version)
-                grad_x = multiply_grad(grad_TN, ends_G, runtime, weight)
-        return grad_x, None, None, None, None
+                for weight, version in zip(weights, ctx.versions, strict=True):
+                    check_unmodified(weight, version)
+                grad_x = multiply_grad(grad_TN, ends_G, runtime, weights)
+        return grad_x, *[None] * (3 + len(weights))
+
+
+class _GroupedMM(torch.autograd.Function):
+    """With a weight that is not sharded."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        # Save only what backward uses.
+        ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
+        gemms = _gemms_of(weight_GNK)
+        if gemms is None:
+            return grouped_mm(x_TK, for_product(weight_GNK, Direction.ROWWISE).mT, ends_G)
+        quantized = weight_GNK.quantized_for(Direction.ROWWISE)  # type: ignore[attr-defined]
+        return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weight_GNK.dtype), ends_G)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_GNK, ends_G = ctx.saved_tensors
+        grad_TN = grad_TN.contiguous()
+        wgrad = None if x_TK is None else grouped_wgrad(grad_TN, x_TK, ends_G)
+        if weight_GNK is None:
+            return None, wgrad, None
+        gemms = _gemms_of(weight_GNK)
+        if gemms is None:
+            return grouped_mm(grad_TN, for_product(weight_GNK, Direction.COLUMNWISE), ends_G), wgrad, None
+        quantized = weight_GNK.quantized_for(Direction.COLUMNWISE)
+        grad_x = gemms.grouped_grad_input(grad_TN, quantized, ends_G, weight_GNK.dtype)
+        return _without_tail(grad_x, ends_G), wgrad, None
+
+
+def _gemms_of(weight: Tensor) -> GroupedRowwiseGEMMs | None:
+    """Float8 GEMMs of a weight that is not sharded, if it has a recipe with them."""
+    gemms = gemms_of(weight) if isinstance(weight, WeightWithRecipe) else None
+    return gemms if isinstance(gemms, GroupedRowwiseGEMMs) else None

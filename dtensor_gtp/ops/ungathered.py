@@ -1,51 +1,59 @@
-"""A full weight that is gathered by the first op that computes with it.
+"""Uses of a weight by the fused ops: in float8, and as a tensor that is gathered by the first op that computes with it.
 
 Selective activation checkpointing asks a policy about every aten op, and in the recomputation returns what it has saved
-instead of running the op. A fused op shows it the GEMM (``aten.mm``, ``aten.addmm``) or the lookup on such a weight: if
-the output was saved, nobody comes to gather the weight.
+instead of running the op. A fused op shows it the GEMM (``aten.mm``, ``aten.addmm``) or the lookup on an
+``UngatheredWeight``: if the output was saved, the weight is not gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._params.sharded_weight import ShardedWeight
+from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._schedule.runtime import Runtime
+from ..quant.planes import Quantized
 
-Multiply = Callable[[Tensor, Runtime, ShardedWeight], Tensor]
+
+@contextmanager
+def using_quantized(runtime: Runtime, target: Gatherable) -> Iterator[Quantized]:
+    """A use of a weight in the form in which it was gathered."""
+    gathered = runtime.acquire(target)
+    try:
+        assert gathered.quantized is not None
+        yield gathered.quantized()
+    finally:
+        runtime.release(target, gathered)
+
+
+def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
+    """``input @ weight.T`` in float8. The cast comes before the wait for the gather, which it helps to hide."""
+    assert weight.gemms is not None
+    operands = weight.gemms.cast_input(input_MK)
+    with using_quantized(runtime, weight) as quantized:
+        return weight.gemms.output(operands, quantized, weight.compute_dtype)
 
 
 class UngatheredWeight(Tensor):
-    """Stands for the full weight, or its transpose, in the arguments of an op; the op itself gets the real one.
-
-    Args:
-        runtime: Gathers the weight for as long as an op runs on it.
-        weight: The weight.
-        is_transposed: Stand for ``weight.t()``.
-        multiply: What takes the place of a GEMM with the full weight: called with the other matrix, runtime and weight.
-    """
+    """Stands for the full weight, or its transpose, in the arguments of an op; the op itself gets the real one."""
 
     _runtime: Runtime
     _weight: ShardedWeight
     _is_transposed: bool
-    _multiply: Multiply | None
 
     @staticmethod
-    def __new__(
-        cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False, multiply: Multiply | None = None
-    ) -> UngatheredWeight:
+    def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
         shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
         strides = (1, shape[0]) if is_transposed else (shape[1], 1)
         self = compat.make_wrapper_subclass(
             cls, shape, strides=strides, dtype=weight.compute_dtype, device=weight.shard.device
         )
-        self._runtime, self._weight, self._is_transposed, self._multiply = runtime, weight, is_transposed, multiply
+        self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
         return self  # type: ignore[no-any-return]
 
     @classmethod
@@ -55,11 +63,11 @@ class UngatheredWeight(Tensor):
         if func in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             (weight,) = args
             is_turned = func is torch.ops.aten.t.default
-            return cls(weight._runtime, weight._weight, weight._is_transposed != is_turned, weight._multiply)
+            return cls(weight._runtime, weight._weight, weight._is_transposed != is_turned)
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and isinstance(args[-1], cls):
             *bias, matrix, weight = args
-            if weight._multiply is not None and weight._is_transposed:
-                output: Tensor = weight._multiply(matrix, weight._runtime, weight._weight)
+            if weight._weight.gemms is not None and weight._is_transposed:
+                output = float8_product(matrix, weight._runtime, weight._weight)
                 return output + bias[0] if bias else output
         with ExitStack() as stack:
             real = compat.tree_map_only(cls, lambda weight: weight._gathered(stack), (args, kwargs or {}))

@@ -20,7 +20,7 @@ from common import fake_world
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.ops.grouped_several import stacked
+from dtensor_gtp.ops.grouped import stacked
 
 GROUPS, IN, OUT, ROWS = 4, 16, 24, 10
 BF16 = torch.bfloat16

@@ -1,0 +1,208 @@
+"""The feed-forward networks of a mixture of experts, in grouped layers, and which rank has which experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .. import _torch_compat as compat
+from .dispatch import DispatchMethod, TokenDispatcher, experts_per_rank
+from .grouped_linear import GroupedLinear
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class GroupedMLP(nn.Module):
+    """``down(activation(gate(x)) * up(x))`` of each group's rows with the group's weights.
+
+    ``gate`` and ``up`` are one layer ``gate_up`` of twice the width, the rows of ``gate`` first, hence one grouped GEMM
+    for both. Under ``gtp_shard`` the gather of ``down`` is launched before that GEMM and hides behind it.
+
+    Args:
+        num_groups: Groups (experts).
+        dim: Size of input and output rows.
+        hidden_dim: Inner width of each expert.
+        activation: Elementwise, applied to ``gate``.
+        is_fused: False makes two layers ``gate`` and ``up``, as tensor parallelism inside of experts needs them.
+        device, dtype: Of the parameters.
+
+    Raises:
+        ValueError: A size is below 1.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: Activation = F.silu,
+        is_fused: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        layer = partial(GroupedLinear, num_groups, bias=False, device=device, dtype=dtype)
+        self.num_groups, self.dim, self.hidden_dim, self.is_fused = num_groups, dim, hidden_dim, is_fused
+        self.activation = activation
+        if is_fused:
+            self.gate_up = layer(dim, 2 * hidden_dim)
+        else:
+            self.gate, self.up = layer(dim, hidden_dim), layer(dim, hidden_dim)
+        self.down = layer(hidden_dim, dim)
+        # The axis that cuts the inner width, set by parallelize_experts.
+        self.tp_mesh: DeviceMesh | None = None
+
+    def forward(self, x: Tensor, split_sizes: Tensor) -> Tensor:
+        """
+        Args:
+            x: Shape ``(num_rows, dim)``, sorted by group.
+            split_sizes: As for :meth:`GroupedLinear.forward`.
+
+        Returns:
+            Shape ``(num_rows, dim)``; rows that belong to no group are zero.
+        """
+        if self.tp_mesh is not None:
+            # Each rank has a part of the width, so the gradients of x are terms of a sum.
+            replicated = DTensor.from_local(x, self.tp_mesh, [Replicate()], run_check=False)
+            x = replicated.to_local(grad_placements=[Partial()])
+        if self.is_fused:
+            gate, up = self.gate_up(x, split_sizes).chunk(2, -1)
+        else:
+            gate, up = self.gate(x, split_sizes), self.up(x, split_sizes)
+        y: Tensor = self.down(self.activation(gate) * up, split_sizes)
+        if self.tp_mesh is not None:
+            y = DTensor.from_local(y, self.tp_mesh, [Partial()], run_check=False).full_tensor()
+        return y
+
+    def extra_repr(self) -> str:
+        return f"activation={getattr(self.activation, '__name__', self.activation)}"
+
+
+class GroupedExperts(nn.Module):
+    """Routed experts: tokens go to their experts, wherever these are, and come back as a weighted sum.
+
+    Takes what a router returns, in the order of arguments that the experts of ``transformers`` have.
+
+    Args:
+        mlp: The experts.
+        dispatcher: Brings tokens to them; by default for experts that are all on this rank.
+    """
+
+    def __init__(self, mlp: GroupedMLP, dispatcher: TokenDispatcher | None = None) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.dispatcher = TokenDispatcher(mlp.num_groups) if dispatcher is None else dispatcher
+
+    @property
+    def num_experts(self) -> int:
+        return self.mlp.num_groups
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """
+        Args:
+            hidden_states: Tokens, shape ``(num_tokens, dim)``.
+            top_k_index: Experts of each token, shape ``(num_tokens, k)``, int64; none twice for a token.
+            top_k_weights: Their weights, same shape, floating point.
+
+        Returns:
+            Shape ``(num_tokens, dim)``.
+        """
+        dispatched = self.dispatcher.dispatch(hidden_states, top_k_index)
+        rows = self.mlp(dispatched.rows, dispatched.split_sizes)
+        return self.dispatcher.combine(rows, dispatched, top_k_weights)
+
+
+def parallelize_experts(
+    module: nn.Module,
+    ep_mesh: DeviceMesh | None = None,
+    tp_mesh: DeviceMesh | None = None,
+    *,
+    method: str | DispatchMethod = DispatchMethod.ALL_TO_ALL,
+    max_tokens: int | None = None,
+) -> nn.Module:
+    """Distribute all grouped layers of ``module`` over the ranks of expert parallelism, in place, before ``gtp_shard``.
+
+    Their parameters, equal on all ranks or on the meta device, become DTensors of which each rank keeps its part,
+    without communication. Each :class:`GroupedExperts` gets a dispatcher over ``ep_mesh``.
+
+    The gradient of an expert is the sum over all tokens that came to it, from all ranks of ``ep``, while ``gtp_shard``
+    divides by the ranks of its own mesh. Where a loss is the mean over ranks, call
+    ``experts.set_gradient_divide_factor(mesh.data.size())`` after ``gtp_shard(experts, ...)``.
+
+    Args:
+        module: Contains :class:`GroupedLinear` layers.
+        ep_mesh: 1-D; each rank gets an equal part of the experts.
+        tp_mesh: 1-D; each rank gets an equal part of the inner width of every :class:`GroupedMLP`, and all see the same
+            tokens. Grouped layers outside of one stay whole.
+        method: How tokens travel, see :class:`TokenDispatcher`.
+        max_tokens: Most tokens of a rank, see there.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: ``ep_mesh`` does not divide the experts, ``tp_mesh`` does not divide the inner width, or parameters
+            are DTensors already.
+        NotImplementedError: A grouped layer has a weight for each group, or ``tp_mesh`` meets a fused ``gate_up``.
+    """
+    tp_dims = {} if tp_mesh is None else _tp_dims(module, tp_mesh)
+    layers = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)]
+    for layer in layers:
+        experts_per_rank(layer.num_groups, ep_mesh)
+        if not layer.single_grouped_weight:
+            raise NotImplementedError(
+                "parallelize_experts supports a GroupedLinear with one weight for all groups, but got one with a "
+                "weight for each. Build it with single_grouped_weight=True."
+            )
+        if any(isinstance(param, DTensor) for param in layer.parameters()):
+            raise ValueError(
+                "parallelize_experts expects parameters that nothing has cut yet, but got DTensors. Call it once, "
+                "before gtp_shard."
+            )
+    for layer in layers:
+        cuts = [(ep_mesh, 0), (tp_mesh, tp_dims.get(id(layer)))]
+        _cut(layer, [(mesh, dim) for mesh, dim in cuts if mesh is not None and dim is not None])
+    for submodule in module.modules():
+        if isinstance(submodule, GroupedMLP):
+            submodule.tp_mesh = tp_mesh
+        elif isinstance(submodule, GroupedExperts):
+            submodule.dispatcher = TokenDispatcher(submodule.num_experts, ep_mesh, method=method, max_tokens=max_tokens)
+    return module
+
+
+def _tp_dims(module: nn.Module, tp_mesh: DeviceMesh) -> dict[int, int]:
+    """The dim of the weights along the inner width, by the id of each layer of an MLP."""
+    dims: dict[int, int] = {}
+    for mlp in (m for m in module.modules() if isinstance(m, GroupedMLP)):
+        if mlp.is_fused:
+            raise NotImplementedError(
+                "parallelize_experts supports tp_mesh for a GroupedMLP with is_fused=False, because a cut through "
+                "gate_up would give some ranks gate alone. Build it so."
+            )
+        if mlp.hidden_dim % tp_mesh.size():
+            raise ValueError(
+                f"parallelize_experts expects a tp_mesh whose size divides the inner width {mlp.hidden_dim}, but got "
+                f"{tp_mesh.size()}."
+            )
+        dims.update({id(mlp.gate): 1, id(mlp.up): 1, id(mlp.down): 2})
+    return dims
+
+
+def _cut(layer: GroupedLinear, cuts: list[tuple[DeviceMesh, int]]) -> None:
+    """Replace the parameters by DTensors that are cut along a dim over each mesh."""
+    if not cuts:
+        return
+    mesh = cuts[0][0] if len(cuts) == 1 else compat.concatenate_meshes([mesh for mesh, _ in cuts])
+    placements = tuple(Shard(dim) for _, dim in cuts)
+    for name, param in list(layer.named_parameters()):
+        local = compat.own_part(param.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
+        new = compat.wrap_local(local, compat.make_spec(mesh, placements, param.shape, param.dtype))
+        layer.register_parameter(name, nn.Parameter(new, requires_grad=param.requires_grad))
