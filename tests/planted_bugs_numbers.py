@@ -107,7 +107,7 @@ NUMBERS = [
         "quantized data of before",
         "_params/pack_planes.py",
         "made_of[0] is self.weight.shard and made_of[1] == self.weight.state_of_shard",
-        "made_of[0] is weight.shard",
+        "made_of[0] is self.weight.shard",
         ("tests/distributed/test_quantized_gather.py::TestGathered::test_writes_without_a_trace_are_seen",),
     ),
     Bug(

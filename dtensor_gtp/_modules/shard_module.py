@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .. import _torch_compat as compat
 from .._dtensor import gradients, random_init
 from .._params.layout import WeightLayout
-from .._params.managed_param import ManagedParam, Site
+from .._params.managed_param import ManagedParam, ReplacedParam, Site
 from .._params.pack_planes import make_wire
 from .._params.sharded_weight import ShardedWeight
-from .._params.ties import ReplacedParam
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
@@ -127,8 +125,8 @@ def _make_param(
             new.__dict__.setdefault(key, value)  # tags that users put on parameters
     managed: ManagedParam
     if layout is not None:
-        wire = partial(make_wire, recipe=recipe, mp_policy=mp_policy)
-        managed = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec, wire)
+        managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec)
+        weight.set_wire(make_wire(weight, recipe, mp_policy))
     else:
         managed = WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
     managed.replaced = replaced = ReplacedParam(old)

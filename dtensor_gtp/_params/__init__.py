@@ -1,1 +1,1 @@
-"""One managed parameter: its layout, what crosses the wire, its gathered states, what autograd saves of it."""
+"""Managed parameters: their layout, how they are gathered, and what autograd saves of them."""

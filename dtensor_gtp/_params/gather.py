@@ -1,9 +1,8 @@
-"""One gather, of one weight or of several at once: buffers, the collective, and when the full weights may be read."""
+"""Launches one gather of one or several weights: buffers, the collective, and how the full weights are read later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from .._comm.streams import Done
 from ..quant.planes import Direction
 from .gathered import Gathered
 from .layout import WeightLayout
-from .sharded_weight import Gatherable, ShardedWeight
-from .wire import Packed
+from .sharded_weight import Gatherable, Packed, ShardedWeight
+
+# One tensor to gather: where its rows lie in the buffer, this rank's part, and the buffer.
+_Plane = tuple[WeightLayout, Tensor, Tensor]
 
 
 def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
@@ -30,12 +31,11 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
     if len(targets) == 1 and weight.wire is None and not compat.is_profiling():
         return [_launch_plain(weight, comm)]
     with profiler_range("GTP::all_gather", ", ".join(target.weight.fqn for target in targets)):
-        packed, buffers = _pack(targets, comm), _side_by_side(targets)
-        return _launch_together([_prepare(target, packed.get(target), buffers.get(target)) for target in targets], comm)
+        return _launch_together(targets, comm)
 
 
 def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
-    """As ``_launch_together``, for the most frequent case with the least work of the host."""
+    """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent case, so it is short."""
     layout, groups, shard = weight.layout, weight.groups, weight.shard
     buffer, rows, copies = weight.gather_buffer(), weight.rows, None
     if not (weight.is_sendable or groups.casts_shards):
@@ -47,20 +47,21 @@ def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
-    """On an axis of one rank: nothing is communicated."""
+    """Make the full weight from the shard on an axis of one rank, without communication."""
     weight, done = target.weight, comm.at_once()
     layout, shard, version = weight.layout, weight.shard, weight.version
     if weight.wire is not None:
         packed = weight.wire.pack(_direction(target), comm)
         own = [plane for _, plane in packed.planes]
-        return _packed(packed, lambda: own, Gathered(as_integers(own[0]), shard, done, shard, version, True))
+        gathered = Gathered(as_integers(own[0]), shard, done, shard, version, is_alias=True)
+        return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
     buffer = rows.to(weight.compute_dtype)
     return Gathered(buffer, layout.full_view(buffer), done, shard, version, buffer is rows)
 
 
 def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
-    """What is sent of the weights that are not sent as they are."""
+    """Quantize or pack the shards that are not sent as they are."""
     wires = [(target, wire) for target in targets if (wire := target.weight.wire) is not None]
     if not wires:
         return {}
@@ -73,8 +74,8 @@ def _direction(target: Gatherable) -> Direction:
 
 
 def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
-    """Buffers of weights that always travel together: slices of one tensor, so that an op that computes with all of
-    them has their stack as a view."""
+    """Buffers of weights that are always gathered together. They are slices of one tensor, so that an op that computes
+    with all of the weights gets their stack as a view."""
     buffers: dict[Gatherable, Tensor] = {}
     for companions in dict.fromkeys(target.companions for target in targets if target.companions):
         weights = [target.weight for target in companions]
@@ -87,55 +88,41 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
     return buffers
 
 
-class _Plane(NamedTuple):
-    """One tensor of a weight: this rank's part, where its rows lie in the buffer, and the buffer."""
-
-    layout: WeightLayout
-    part: Tensor
-    buffer: Tensor
-
-
-class _Sending(NamedTuple):
-    """What is gathered of one weight: the weight itself, in one plane, or the planes that it is packed in."""
-
-    weight: ShardedWeight
-    planes: list[_Plane]
-    packed: Packed | None
-
-
-def _prepare(target: Gatherable, packed: Packed | None, buffer: Tensor | None) -> _Sending:
-    weight = target.weight
+def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None) -> list[_Plane]:
+    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in."""
     if packed is None:
-        buffer = weight.gather_buffer() if buffer is None else buffer
-        return _Sending(weight, [_Plane(weight.layout, weight.shard, buffer)], None)
+        return [(weight.layout, weight.shard, weight.gather_buffer() if buffer is None else buffer)]
     planes = []
     for layout, plane in packed.planes:
         part = as_integers(plane)
-        planes.append(_Plane(layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
-    return _Sending(weight, planes, packed)
+        planes.append((layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
+    return planes
 
 
-def _launch_together(sendings: list[_Sending], comm: CommContext) -> list[Gathered]:
-    """Each tensor into a buffer of its own, so that each weight is freed by itself."""
-    names = ", ".join(sending.weight.fqn for sending in sendings)
-    groups = sendings[0].weight.groups
-    slots, targets, sources = [], [], []
-    planes = [plane for sending in sendings for plane in sending.planes]
-    for layout, part, buffer in planes:
-        rows = layout.rows_of(part)
-        if not (groups.casts_shards or layout.is_sendable(rows, buffer.dtype)):
-            sources.append(rows)
-            rows = layout.slot(buffer)
-            targets.append(layout.filled(rows))
-        slots.append(rows)
-    copies = (targets, sources) if targets else None
-    done = comm.all_gather(groups, names, [plane.buffer for plane in planes], slots, copies)
-    return [_gathered(sending, done, comm) for sending in sendings]
+def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
+    """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
+    packed, buffers = _pack(targets, comm), _side_by_side(targets)
+    groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
+    planes_of = [_planes(target.weight, packed.get(target), buffers.get(target)) for target in targets]
+    outputs, slots, copied, sources = [], [], [], []
+    for planes in planes_of:
+        for layout, part, buffer in planes:
+            rows = layout.rows_of(part)
+            if not (groups.casts_shards or layout.is_sendable(rows, buffer.dtype)):
+                sources.append(rows)
+                rows = layout.slot(buffer)
+                copied.append(layout.filled(rows))
+            slots.append(rows)
+            outputs.append(buffer)
+    done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None)
+    pairs = zip(targets, planes_of, strict=True)
+    return [_gathered(target.weight, planes, packed.get(target), done, comm) for target, planes in pairs]
 
 
-def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
-    weight, planes, packed = sending
-    buffers = [plane.buffer for plane in planes]
+def _gathered(
+    weight: ShardedWeight, planes: list[_Plane], packed: Packed | None, done: Done, comm: CommContext
+) -> Gathered:
+    buffers = [buffer for _, _, buffer in planes]
     full = buffers[0] if packed is not None else weight.layout.full_view(buffers[0])
     gathered = Gathered(buffers[0], full, done, weight.shard, weight.version)
     if packed is None:
@@ -147,10 +134,10 @@ def _gathered(sending: _Sending, done: Done, comm: CommContext) -> Gathered:
         views = zip(layouts, buffers, strict=True)
         return [layout.full_view(buffer).view(dtype) for (layout, dtype), buffer in views]
 
-    return _packed(packed, parts, gathered)
+    return _with_planes(gathered, packed, parts)
 
 
-def _packed(packed: Packed, parts: Callable[[], list[Tensor]], gathered: Gathered) -> Gathered:
+def _with_planes(gathered: Gathered, packed: Packed, parts: Callable[[], list[Tensor]]) -> Gathered:
     gathered.unpack = lambda: packed.unpack(parts())
     if (assemble := packed.quantized) is not None:
         gathered.quantized = lambda: assemble(parts())

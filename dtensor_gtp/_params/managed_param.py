@@ -1,8 +1,8 @@
-"""One managed parameter: what is gathered of it, and what is reduced of its gradient.
+"""One managed parameter: who holds it, when it is replaced, and how a reduced gradient becomes its ``.grad``.
 
-``ShardedWeight`` lives on every rank as a shard and is gathered for each use. ``WholeParam`` (``whole.py``) is small
-and stays whole; only its gradient is reduced. Both know the modules that own the parameter (several, if it is tied) and
-follow the parameter object that is registered there.
+``ShardedWeight`` lives on every rank as a shard and is gathered for each use. ``WholeParam`` is small and stays whole;
+only its gradient is reduced. Both know the modules that hold the parameter (several, if it is tied). If the user or
+another library registers another parameter object there, ``follow`` takes it over or raises.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,10 +23,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
 from .._comm.groups import Groups
-from . import refusals
-from .refusals import Expected, Extent
+from ..placement import GTPShard
 
-# Cached, because it is asked for each gradient, and torch makes an op of the question.
+# Cached, because each gradient needs it, and torch runs an op to compute it.
 wider = functools.cache(torch.promote_types)
 
 
@@ -48,60 +48,47 @@ class SyncFlags:
 
 
 class ManagedParam:
-    """What both kinds share: the registered parameter, its sites, and how a reduced gradient becomes ``.grad``.
+    """What ``ShardedWeight`` and ``WholeParam`` share."""
 
-    Args:
-        fqn: Fully qualified name, the first one if the parameter is tied.
-        sites: Every module and attribute name under which the parameter is registered.
-        param: The sharded ``nn.Parameter`` (a DTensor).
-        mesh: The 1-D (gtp) or 2-D (replicate, gtp) mesh.
-        mp_policy: Mixed precision of this parameter.
-    """
+    leaf: Tensor  # stands for the parameter in autograd's graph
+    groups: Groups  # set before the first forward, when the communicators exist
 
     def __init__(
         self, fqn: str, sites: list[Site], param: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
     ) -> None:
-        self.fqn = fqn
-        self.sites = sites
-        self.mesh = mesh
-        self.num_ranks = mesh.size()  # over which the gradient is averaged
+        self.fqn = fqn  # the first one, if the parameter is tied
+        self.sites = sites  # all places where the parameter is registered
+        self.mesh = mesh  # 1-D (gtp) or 2-D (replicate, gtp)
+        self.num_ranks = mesh.size()  # the gradient is averaged over them
         self.flags = SyncFlags()
-        self.groups: Groups  # set before the first forward, when the communicators exist
-        self.param = param
-        self.replaced: weakref.ref[nn.Parameter] | None = None
-        self.on_replaced: Callable[[], None] | None = None  # by another parameter object
-        self.shard = compat.local_tensor(_as_dtensor(param))
-        self._extent = Extent.of(param, self.shard)
-        # What stands for the parameter in autograd's graph.
-        self.leaf: Tensor
-        self.is_pinned = False  # by ``unshard``: modules see the full parameter outside of forwards, too
-        # An outer fully_shard manages the parameter: what is registered is ours only while it is gathered.
-        self.is_cut_again = False
         self._mp_policy = mp_policy
-        self._set_dtypes()
-        # The reduced gradient of the backward that runs, rows of this rank.
-        self.reduced: Tensor | None = None
-        # Sum over microbatches where .grad has a narrower dtype than the sum; else .grad itself is the sum.
-        self._wide_grad: Tensor | None = None
+        self._set_param(param)
+        self.replaced: ReplacedParam | None = None  # the parameter that gtp_shard replaced by ``param``
+        self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
+        self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
+        # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
+        self.is_cut_again = False
+        self.reduced: Tensor | None = None  # reduced gradient of the running backward, rows of this rank
+        self._wide_grad: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
 
-    def _set_dtypes(self) -> None:
-        policy = self._mp_policy if self.param.is_floating_point() else MixedPrecisionPolicy()
-        self.compute_dtype: torch.dtype = policy.param_dtype or self.param.dtype
+    def _set_param(self, param: nn.Parameter) -> None:
+        self.param = param
+        self.shard = compat.local_tensor(_as_dtensor(param))
+        self._extent = param.shape, param.dtype, self.shard.shape  # no optimizer and no load changes these
+        policy = self._mp_policy if param.is_floating_point() else MixedPrecisionPolicy()
+        self.compute_dtype: torch.dtype = policy.param_dtype or param.dtype
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Placements of the parameter. Torch may report an equal one of its own (2.15: ``Shard``) for ours."""
+        """Placements of the parameter. Torch may report an equal placement of its own (2.15: ``Shard``)."""
         return self.spec.placements
 
     def follow(self, site: Site) -> None:
-        """Take over the parameter object that is registered at ``site``, if it is still the same kind of shard.
+        """Take over the parameter object that is registered at ``site``, or raise a RuntimeError if its layout differs.
 
         ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` and an outer ``fully_shard`` replace the object.
-
-        Raises:
-            RuntimeError: The object there is not a parameter with a shard as ``gtp_shard`` made it.
         """
         current = site.module._parameters.get(site.name)
         if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
@@ -116,43 +103,53 @@ class ManagedParam:
                     "one mesh: pass a (replicate, gtp) mesh to gtp_shard."
                 )
             return
-        # A tensor that is no parameter, as functional_call puts there, would never see its gradient.
+        # functional_call registers a tensor that is no parameter. Such a tensor would never get its gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
-            raise refusals.replaced(self._expected, current)
+            raise self._replaced_by(current)
         if current.dtype != self.param.dtype:
             self._wide_grad = None
-        self.param = current
-        self.shard = compat.local_tensor(current)
-        self._extent = Extent.of(current, self.shard)
+        self._set_param(current)
         if self.on_replaced is not None:
             self.on_replaced()
         if not self.is_cut_again:
             for other in self.sites:
                 other.module._parameters[other.name] = current
-        self._set_dtypes()
-        with torch.inference_mode(False):  # what is made here is for later training, too
+        with torch.inference_mode(False):  # later training uses what is made here
             self._rebound()
 
     def follow_assigned(self, site: Site, before: nn.Parameter | None) -> None:
-        """Take over what ``load_state_dict(assign=True)`` has put in the place of ``before``, or put that back.
-
-        Raises:
-            RuntimeError: It is not placed as ``before`` is.
-        """
+        """Take over what ``load_state_dict(assign=True)`` registered. If its placements are not those of ``before``,
+        register ``before`` again and raise a RuntimeError."""
         current = site.module._parameters.get(site.name)
         try:
             if isinstance(before, DTensor) and isinstance(current, DTensor):
                 spec, expected = compat.dtensor_spec(current), compat.dtensor_spec(before)
                 if (spec.mesh, spec.placements) != (expected.mesh, expected.placements):
-                    raise refusals.replaced(self._expected, current)
+                    raise self._replaced_by(current)
             self.follow(site)
         except RuntimeError:
             site.module._parameters[site.name] = before
             raise
 
     @property
-    def _expected(self) -> Expected:
-        return Expected(self.fqn, self._extent.shape, self.placements, self.spec.mesh)
+    def _expected(self) -> str:
+        """What error messages say that ``gtp_shard`` expects."""
+        return (
+            f"gtp_shard expects a parameter of shape {tuple(self._extent[0])} with placements {tuple(self.placements)} "
+            f"on mesh axes {self.spec.mesh.mesh_dim_names} (rank {dist.get_rank()})"
+        )
+
+    def _replaced_by(self, current: object) -> RuntimeError:
+        found = "None" if current is None else f"a {type(current).__name__}"
+        if isinstance(current, Tensor):
+            found += f" of shape {tuple(current.shape)}"
+        if isinstance(current, DTensor):
+            found += f" with placements {current.placements}"
+        return RuntimeError(
+            f"Parameter '{self.fqn}' was replaced behind gtp_shard by {found}, but {self._expected}. Load values with "
+            "load_state_dict or copy_ into the DTensor, change the module before gtp_shard, and call it without "
+            "functional_call."
+        )
 
     @property
     def spec(self) -> compat.DTensorSpec:
@@ -160,34 +157,26 @@ class ManagedParam:
 
     def _same_layout(self, other: DTensor) -> bool:
         spec, mine = compat.dtensor_spec(other), self.spec
-        return (
-            other.shape == self.param.shape
-            and spec.mesh == mine.mesh
-            and spec.placements == mine.placements
-            and compat.local_tensor(other).shape == self.shard.shape
-        )
+        is_same_size = other.shape == self.param.shape and compat.local_tensor(other).shape == self.shard.shape
+        return is_same_size and spec.mesh == mine.mesh and spec.placements == mine.placements
 
     def _is_cut_by_fully_shard(self, other: DTensor) -> bool:
         """Whether ``other`` is this parameter as an outer ``fully_shard`` keeps it between its gathers."""
         spec, mine = compat.dtensor_spec(other), self.spec
-        num_axes, names = mine.mesh.ndim, spec.mesh.mesh_dim_names or ()
-        return (
-            spec.mesh.ndim > num_axes
-            and other.shape == self.param.shape
-            and all(map(refusals.cuts_alike, spec.placements[-num_axes:], mine.placements))
-            and names[-num_axes:] == mine.mesh.mesh_dim_names
-        )
+        if spec.mesh.ndim <= mine.mesh.ndim or other.shape != self.param.shape:
+            return False
+        inner = slice(-mine.mesh.ndim, None)
+        has_our_axes = (spec.mesh.mesh_dim_names or ())[inner] == mine.mesh.mesh_dim_names
+        return has_our_axes and all(map(_cuts_alike, spec.placements[inner], mine.placements))
 
     @property
     def is_readable(self) -> bool:
-        """Whether the shard is there: an outer ``fully_shard`` registers it only while it has gathered it."""
-        site = self.sites[0]
-        return site.module._parameters.get(site.name) is self.param
+        """Whether the shard is in memory: an outer ``fully_shard`` registers it only while it has gathered it."""
+        module, name = self.sites[0]
+        return module._parameters.get(name) is self.param
 
     def check_readable(self) -> None:
-        """Raises:
-        RuntimeError: The parameter is used while an outer ``fully_shard`` has not gathered it.
-        """
+        """Raise a RuntimeError if an outer ``fully_shard`` has not gathered the shard."""
         if self.is_cut_again and not self.is_readable:
             raise RuntimeError(
                 f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} is used outside of the forward or backward "
@@ -196,12 +185,11 @@ class ManagedParam:
             )
 
     def _rebound(self) -> None:
-        """Called after another parameter object has been taken over."""
+        """Make what depends on the parameter object, after ``follow`` has taken over another one."""
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
-        # In the wider of the two dtypes.
-        reduced = reduced.to(wider(reduced.dtype, self.param.dtype))
+        reduced = reduced.to(wider(reduced.dtype, self.param.dtype))  # sum in the wider of the two dtypes
         if self.reduced is None:
             self.reduced = reduced
         else:
@@ -211,7 +199,7 @@ class ManagedParam:
         """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks."""
         reduced, self.reduced = self.reduced, None
         param = self.param
-        if reduced is None or not param.requires_grad:  # frozen since its forward, as autograd looks at leaves
+        if reduced is None or not param.requires_grad:  # autograd, too, skips a leaf that was frozen after its forward
             return
         spec = compat.dtensor_spec(_as_dtensor(param))
         if hooks := compat.tensor_hooks(param):
@@ -222,10 +210,10 @@ class ManagedParam:
             param.grad = compat.wrap_local(reduced if reduced.dtype == dtype else reduced.to(dtype), spec)
         else:
             local = compat.local_tensor(_as_dtensor(grad))
-            total = local.to(reduced.dtype)  # .grad itself if it is as wide
+            total = local.to(reduced.dtype)  # .grad itself if the dtypes are equal
             if earlier is not None:
-                # Go on from the sum where .grad still is the rounded sum. Elsewhere the user has changed it (clipping,
-                # zeroing), which need not show in its version: what is there counts.
+                # Add to the wide sum where .grad still equals the rounded sum. Elsewhere the user has changed .grad
+                # (clipping, zeroing), perhaps without a change of its version: add to .grad.
                 total = torch.where(earlier.to(dtype) == local, earlier, total)
             total += reduced
             if total is not local:
@@ -237,15 +225,14 @@ class ManagedParam:
             post_hook(param)
 
     def begin_forward(self, is_captured: bool) -> None:
-        """What may have changed since the last pass: a sum over microbatches that the user has dropped with ``.grad``,
-        whether the parameter is frozen, and (a RuntimeError) whether it is still registered and of its size.
-
-        Args:
-            is_captured: A CUDA graph records this forward.
-        """
+        """Follow what the user has changed since the last pass, or raise a RuntimeError if that is not possible."""
         for module, name in self.sites:
             if name not in module._parameters:
-                raise refusals.removed(self._expected)
+                raise RuntimeError(
+                    f"Parameter '{self.fqn}' was removed from its module, but {self._expected}: weight_norm, a "
+                    "parametrization or pruning after gtp_shard put other parameters in its place, which gtp_shard "
+                    "does not shard. Change the module before gtp_shard."
+                )
         self.check_memory()
         if self._wide_grad is not None and self.param.grad is None:
             self._wide_grad = None
@@ -253,21 +240,58 @@ class ManagedParam:
             self._follow_frozen()
 
     def check_memory(self) -> None:
-        """Raises:
-        RuntimeError: The shard is of another size than it was, or has no memory.
-        """
-        # An outer fully_shard frees what it has gathered; another shard is followed when it is used.
-        is_same = not self.is_cut_again and self.shard is compat.local_tensor(self.param)  # type: ignore[arg-type]
-        if is_same and not self._extent.is_kept_by(self.param, self.shard):
-            raise refusals.resized(self._expected, self.param, self.shard, self._extent)
+        """Raise a RuntimeError if the parameter or its shard has another size or dtype than before, or no memory."""
+        param, shard = self.param, self.shard
+        # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.
+        if self.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
+            return
+        is_same = (param.shape, param.dtype, shard.shape) == self._extent
+        # A tensor subclass may have no memory of its own.
+        has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
+        if is_same and has_memory:
+            return
+        found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
+        _, dtype, local_shape = self._extent
+        raise RuntimeError(
+            f"Parameter '{self.fqn}' was resized or cast in place behind gtp_shard: "
+            f"{found if has_memory else 'its shard has no memory'}, but {self._expected}, a shard of shape "
+            f"{tuple(local_shape)} and {dtype}. Load values with load_state_dict or copy_ into the DTensor, cast the "
+            "module with module.to(dtype), and change shapes before gtp_shard."
+        )
 
     def _follow_frozen(self) -> None:
-        """The user has frozen the parameter, or the opposite."""
+        """Called after the user has frozen or unfrozen the parameter."""
         self.leaf.requires_grad_(self.param.requires_grad)
 
     def reset_grads(self) -> None:
-        """Forget gradients of a backward that broke off."""
+        """Forget gradients of a backward that raised."""
         self.reduced = None
+
+
+class ReplacedParam(weakref.ref[nn.Parameter]):
+    """Leads from a parameter that ``gtp_shard`` has replaced to the manager of the new one: a module outside of the
+    sharded one may still hold the old parameter (a tied weight), and a later call on that module must find the tie."""
+
+    manager: ManagedParam
+
+
+def manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
+    """The manager of the parameter that replaced ``param`` in an earlier call."""
+    refs = (ref for ref in weakref.getweakrefs(param) if isinstance(ref, ReplacedParam))
+    return next((ref.manager for ref in refs), None)
+
+
+def check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
+    """Raise a ValueError if a later call shards a tied parameter over other ranks: its gradient has one average."""
+    before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))
+    if before != now:
+        raise ValueError(
+            f"gtp_shard expects a parameter that modules of two calls share to have the same ranks in both, but "
+            f"parameter '{fqn}' of shape {tuple(existing.param.shape)} is '{existing.fqn}' of an earlier call on ranks "
+            f"{before} of mesh axes {existing.mesh.mesh_dim_names}, and this call's mesh axes {mesh.mesh_dim_names} "
+            f"have ranks {now} (rank {dist.get_rank()}). Shard both modules over the same mesh, put tied weights on "
+            "one pipeline stage, or untie them and add up their gradients."
+        )
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor:
@@ -278,14 +302,15 @@ def _as_dtensor(tensor: Tensor) -> DTensor:
 def _run_tensor_hooks(
     hooks: list[Callable[[Tensor], Tensor | None]], param: Tensor, reduced: Tensor, spec: compat.DTensorSpec
 ) -> Tensor:
-    """``Tensor.register_hook``: each gets the gradient of this backward and may return another one.
-
-    Args:
-        reduced: This rank's part of the gradient, perhaps in a wider dtype than the hooks see.
-    """
+    """Hooks of ``Tensor.register_hook`` get the gradient in the dtype of ``param``, and may return another one."""
     for hook in hooks:
         replaced = hook(compat.wrap_local(reduced.to(param.dtype), spec))
         if replaced is not None:
             assert isinstance(replaced, DTensor)
             reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)
     return reduced
+
+
+def _cuts_alike(outer: Placement, mine: Placement) -> bool:
+    """Whether two placements are equal, or differ only in a block size: fully_shard drops one that has no effect."""
+    return outer == mine or (isinstance(mine, GTPShard) and outer == GTPShard(mine.dim))

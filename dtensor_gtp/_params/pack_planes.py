@@ -1,7 +1,13 @@
+"""Packs shards into planes for their gather: FP8 and other low-precision data, or what a tensor's own hooks return.
+
+A plane is one tensor of a packed weight: its low-precision values, or their scales. ``QuantizedWire`` quantizes a
+high-precision shard, ``NativeWire`` sends a quantized one, ``HookWire`` calls the hooks that ``fully_shard`` calls.
+"""
+
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,33 +26,26 @@ from ..quant.native import NativeWeight, recipe_groups
 from ..quant.planes import Direction, PlaneSpec, Quantized
 from ..quant.recipes import Recipe
 from ..quant.weight import GatheredWeight
-from .gathered import ShardState
+from .gathered import Version
 from .layout import WeightLayout
-from .sharded_weight import ShardedWeight
-from .wire import Packed, Wire
+from .sharded_weight import Packed, ShardedWeight, Wire
 
 
 class QuantizedWire(Wire):
-    """A high-precision shard that is quantized before it is gathered: when, [Note: what is made of a shard] says.
+    """Quantizes a high-precision shard before its gather; [Note: data made from a shard] says when."""
 
-    Args:
-        weight: Whose shard it is.
-        recipe: The format.
-        groups: Names of the process groups over which the recipe's statistic runs: those of the mesh axes that cut a
-            dim it is taken over, hence never the replicate axis.
-        is_within_mesh: Whether all these ranks are of the mesh that gathers the self.weight.
-    """
+    is_made_once = True
 
-    def __init__(
-        self, weight: ShardedWeight, recipe: Recipe, groups: tuple[str, ...], is_within_mesh: bool = True
-    ) -> None:
+    def __init__(self, weight: ShardedWeight, recipe: Recipe) -> None:
         self.weight = weight
         self.recipe = recipe
-        self.groups = groups
-        self.is_within_mesh = is_within_mesh
-        self.is_made_once = True
+        # Names of the process groups over which the recipe's statistic runs, and whether the gather has the same ranks.
+        self.groups = recipe_groups(weight.spec, recipe)
+        mesh = weight.spec.mesh
+        self.is_within_mesh = set(self.groups) <= {mesh.get_group(mesh.ndim - 1).group_name}
         self.has_columnwise = recipe.has_columnwise
-        self._made_of: tuple[Tensor, ShardState] | None = None
+        # The shard, and its state then, from which the next two were made.
+        self._made_of: tuple[Tensor, tuple[Version, int]] | None = None
         self._amax: Tensor | None = None
         self._quantized: dict[Direction, Quantized] = {}
 
@@ -55,6 +54,7 @@ class QuantizedWire(Wire):
         self._quantized.clear()
 
     def begin_forward(self) -> bool:
+        """Drop stale data. Returns whether the ranks must agree on a statistic before the next gather."""
         is_current = self._is_current()
         if not is_current:
             self.forget()
@@ -65,48 +65,47 @@ class QuantizedWire(Wire):
         return made_of is not None and made_of[0] is self.weight.shard and made_of[1] == self.weight.state_of_shard
 
     def pack(self, direction: Direction, comm: CommContext) -> Packed:
-        recipe = self.recipe
-        direction, quantized = self._quantize(direction, comm)
-        layout, dtype, amax = self.weight.layout, self.weight.compute_dtype, quantized.amax
-        specs, tensors = recipe.planes(direction), quantized.planes
-        if amax is not None:  # one for each matrix: where the axis cuts between them, every rank has its own
+        recipe, layout, dtype = self.recipe, self.weight.layout, self.weight.compute_dtype
+        direction = direction if self.has_columnwise else Direction.ROWWISE
+        quantized = self._quantize(direction, comm)
+        specs, tensors, amax = recipe.planes(direction), quantized.planes, quantized.amax
+        if amax is not None:  # has one number for each matrix; if the axis cuts between matrices, each rank has its own
             specs, tensors = (*specs, PlaneSpec(amax.dtype, None, None)), (*tensors, amax)
-        # A plane that the axis does not cut is whole on every rank.
-        cut = [i for i, spec in enumerate(specs) if spec.step(layout.dim - len(layout.shape)) is not None]
-        planes = [(_plane_layout(layout, specs[i]), tensors[i]) for i in cut]
+        dim, planes, cut = layout.dim - len(layout.shape), [], []
+        for i, spec in enumerate(specs):
+            if spec.step(dim) is not None:  # otherwise the axis does not cut the plane: every rank has the whole plane
+                shape, block_size = spec.shape(layout.shape), spec.size(dim, layout.block_size)
+                planes.append((replace(layout, shape=shape, block_size=block_size), tensors[i]))
+                cut.append(i)
 
         def assemble(parts: list[Tensor]) -> Quantized:
             whole = list(tensors)
             for i, part in zip(cut, parts, strict=True):
                 whole[i] = part
-            all_amax = None if amax is None else whole.pop()
-            return Quantized(tuple(whole), all_amax)
+            return Quantized(tuple(whole[: len(quantized.planes)]), None if amax is None else whole[-1])
 
         def unpack(parts: list[Tensor]) -> Tensor:
             return recipe.dequantize(assemble(parts), layout.shape, direction, dtype)
 
         return Packed(planes, unpack, None if self.weight.gemms is None else assemble)
 
-    def path(self) -> ComputePath:
-        """How linear layers multiply with the weight, and why."""
-        device = torch.device(self.weight.mesh.device_type)
-        return choose_path(self.recipe, device, self.weight.layout.shape, self.weight.compute_dtype, self.weight.fqn)
+    def _path(self) -> ComputePath:
+        weight, device = self.weight, torch.device(self.weight.mesh.device_type)
+        return choose_path(self.recipe, device, weight.layout.shape, weight.compute_dtype, weight.fqn)
 
     def gemms(self) -> Float8GEMMs | None:
-        return self.path().gemms
+        return self._path().gemms
 
-    def _quantize(self, direction: Direction, comm: CommContext) -> tuple[Direction, Quantized]:
-        """The data of the shard that serve ``direction``, and of which direction they are."""
-        direction = self.recipe.direction(direction)
+    def _quantize(self, direction: Direction, comm: CommContext) -> Quantized:
         if not self._is_current():
             agree_on_amax([self.weight], comm)
         quantized = self._quantized.get(direction)
         if quantized is None:
             quantized = self._quantized[direction] = self.recipe.quantize(self.weight.shard, direction, self._amax)
-        return direction, quantized
+        return quantized
 
     def set_amax(self, amax: Tensor | None) -> None:
-        """Take the statistic of the present shard, over all ranks."""
+        """Store the statistic of the present shard over all ranks."""
         self.forget()
         self._made_of, self._amax = (self.weight.shard, self.weight.state_of_shard), amax
 
@@ -114,12 +113,11 @@ class QuantizedWire(Wire):
         return self.recipe.num_bytes(self.weight.layout.shape, Direction.ROWWISE)
 
     def note_read(self) -> None:
-        warn_dequantized(
-            self.recipe, self.weight.fqn, "it is read as an attribute, not used by the forward of nn.Linear"
-        )
+        reason = "it is read as an attribute, not used by the forward of nn.Linear"
+        warn_dequantized(self.recipe, self.weight.fqn, reason)
 
     def describe(self, not_fused: str) -> str:
-        path = self.path()
+        path = self._path()
         if path.gemms is not None and not_fused:
             path = ComputePath(None, not_fused)
         casts = describe_casts(torch.device(self.weight.mesh.device_type))
@@ -127,36 +125,26 @@ class QuantizedWire(Wire):
 
 
 class NativeWire(QuantizedWire):
-    """A shard that is quantized data: its rowwise planes are gathered as they are, in forward and in backward."""
+    """Sends the rowwise planes of a quantized shard as they are, in forward and in backward."""
+
+    is_made_once = False
 
     def __init__(self, weight: ShardedWeight, recipe: Recipe) -> None:
-        super().__init__(weight, recipe, ())
+        super().__init__(weight, recipe)
         self.has_columnwise = False
-        self.is_made_once = False  # nothing is made: planes are sent as they are
 
     def begin_forward(self) -> bool:
         return False
 
-    def _quantize(self, direction: Direction, comm: CommContext) -> tuple[Direction, Quantized]:
+    def _quantize(self, direction: Direction, comm: CommContext) -> Quantized:
         shard = self.weight.shard
-        # An outer fully_shard registers what it has gathered.
-        assert isinstance(shard, NativeWeight | GatheredWeight)
-        return Direction.ROWWISE, shard.quantized_for(direction)
-
-
-def _plane_layout(layout: WeightLayout, spec: PlaneSpec) -> WeightLayout:
-    """Where the rows of a plane lie: as those of the weight, in steps of the plane."""
-    block_size = spec.size(layout.dim - len(layout.shape), layout.block_size)
-    return replace(layout, shape=spec.shape(layout.shape), block_size=block_size)
+        assert isinstance(shard, NativeWeight | GatheredWeight)  # an outer fully_shard registers a GatheredWeight
+        return shard.quantized_for(direction)
 
 
 def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
-    """Give each weight the statistic of its present shard over all ranks: one all-reduce for all of them on each axis.
-
-    Magnitudes are compared as integers: for floats that are not negative the order is the same, but a NaN is the
-    largest of all, where a maximum of floats may lose it.
-    """
-    by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, ShardedWeight, Tensor]]] = {}
+    """Give each weight the statistic of its shard over all ranks, by one all_reduce on each axis for all weights."""
+    by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, Tensor]]] = {}
     for weight in weights:
         wire = weight.wire
         assert isinstance(wire, QuantizedWire)
@@ -164,23 +152,24 @@ def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
         if amax is None or not wire.groups:
             wire.set_amax(amax)
         else:
-            by_groups.setdefault(wire.groups, []).append((wire, weight, amax))
+            by_groups.setdefault(wire.groups, []).append((wire, amax))
     for names, members in by_groups.items():
-        flat = torch.cat([amax.reshape(-1) for _, _, amax in members])
-        _all_reduce_max(flat.view(torch.int32), [compat.resolve_group(name) for name in names], members[0][1], comm)
-        parts = flat.split([amax.numel() for _, _, amax in members])
-        for (wire, _, amax), part in zip(members, parts, strict=True):
+        flat = torch.cat([amax.reshape(-1) for _, amax in members])
+        _all_reduce_max(flat, names, members[0][0].weight, comm)
+        parts = flat.split([amax.numel() for _, amax in members])
+        for (wire, amax), part in zip(members, parts, strict=True):
             wire.set_amax(part.view(amax.shape))
 
 
-def _all_reduce_max(
-    bits: Tensor, groups: Iterable[dist.ProcessGroup], weight: ShardedWeight, comm: CommContext
-) -> None:
+def _all_reduce_max(amax: Tensor, groups: tuple[str, ...], weight: ShardedWeight, comm: CommContext) -> None:
+    # Floats that are not negative have the order of their bits. As integers a NaN is the largest; a maximum of floats
+    # may lose it.
+    bits = amax.view(torch.int32)
     scale = reduce_scale(torch.float32, 1, None)._replace(op=dist.ReduceOp.MAX)
     with comm.gathering(weight.groups):
         comm.before_collective("all_reduce of amax", weight.fqn, weight.groups)
         done = None
-        for group in groups:
+        for group in map(compat.resolve_group, groups):
             if done is not None and done.work is not None:
                 done.work.wait()
             done = comm.gather_done(all_reduce(bits, scale, group, comm.has_streams), weight.groups)
@@ -189,12 +178,7 @@ def _all_reduce_max(
 
 
 class HookWire(Wire):
-    """A tensor subclass that says itself what is gathered of it, by the hooks that ``fully_shard`` calls, too.
-
-    Args:
-        weight: Whose shard it is.
-        mp_policy: Passed on to the hook.
-    """
+    """Gathers what the hooks of a tensor subclass return. ``mp_policy`` is passed to the hooks."""
 
     def __init__(self, weight: ShardedWeight, mp_policy: MixedPrecisionPolicy) -> None:
         self.weight = weight
@@ -203,43 +187,40 @@ class HookWire(Wire):
     def pack(self, direction: Direction, comm: CommContext) -> Packed:
         weight, shard, layout = self.weight, self.weight.shard, self.weight.layout
         mesh = weight.mesh[weight.mesh.mesh_dim_names[-1]] if weight.mesh.mesh_dim_names else weight.mesh
-        if not has_hooks(shard):
+        if not _has_hooks(shard):
             raise NotImplementedError(
                 f"gtp_shard gathers parameter '{weight.fqn}' of shape {tuple(layout.shape)} by the hooks of its shard, "
                 f"but a fully_shard outside has called them already and left a {type(shard).__name__}. Leave the "
                 "parameter out of that fully_shard (ignored_params), or use quantize_ instead."
             )
         pre: Any = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        if len(inspect.signature(pre).parameters) == 1:  # of older torchao
+        if len(inspect.signature(pre).parameters) == 1:  # older torchao
             inputs, metadata = pre(mesh)
         else:
             stride = torch.empty(layout.shape, device="meta").stride()
-            inputs, metadata = pre(mesh, layout.shape, stride, self.weight.sites[0].module, self._mp_policy)
-        planes = [(_hook_layout(self.weight, tensor), tensor) for tensor in inputs]
+            inputs, metadata = pre(mesh, layout.shape, stride, weight.sites[0].module, self._mp_policy)
+        planes = [(_hook_layout(weight, tensor), tensor) for tensor in inputs]
 
         def unpack(parts: list[Tensor]) -> Tensor:
-            full, _ = shard.fsdp_post_all_gather(tuple(parts), metadata, self.weight.compute_dtype)  # type: ignore[attr-defined]
-            result: Tensor = full
-            return result
+            full: Tensor
+            full, _ = shard.fsdp_post_all_gather(tuple(parts), metadata, weight.compute_dtype)  # type: ignore[attr-defined]
+            return full
 
         return Packed(planes, unpack)
-
-    def num_bytes(self) -> None:
-        return None
 
     def describe(self, not_fused: str) -> str:
         return "gathered and used by its own hooks"
 
 
 def _hook_layout(weight: ShardedWeight, tensor: Tensor) -> WeightLayout:
-    """Where a hook's tensor lies in the gather: in the rows of the weight, or, if all shards are alike, in its own."""
+    """Layout of a hook's tensor: with the rows of the weight, or with rows of its own if all shards have one size."""
     layout = weight.layout
     if layout.dim == 0 and tensor.ndim > 0 and tensor.shape[0] == layout.local_rows:
         return replace(layout, shape=torch.Size((layout.num_rows, *tensor.shape[1:])))
     if layout.dim != 0 or layout.num_rows != layout.world * layout.chunk_rows:
         raise NotImplementedError(
             f"gtp_shard expects fsdp_pre_all_gather of {type(weight.shard).__name__} to return tensors with the "
-            f"{layout.local_rows} rows of its shard where shards are not alike or dim 0 is not the sharded one, but "
+            f"{layout.local_rows} rows of its shard where shards differ in size or dim 0 is not the sharded one, but "
             f"got one of shape {tuple(tensor.shape)} for parameter '{weight.fqn}' of shape {tuple(layout.shape)} (rank "
             f"{layout.rank} of {layout.world}). Choose a shape whose rows the axis divides evenly."
         )
@@ -248,16 +229,11 @@ def _hook_layout(weight: ShardedWeight, tensor: Tensor) -> WeightLayout:
 
 
 def make_wire(weight: ShardedWeight, recipe: Recipe | None, mp_policy: MixedPrecisionPolicy) -> Wire | None:
-    """How a weight is gathered: quantized by ``recipe``, by hooks of its own, or (None) as it is."""
-    if recipe is None:
-        return HookWire(weight, mp_policy) if has_hooks(weight.shard) else None
-    if isinstance(weight.shard, NativeWeight):
-        return NativeWire(weight, recipe)
-    spec = weight.spec
-    groups = recipe_groups(spec, recipe)
-    return QuantizedWire(weight, recipe, groups, set(groups) <= {spec.mesh.get_group(spec.mesh.ndim - 1).group_name})
+    """How to gather a weight that is not sent as it is; None for other weights."""
+    if recipe is not None:
+        return NativeWire(weight, recipe) if isinstance(weight.shard, NativeWeight) else QuantizedWire(weight, recipe)
+    return HookWire(weight, mp_policy) if _has_hooks(weight.shard) else None
 
 
-def has_hooks(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has hooks that say what is gathered of it."""
+def _has_hooks(tensor: Tensor) -> bool:
     return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")

@@ -1,13 +1,14 @@
-"""What autograd saves of a gathered weight is replaced by a handle that gathers it again in backward.
+"""What autograd saves of a gathered weight becomes a handle. In backward the handle gathers the weight again.
 
-A pair of saved-tensor hooks is active during the forward of a module that reads full weights. Tensors that are not
-views of such a weight go to the hooks that were active before (activation checkpointing, ``save_on_cpu``), as if ours
-were not there. The hooks are an economy only: a full weight that is saved without them stays in memory until its
-backward and is right.
+While a module that reads full weights runs its forward, a pair of saved-tensor hooks is active. Tensors that are not
+views of such a weight go to the hooks that were active before (activation checkpointing, ``save_on_cpu``). The hooks
+only save memory: without them a saved full weight stays in memory until its backward, and the result is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,45 +19,44 @@ from .. import _torch_compat as compat
 from .gathered import Gathered, Version
 from .sharded_weight import Gatherable, ShardedWeight
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 class GathersAgain(Protocol):
     """Gathers weights in backward: the runtime."""
 
     def acquire(self, target: Gatherable) -> Gathered: ...
-
     def release(self, target: Gatherable, gathered: Gathered) -> None: ...
-
     def note_backward(self) -> None: ...
-
     def watch_saved(self, saved: SavedWeights) -> None: ...
 
 
+@dataclass(eq=False)
 class _WeightUse:
-    """One weight in one frame: the handles saved of it, and the gather that serves them in backward."""
+    """One weight in one frame: its handles, and the gather that serves them in backward."""
 
-    def __init__(self, weight: ShardedWeight, version: Version) -> None:
-        self.weight = weight
-        self.version = version
-        self.num_saved = 0
-        self.num_left = 0
-        self.gathered: Gathered | None = None
+    weight: ShardedWeight
+    version: Version
+    num_saved: int = 0  # handles that autograd saved
+    num_left: int = 0  # handles that the gather has yet to serve
+    gathered: Gathered | None = None
 
 
 class _Watched(NamedTuple):
-    """A full weight, or one of the tensors that it consists of, in its storage: where it begins and ends there."""
+    """A full weight, or one of the tensors that it consists of, and where it begins and ends in its storage."""
 
     use: _WeightUse
-    part: int
+    part: str
     begin: int
     end: int
     dtype: torch.dtype
 
 
 class _Handle(NamedTuple):
-    """A saved view of a full weight, or of one of the tensors that it consists of; ``offset`` from its begin."""
+    """Replaces a saved view of a full weight, or of one of its tensors. ``offset`` counts from the begin of that."""
 
     use: _WeightUse
-    part: int
+    part: str
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -64,29 +64,26 @@ class _Handle(NamedTuple):
 
 
 class _Composed(NamedTuple):
-    """A saved tensor of a subclass that consists of a full weight's tensors (float8 data) and others (scales)."""
+    """Replaces a saved tensor subclass. Its parts are handles (float8 data of a weight) and saved tensors (scales)."""
 
-    like: type[Tensor]
     parts: dict[str, Any]
-    context: Any
-    size: torch.Size
-    stride: tuple[int, ...]
+    compose: Callable[[dict[str, Tensor]], Tensor]
     dtensor_spec: compat.DTensorSpec | None
 
 
 class _Delegated(NamedTuple):
-    """Any other saved tensor, as the hooks around ours packed it."""
+    """Any other tensor, packed by the hooks that were active before ours."""
 
-    unpack: compat.UnpackHook
+    hook: compat.UnpackHook
     packed: Any
+
+    def unpack(self) -> Tensor:
+        return self.hook(self.packed)
 
 
 class _Saved(NamedTuple):
-    """Any other saved tensor, where there are no hooks around ours.
-
-    Detached, because an op that saves its own output would hold itself alive. Autograd checks no versions of what hooks
-    have packed: it is done here.
-    """
+    """Any other tensor, if no other hooks are active. It is detached, because an op that saves its output would keep
+    itself alive. Autograd does not check the version of a packed tensor, so ``unpack`` does."""
 
     tensor: Tensor
     version: int
@@ -102,45 +99,35 @@ class _Saved(NamedTuple):
 
 
 class SavedWeights:
-    """Saved-tensor hooks of one frame.
-
-    Args:
-        runtime: Gathers and releases in backward.
-    """
+    """Saved-tensor hooks of one frame."""
 
     def __init__(self, runtime: GathersAgain) -> None:
         self._runtime = runtime
-        # By address of the storage of the full weight, or of each tensor that it consists of: which of them it is, and
-        # where it begins. Weights that are gathered side by side share a storage.
-        self._uses: dict[int, list[_Watched]] = {}
-        self._outer: tuple[compat.PackHook, compat.UnpackHook] | None = None
+        # By address of the storage. Weights that are gathered side by side share a storage.
+        self._watched: dict[int, list[_Watched]] = {}
+        self.outer: tuple[compat.PackHook, compat.UnpackHook] | None = None  # the hooks that were active before
         self._in_use: list[_WeightUse] = []
 
     def push(self) -> None:
-        self._outer = compat.top_saved_tensors_hooks()
+        self.outer = compat.top_saved_tensors_hooks()
         compat.push_saved_tensors_hooks(self._pack, self._unpack)
 
     def pop(self) -> None:
         compat.pop_saved_tensors_hooks()
-        # Addresses are unique only while the frame holds the weights.
-        self._uses = {}
-
-    @property
-    def outer(self) -> tuple[compat.PackHook, compat.UnpackHook] | None:
-        """The hooks that were active before."""
-        return self._outer
+        # After the frame has released the weights, other tensors may get their addresses.
+        self._watched = {}
 
     def is_packing(self, hooks: tuple[compat.PackHook, compat.UnpackHook]) -> bool:
         """Whether ``hooks`` are these."""
         return hooks[0] == self._pack
 
     def watch(self, weight: ShardedWeight, gathered: Gathered) -> None:
-        """Replace what is saved of ``gathered`` from now on until ``pop``."""
+        """From now until ``pop``, replace what autograd saves of ``gathered``."""
         use = _WeightUse(weight, gathered.version)
-        for index, part in enumerate(_parts_of(gathered.contiguous()).values()):
-            watched = self._uses.setdefault(part.untyped_storage().data_ptr(), [])
+        for name, part in _parts_of(gathered.contiguous()).items():
+            watched = self._watched.setdefault(part.untyped_storage().data_ptr(), [])
             if all(other.begin != part.storage_offset() for other in watched):
-                watched.append(_Watched(use, index, int(part.storage_offset()), _end_of(part), part.dtype))
+                watched.append(_Watched(use, name, int(part.storage_offset()), _end_of(part), part.dtype))
 
     def _pack(self, tensor: Tensor) -> Any:
         spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
@@ -149,47 +136,40 @@ class SavedWeights:
         part_spec = spec if type(inner) in _PLAIN else None
         handles = {name: h for name, part in parts.items() if (h := self._handle(part, part_spec)) is not None}
         if not handles:
-            if self._outer is not None:
-                return _Delegated(self._outer[1], self._outer[0](tensor))
+            if self.outer is not None:
+                return _Delegated(self.outer[1], self.outer[0](tensor))
             return _Saved(tensor.detach(), tensor._version)
         for handle in handles.values():
             handle.use.num_saved += 1
         if type(inner) in _PLAIN:
             return handles[""]
         others = {name: _Saved(part.detach(), part._version) for name, part in parts.items() if name not in handles}
-        context = inner.__tensor_flatten__()[1]  # type: ignore[attr-defined]
-        return _Composed(type(inner), {**handles, **others}, context, inner.size(), inner.stride(), spec)
+        context, size, stride = inner.__tensor_flatten__()[1], inner.size(), inner.stride()  # type: ignore[attr-defined]
+        unflatten: Any = type(inner).__tensor_unflatten__  # type: ignore[attr-defined]
+        return _Composed({**handles, **others}, lambda parts: unflatten(parts, context, size, stride), spec)
 
     def _handle(self, part: Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
-        watched = self._uses.get(part.untyped_storage().data_ptr())
+        watched = self._watched.get(part.untyped_storage().data_ptr())
         if watched is None or part.is_conj() or part.is_neg():
             return None
         offset = int(part.storage_offset())
-        for use, index, begin, end, dtype in watched:
-            # Offsets of a view in another dtype count other elements.
-            if dtype != part.dtype:
-                continue
-            # Alone in its storage, a weight also has the padding behind it.
-            if len(watched) == 1 or (begin <= offset and _end_of(part) <= end):
-                return _Handle(use, index, part.size(), part.stride(), offset - begin, spec)
-        return None  # of several weights at once, or in another dtype: kept as it is
+        for use, name, begin, end, dtype in watched:
+            # Offsets in another dtype count other elements. A view of a weight that is alone in its storage may include
+            # the padding behind it.
+            if dtype == part.dtype and (len(watched) == 1 or (begin <= offset and _end_of(part) <= end)):
+                return _Handle(use, name, part.size(), part.stride(), offset - begin, spec)
+        return None  # a view of several weights, or in another dtype
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Delegated):
-            return packed.unpack(packed.packed)
-        if isinstance(packed, _Saved):
+        if isinstance(packed, (_Delegated, _Saved)):
             return packed.unpack()
         if isinstance(packed, _Composed):
-            parts = {name: self._unpack(part) for name, part in packed.parts.items()}
-            compose: Any = packed.like.__tensor_unflatten__  # type: ignore[attr-defined]
-            view = compose(parts, packed.context, packed.size, packed.stride)
+            view = packed.compose({name: self._unpack(part) for name, part in packed.parts.items()})
         elif packed.use.weight.wire is None and _is_ignored(packed):
-            weight = packed.use.weight
-            view = torch.empty_strided(
-                packed.size, packed.stride, dtype=weight.compute_dtype, device=weight.shard.device
-            )
+            dtype, device = packed.use.weight.compute_dtype, packed.use.weight.shard.device
+            view = torch.empty_strided(packed.size, packed.stride, dtype=dtype, device=device)
         else:
-            base = list(_parts_of(self._gathered_for(packed.use).contiguous()).values())[packed.part]
+            base = _parts_of(self._gathered_for(packed.use).contiguous())[packed.part]
             begin = int(base.storage_offset())
             view = torch.as_strided(base, packed.size, packed.stride, begin + packed.offset).detach()
             packed.use.num_left -= 1
@@ -198,7 +178,7 @@ class SavedWeights:
         return view if packed.dtensor_spec is None else compat.wrap_local(view, packed.dtensor_spec)
 
     def _gathered_for(self, use: _WeightUse) -> Gathered:
-        """The weight in backward: gathered at the first of its handles, held until the last one is unpacked."""
+        """Gather the weight for the first of its handles, and hold it until the last one is unpacked."""
         if use.gathered is None:
             check_unmodified(use.weight, use.version)
             if compat.current_graph_task_id() != -1:
@@ -217,37 +197,32 @@ class SavedWeights:
             self._runtime.release(use.weight.for_backward, gathered)
 
     def release_all(self) -> None:
-        """The backward has ended: handles that it did not need (a branch without gradient) hold nothing any more."""
+        """Called at the end of a backward: release weights with handles that it did not need."""
         for use in list(self._in_use):
             self._release(use)
 
 
-# Autograd calls them in the middle of code that is being compiled, of which they are no part.
+# Autograd calls the hooks while torch.compile traces a module. It must not trace them.
 for _hook in (SavedWeights._pack, SavedWeights._unpack):
     compat.skip_code(_hook.__code__, recursive=True)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def _is_ignored(handle: _Handle) -> bool:
-    """Whether who asks for it does not look at the values: as a convolution's weight, not as its input, which may be of
-    the same weight."""
+    """Whether the op that unpacks the handle ignores its values, as a convolution's backward may ignore its weight."""
     packed = compat.ignored_saved_weight()
-    while isinstance(packed, _Delegated):  # by the frames within that of the handle
+    while isinstance(packed, _Delegated):  # inner frames pass tensors on to the frame of the handle
         packed = packed.packed
     return packed is handle
 
 
 def _end_of(tensor: Tensor) -> int:
-    """One beyond its last element, in elements of its storage."""
+    """Offset in the storage, in elements, behind the last element."""
     spans = ((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(tensor.storage_offset()) + (sum(spans) + 1 if tensor.numel() else 0)
 
 
 def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that ``tensor`` consists of, by attribute: itself under "" if it is plain. Subclasses that do
-    not say what they consist of have none."""
+    """The plain tensors that ``tensor`` consists of, by attribute (a plain tensor itself: ""), as far as it tells."""
     if type(tensor) in _PLAIN:
         return {"": tensor}
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -257,10 +232,7 @@ def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:
-    """Raises:
-    RuntimeError: The weight was written between the forward that used it and this backward, as autograd raises for
-        any saved tensor.
-    """
+    """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used it."""
     if weight.version != version:
         raise RuntimeError(
             f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been modified by an inplace "
@@ -270,9 +242,7 @@ def check_unmodified(weight: ShardedWeight, version: Version) -> None:
 
 
 def check_differentiable(weight: ShardedWeight) -> None:
-    """Raises:
-    NotImplementedError: A transform of ``torch.func`` asks for derivatives of a use of the weight.
-    """
+    """Raise a NotImplementedError if a transform of ``torch.func`` asks for derivatives of a use of the weight."""
     if compat.in_func_transform():
         raise NotImplementedError(
             f"Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, so gtp_shard does "
@@ -282,15 +252,11 @@ def check_differentiable(weight: ShardedWeight) -> None:
 
 
 def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
-    """Called in a backward that leaves out the gradient of a weight that is trained.
-
-    Raises:
-        RuntimeError: The backward is recorded, and would leave it out for ever.
-    """
+    """Called in a backward that skips the gradient of a trained weight: a recording of it would skip it for ever."""
     if is_capturing:
         raise RuntimeError(
-            f"A CUDA graph is recorded of a backward without the gradient of '{weight.fqn}', which is trained: "
+            f"A CUDA graph records a backward without the gradient of '{weight.fqn}', which is trained: "
             "torch.autograd.grad, as torch.cuda.make_graphed_callables calls it, does not know gradients of sharded "
-            "weights. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for single modules; "
-            "where the gradient is not wanted, freeze the parameter with requires_grad_(False)."
+            "weights. Use dtensor_gtp.capture_step for whole steps and dtensor_gtp.capture_blocks for single modules. "
+            "If you do not need the gradient, freeze the parameter with requires_grad_(False)."
         )

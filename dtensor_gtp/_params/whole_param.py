@@ -1,4 +1,4 @@
-"""A parameter that stays whole on every rank: what modules see of it, and its local gradient until it is reduced."""
+"""A parameter that stays whole on every rank: what modules see of it, and its local gradient before the reduction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ from .managed_param import ManagedParam, Site, wider
 class WholeParam(ManagedParam):
     """A parameter that every rank of the axis holds whole.
 
-    Modules see ``leaf``, an ordinary parameter on the same memory, whose gradient autograd accumulates locally; after
-    backward all such gradients are reduced in one coalesced call.
-
-    Args:
-        reason: Why the parameter is not sharded, for the report.
+    Modules see ``leaf``, an ordinary parameter in the same memory. Autograd accumulates its gradient locally. After
+    backward, one coalesced call reduces the gradients of all such parameters.
     """
 
     def __init__(
@@ -37,27 +34,24 @@ class WholeParam(ManagedParam):
         reason: str,
     ) -> None:
         super().__init__(fqn, sites, param, mesh, mp_policy)
-        self.tp_spec = tp_spec
-        self.reason = reason
-        # Local gradient of microbatches without gradient sync, in reduce_dtype.
-        self.unsynced_grad: Tensor | None = None
-        # Local gradient of uses in a compute dtype that is wider than the leaf.
-        self._wide_local_grad: Tensor | None = None
+        self.tp_spec = tp_spec  # of ``leaf``; None without tensor parallelism
+        self.reason = reason  # why the parameter is not sharded, for the report
+        self.unsynced_grad: Tensor | None = None  # of microbatches without gradient sync, in reduce_dtype
+        self._wide_local_grad: Tensor | None = None  # of uses in a compute dtype that is wider than that of ``leaf``
         self.on_local_grad: Callable[[], None] | None = None
-        self.record_use: Callable[[WholeParam], Tensor] | None = None  # while a block is recorded
+        self.record_use: Callable[[WholeParam], Tensor] | None = None  # set while a block is recorded
         self._rebound()
 
     def _rebound(self) -> None:
         value = self.shard.detach()
         if self.tp_spec is not None:
-            # It is cast when it is read.
             spec = self.tp_spec
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, value.dtype)
             value = compat.wrap_local(value, self.tp_spec)
         self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
         if self.leaf.is_floating_point() or self.leaf.is_complex():
-            self.leaf.requires_grad_(True)
-            # The hook lives in autograd, out of the garbage collector's sight: it must not keep this object alive.
+            self.leaf.requires_grad_(True)  # torch demands it of a tensor that gets a hook
+            # Autograd owns the hook, where the garbage collector does not see it: it must not keep this object alive.
             this = weakref.ref(self)
             self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
             self.leaf.requires_grad_(self.param.requires_grad)
@@ -70,25 +64,27 @@ class WholeParam(ManagedParam):
             return self.leaf
         value = self.leaf.to(self.compute_dtype)
         if value.requires_grad and torch.promote_types(value.dtype, self.leaf.dtype) != self.leaf.dtype:
-            # Autograd would round the gradient on its way to the leaf.
+            # Take the gradient here: on its way to the leaf autograd would round it.
             value = value.detach().requires_grad_()
             this = weakref.ref(self)
             value.register_post_accumulate_grad_hook(lambda used: _take_wide(this(), used))
         return value
 
     def add_local_grad(self, grad: Tensor) -> None:
-        """Take the gradient of one ``value()``, which is only read, as autograd's accumulation would."""
+        """Accumulate the gradient of one ``value()`` as autograd would. ``grad`` is only read."""
         if wider(grad.dtype, self.leaf.dtype) != self.leaf.dtype:
-            earlier = self._wide_local_grad
-            self._wide_local_grad = grad.clone() if earlier is None else earlier + grad
+            self._add_wide(grad if self._wide_local_grad is not None else grad.clone())
         elif self.leaf.grad is None:
             self.leaf.grad = grad.to(self.leaf.dtype, copy=True)
         else:
             self.leaf.grad += grad.to(self.leaf.dtype)
         _notify(self)
 
+    def _add_wide(self, grad: Tensor) -> None:
+        self._wide_local_grad = grad if self._wide_local_grad is None else self._wide_local_grad + grad
+
     def take_local_grad(self) -> Tensor | None:
-        """The local gradient since the last reduction, in reduce_dtype, and forget it."""
+        """Return the local gradient since the last reduction, in reduce_dtype, and forget it."""
         grad, self.leaf.grad = self.leaf.grad, None
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:
@@ -103,9 +99,7 @@ class WholeParam(ManagedParam):
 
     def reset_grads(self) -> None:
         super().reset_grads()
-        self.leaf.grad = None
-        self.unsynced_grad = None
-        self._wide_local_grad = None
+        self.leaf.grad = self.unsynced_grad = self._wide_local_grad = None
 
 
 def _notify(param: WholeParam | None) -> None:
@@ -116,5 +110,5 @@ def _notify(param: WholeParam | None) -> None:
 def _take_wide(param: WholeParam | None, used: Tensor) -> None:
     grad, used.grad = used.grad, None
     if param is not None and grad is not None:
-        param._wide_local_grad = grad if param._wide_local_grad is None else param._wide_local_grad + grad
+        param._add_wide(grad)
         _notify(param)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._modules.binding import binding_of
-from dtensor_gtp._params.sharded_weight import ShardedWeight, WeightState
+from dtensor_gtp._params.sharded_weight import ShardedWeight
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.ops.ungathered import UngatheredWeight
 
@@ -128,7 +128,7 @@ def assert_idle(module: nn.Module) -> None:
             left[f"gathered {target.index} {weight.fqn}"] = [*target.pending, *filter(None, (target.live, target.kept))]
         left[f"unsharded_grad {weight.fqn}"] = weight.unsharded_grad
         left[f"unreplicated_grad {weight.fqn}"] = weight.unreplicated_grad
-        assert weight.state is WeightState.SHARDED, f"{weight.fqn} is {weight.state}"
+        assert weight.is_absent, f"{weight.fqn} is gathered"
     for param in runtime.whole:
         left[f"local gradient {param.fqn}"] = param.leaf.grad
         left[f"unsynced_grad {param.fqn}"] = param.unsynced_grad
