@@ -256,9 +256,9 @@ RUNTIME = [
     ),
     Bug(
         "more reductions in flight than allowed",
-        "_comm/reductions_in_flight.py",
-        "len(self._reductions) >= self._most",
-        "len(self._reductions) > self._most",
+        "_comm/streams.py",
+        "len(self._reductions) >= self._max_inflight",
+        "len(self._reductions) > self._max_inflight",
         ("tests/distributed/test_gtp_shard_memory.py::TestMemory::test_reductions_in_flight_are_bounded",),
     ),
     Bug(
@@ -311,7 +311,7 @@ RUNTIME = [
     ),
     Bug(
         "digest does not see the order",
-        "_comm/digest.py",
+        "_comm/agreement.py",
         "_mixed(piece + places * _STRIDE)",
         "_mixed(piece)",
         ("tests/unit/test_digest.py::test_the_order_of_elements_counts",),

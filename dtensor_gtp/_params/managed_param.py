@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
-from .._comm.groups import Groups
+from .._comm.collectives import Groups
 from . import refusals
 from .refusals import Expected, Extent
 

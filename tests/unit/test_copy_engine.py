@@ -17,11 +17,10 @@ from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import copy_engine, symmetric_memory
 from dtensor_gtp._comm import reduce_scatter as scattering_module
 from dtensor_gtp._comm.addends import Sum
-from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.collectives import Groups, ReduceScale
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp._comm.debug import DebugFlags
-from dtensor_gtp._comm.groups import Groups
 from dtensor_gtp._comm.reduce_scatter import Sending, make_scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
 from dtensor_gtp._comm.symmetric_memory import offsets
