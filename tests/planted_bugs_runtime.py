@@ -250,7 +250,7 @@ RUNTIME = [
     Bug(
         "rows of the wrong rank are sent",
         "_comm/send_ring.py",
-        "place.begin + self._rank * nbytes",
+        "place.begin + self.rank * nbytes",
         "place.begin",
         ("tests/unit/test_copy_engine.py::test_gradients_in_the_ring",),
     ),

@@ -31,18 +31,18 @@ class PeerCopies:
         refuse_without_symmetric_memory(group, device)
         self._group_name = group.group_name
         self._device = device
-        self._rank, self._num_ranks = group.rank(), group.size()
-        # Ranks that cannot map each other's memory find out now, not in the first forward.
+        self.rank, self._num_ranks = group.rank(), group.size()
+        # If ranks cannot map each other's memory, this fails now and not in the first forward.
         self._stage: compat.SymmetricBuffer | None = self._allocate(ALIGNMENT)
-        self._captured: list[compat.SymmetricBuffer] = []
+        self._captured: list[compat.SymmetricBuffer] = []  # stages that CUDA graphs use
         self._num_captured_before = 0
 
     def begin_recording(self) -> None:
-        """Before a recording into a CUDA graph that may fail."""
+        """Call before a recording into a CUDA graph that may fail."""
         self._num_captured_before = len(self._captured)
 
     def forget_recording(self) -> None:
-        """The recording has failed: no graph uses the stages that it alone has used."""
+        """The recording has failed: drop the stages that no other graph uses."""
         del self._captured[self._num_captured_before :]
 
     def _is_capturing(self) -> bool:
@@ -52,9 +52,9 @@ class PeerCopies:
         torch.cuda.current_stream(self._device).synchronize()
 
     def _reserve(self, nbytes: int) -> compat.SymmetricBuffer:
-        """The stage, with at least so many bytes on all ranks."""
+        """The stage, with at least ``nbytes`` bytes on all ranks."""
         if self._stage is None or self._stage.nbytes < nbytes:
-            self._grow(nbytes)
+            self.grow(nbytes)
         return self._used_stage()
 
     def _used_stage(self) -> compat.SymmetricBuffer:
@@ -63,7 +63,8 @@ class PeerCopies:
             self._captured.append(self._stage)
         return self._stage
 
-    def _grow(self, nbytes: int) -> None:
+    def grow(self, nbytes: int) -> None:
+        """Replace the stage by a larger one. Collective; waits for the current stream."""
         if self._is_capturing():
             raise RuntimeError(
                 f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
@@ -85,13 +86,13 @@ class PeerCopies:
         return sum(stages.values())
 
     def _peers(self) -> list[int]:
-        """The other ranks, beginning with the neighbour, so that not all ranks read from one at once."""
-        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+        """The other ranks, beginning with the next one, so that not all ranks read from one rank at once."""
+        return [(self.rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
 
 @contextmanager
 def waiting_allowed(device: torch.device) -> Iterator[None]:
-    """Wait for the GPU in this context, also if the user has torch warn of synchronizations."""
+    """Wait for the GPU in this context, even if the user has torch warn of synchronizations."""
     if device.type != "cuda":
         yield
         return
@@ -104,7 +105,7 @@ def waiting_allowed(device: torch.device) -> Iterator[None]:
 
 
 def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
-    """Where parts of these sizes in bytes lie one behind the other, aligned; the last number is the end."""
+    """Where aligned parts of these sizes in bytes begin, one behind the other; the last number is the end."""
     places = [0]
     for nbytes in sizes:
         places.append(places[-1] + -(-nbytes // alignment) * alignment)
@@ -113,28 +114,23 @@ def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
 
 def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises:
-    RuntimeError: The ranks of ``group`` cannot have memory that all of them map, as far as can be told beforehand:
-        some rank has no copy engines, or they are on several hosts. Raised on all ranks of the group.
+    RuntimeError: A check beforehand shows that the ranks cannot map each other's memory: some rank has no copy engines,
+        or they are on several hosts. Raised on all ranks of the group.
     """
-    found = by_rank((_missing(device), host_name()), [group]).values()
-    reasons = sorted({missing for missing, _ in found if missing})
-    if reasons:
+    missing = ""
+    if device.type != "cuda":
+        missing = f"a {device.type} device has no copy engines"
+    elif (kind := compat.symmetric_memory_backend(device)) != "CUDA":
+        missing = f"symmetric memory is of the kind {kind!r} here, but copies need 'CUDA'"
+    found = by_rank((missing, host_name()), [group]).values()
+    if reasons := sorted({reason for reason, _ in found if reason}):
         raise RuntimeError("; ".join(reasons))
     hosts = sorted({host for _, host in found})
     if len(hosts) > 1:
         raise RuntimeError(f"the ranks span hosts {hosts}, and copy engines reach GPUs of one host only")
 
 
-def _missing(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"a {device.type} device has no copy engines"
-    backend = compat.symmetric_memory_backend(device)
-    if backend != "CUDA":
-        return f"symmetric memory is of the kind {backend!r} here, but copies need 'CUDA'"
-    return ""
-
-
 def host_name() -> str:
-    """A name of this host that is another one on any other, also in containers that are all called alike."""
+    """A name of this host that no other host has, even in containers with equal host names."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()

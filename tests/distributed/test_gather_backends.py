@@ -142,7 +142,7 @@ class OnFile(CopyEngine):
         pass
 
     def _peers(self) -> list[int]:
-        if self._rank == 1:
+        if self.rank == 1:
             come_late(0.003)  # reads late: a stage that is filled too early shows
         return super()._peers()
 
@@ -171,7 +171,7 @@ class RingOnFile(SendRing):
         return offered
 
     def _peers(self) -> list[int]:
-        if self._rank == 1:
+        if self.rank == 1:
             come_late(0.001)
         return super()._peers()
 
@@ -327,16 +327,15 @@ class TestGatherBackends(GlooTest):
 
     def test_ranks_on_several_hosts_are_refused(self) -> None:
         group = self.gtp_mesh().get_group()
-        cpu = torch.device("cpu")
         with self.assertRaisesRegex(RuntimeError, "a cpu device has no copy engines"):
-            symmetric_memory.refuse_without_symmetric_memory(group, cpu)
+            symmetric_memory.refuse_without_symmetric_memory(group, torch.device("cpu"))
         host = "b" if self.rank == 3 else "a"
         with (
-            mock.patch.object(symmetric_memory, "_missing", return_value=None),
+            mock.patch.object(compat, "symmetric_memory_backend", return_value="CUDA"),
             mock.patch.object(symmetric_memory, "host_name", return_value=host),
             self.assertRaisesRegex(RuntimeError, r"the ranks span hosts \['a', 'b'\]"),
         ):
-            symmetric_memory.refuse_without_symmetric_memory(group, cpu)
+            symmetric_memory.refuse_without_symmetric_memory(group, torch.device("cuda"))
 
     def test_inner_backend_of_a_nested_call_does_not_count(self) -> None:
         """As all of the schedule: that of the outermost call."""

@@ -162,7 +162,7 @@ class Ring(SendRing):
         if getattr(self, "_last", None) is not None:
             self._last.fill_(0x7F)  # is gone
         stage = Shared(nbytes, self._group_name)  # type: ignore[arg-type]
-        self._last = stage.group.ranks.memory[self._rank, nbytes]
+        self._last = stage.group.ranks.memory[self.rank, nbytes]
         return stage
 
     def _wait_on_host(self) -> None:

@@ -136,7 +136,7 @@ class Engine(CopyEngine):
         self.cast_stream = machine.stream()  # type: ignore[assignment]
 
     def _allocate(self, nbytes: int) -> Any:
-        return Stage(self._machine, self._rank, max(nbytes, 4096))  # never grows: that waits for all streams
+        return Stage(self._machine, self.rank, max(nbytes, 4096))  # never grows: that waits for all streams
 
     def _wait_on_host(self) -> None:
         raise AssertionError("the stage has grown")
