@@ -20,8 +20,7 @@ _WORD = torch.int64
 # Words that are mixed at once. Mixing takes about ten times their bytes of memory.
 _PIECE = 1 << 20
 # The finalizer of SplitMix64 (Steele et al. 2014), in two's complement: each bit of the result depends on all bits.
-_STEPS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
-_LAST_SHIFT = 31
+_STEPS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -125,16 +124,9 @@ def digest(tensor: Tensor) -> Tensor:
         piece = words[begin : begin + _PIECE].to(_WORD)
         # As in the generator, the state at each place is a multiple of an odd number.
         places = torch.arange(begin + 1, begin + 1 + piece.numel(), device=tensor.device)
-        total += _mixed(piece + places * _STRIDE).sum()
+        mixed = piece + places * _STRIDE
+        for shift, factor in _STEPS:
+            without_sign = (mixed >> shift) & ((1 << (64 - shift)) - 1)
+            mixed = (mixed ^ without_sign) * factor
+        total += mixed.sum()
     return total
-
-
-def _mixed(words: Tensor) -> Tensor:
-    for shift, factor in _STEPS:
-        words = (words ^ _shifted(words, shift)) * factor
-    return words ^ _shifted(words, _LAST_SHIFT)
-
-
-def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Shift without the sign."""
-    return (words >> shift) & ((1 << (64 - shift)) - 1)

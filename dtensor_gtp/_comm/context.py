@@ -24,6 +24,7 @@ from .symmetric_memory import PeerCopies
 logger = logging.getLogger(__name__)
 # A large gradient that travels alone: 4096 x 14336 elements in 16 bits.
 _GRADIENT_NBYTES = 128 << 20
+_Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
 
 class CommContext(Streams):
@@ -93,7 +94,7 @@ class CommContext(Streams):
         self.delay()
         if self.debug.order:
             active = [g for g in (groups.gather, groups.replicate) if g is not None and g.size() > 1]
-            check_order(f"{name} of {detail}", active, self.device)
+            check_order(f"{name} of {detail}", active)
 
     def gathering(self, groups: Groups) -> AbstractContextManager[Any]:
         """Run on the gather stream of the mesh."""
@@ -105,21 +106,10 @@ class CommContext(Streams):
         return Done(work=work) if stream is None else Done(stream.record_event(), None, self._computing[-1])
 
     def all_gather(
-        self,
-        groups: Groups,
-        detail: str,
-        outputs: list[Tensor],
-        shards: list[Tensor],
-        copies: tuple[list[Tensor], list[Tensor]] | None = None,
+        self, groups: Groups, detail: str, outputs: list[Tensor], shards: list[Tensor], copies: _Copies | None = None
     ) -> Done:
-        """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream.
-
-        Args:
-            detail: Names of what is gathered, for debugging aids.
-            copies: Targets and sources to copy before the gather.
-
-        Returns:
-            When the outputs may be read.
+        """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream. The
+        result says when the outputs may be read. ``detail`` names the weights for debugging aids. ``copies`` run first.
         """
         name = groups.gather_name
         stream = self._gather_streams.get(name)

@@ -74,11 +74,6 @@ class SendRing(PeerCopies):
     def _nbytes(self) -> int:
         return 0 if self._stage is None else self._stage.nbytes
 
-    @property
-    def _address(self) -> int:
-        assert self._stage is not None
-        return self._stage.address(self.rank)
-
     def _next(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """Where the next gradient begins and ends, perhaps beyond the end of the ring."""
         size = offsets([numel * dtype.itemsize], _ALIGNMENT)[-1]
@@ -128,7 +123,8 @@ class SendRing(PeerCopies):
         Replaces those of ``fulls`` that lie in the ring by copies. Their old places must live until the launch is
         retired.
         """
-        begin, end = self._address, self._address + self._nbytes
+        begin = 0 if self._stage is None else self._stage.address(self.rank)
+        end = begin + self._nbytes
         fulls[:] = [full.clone() if begin <= full.data_ptr() < end else full for full in fulls]
         ends = offsets([full.numel() * dtype.itemsize for full in fulls], _ALIGNMENT)
         self._wanted_nbytes = max(self._wanted_nbytes, self._head + ends[-1])
@@ -140,7 +136,8 @@ class SendRing(PeerCopies):
 
     def is_in(self, place: Place, full: Tensor) -> bool:
         """Whether ``full`` was written to its place, which was offered."""
-        return full.data_ptr() == self._address + place.begin
+        assert self._stage is not None
+        return full.data_ptr() == self._stage.address(self.rank) + place.begin
 
     def room(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The memory of a place on this rank, as a new tensor object."""

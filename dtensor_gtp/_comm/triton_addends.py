@@ -51,8 +51,8 @@ def sum_over_ranks(
 ):
     """``factor`` times the sum of ``NUM`` addends, of up to four gradients that lie one behind the other in ``out``.
 
-    The addend of ``rank`` is at ``own{i}_ptr``. The others are rows of ``row_numel`` elements, with no row for ``rank``.
-    Gradient i begins at element ``begin{i}`` and program ``first{i}``.
+    The addend of ``rank`` is at ``own{i}_ptr``. The others are rows of ``row_numel`` elements, without a row for
+    ``rank``. Gradient i begins at element ``begin{i}`` and at program ``first{i}``.
     """
     block = tl.program_id(0)
     own_ptr, begin, end_, first = own0_ptr, begin0, begin1, 0

@@ -19,7 +19,7 @@ from .._comm import collectives
 from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import poison, profiler_range
-from .._comm.reduce_scatter import Scattering, can_travel_together, make_scattering, sum_dtype
+from .._comm.reduce_scatter import Scattering, can_travel_together, sum_dtype
 from .._comm.send_ring import Place, SendRing
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
@@ -273,7 +273,7 @@ class Gradients:
         fulls = [gradient.buffer for gradient in together if gradient.buffer is not None]
         ring = self._ring_of(weight)
         places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
-        scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, ring, places)
+        scattering = Scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, ring, places)
         with comm.reducing():
             if comm.is_debugged:
                 comm.before_collective("reduce_scatter", _names(together), weight.groups)

@@ -21,7 +21,7 @@ from dtensor_gtp._comm.collectives import Groups, ReduceScale
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp._comm.debug import DebugFlags
-from dtensor_gtp._comm.reduce_scatter import make_scattering
+from dtensor_gtp._comm.reduce_scatter import Scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
 from dtensor_gtp._comm.symmetric_memory import offsets
 from dtensor_gtp._schedule.reduce_gradients import Gradients
@@ -183,7 +183,7 @@ def exchange(ring: SendRing, fulls: list[torch.Tensor], given: list[Place | None
     if len(held) < len(given):
         places = ring.lay_out(fulls, torch.bfloat16)
         held = [*held, *places]
-    scattering = make_scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16, ring, places)
+    scattering = Scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16, ring, places)
     comm = mock.Mock()
     pairs = zip(places, fulls, strict=True)
     in_place = [ring.room(place, full.shape, torch.bfloat16).data_ptr() == full.data_ptr() for place, full in pairs]
