@@ -28,13 +28,8 @@ _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
 
 class CommContext(Streams):
-    """The one owner of streams, events, extra process groups and work in flight.
-
-    Args:
-        device: Device of the weights.
-        schedule: How many reductions may be in flight, and which backends communicate.
-        debug: Debugging aids.
-    """
+    """The one owner of streams, events, extra process groups and work in flight. ``schedule`` says how many reductions
+    may be in flight, and which backends communicate."""
 
     def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         has_finish_stream = schedule.reduce_scatter == "copy_engine"
@@ -53,11 +48,8 @@ class CommContext(Streams):
     def groups(self, mesh: DeviceMesh) -> Groups:
         """Communicators for a 1-D (gtp) or 2-D (replicate, gtp) mesh; the first call for a mesh is collective."""
         names = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
-        if names not in self._groups:
-            self._groups[names] = self._make_groups(mesh, names)
-        return self._groups[names]
-
-    def _make_groups(self, mesh: DeviceMesh, names: tuple[str, ...]) -> Groups:
+        if names in self._groups:
+            return self._groups[names]
         replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
         gather = scatter = mesh.get_group(mesh.ndim - 1)
         if gather.size() > 1:
@@ -79,7 +71,9 @@ class CommContext(Streams):
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
         casts_shards = gather.group_name in self._casting_backends
-        return Groups(gather.group_name, scatter.group_name, names[0] if replicate else None, casts_shards)
+        replicate_name = names[0] if replicate else None
+        groups = self._groups[names] = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards)
+        return groups
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather outside of a pass."""

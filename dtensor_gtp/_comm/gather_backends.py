@@ -23,8 +23,7 @@ T = TypeVar("T")
 
 
 class _Works:
-    """Background works that several callers wait for. The first wait drops them, because a work keeps its tensors
-    alive even when it is complete."""
+    """Background works. The first wait drops them: a complete work keeps its tensors alive."""
 
     def __init__(self, works: Iterable[dist.Work | None]) -> None:
         self._works = [work for work in works if work is not None]
@@ -69,15 +68,10 @@ def refuse_unavailable(schedule: SchedulePolicy, device_type: str) -> None:
 def choose_gather_backend(
     schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device
 ) -> tuple[GatherBackend, str]:
-    """The backend that ``schedule`` asks for, and its name with the reason. Collective over all ``groups``.
+    """The backend that ``schedule`` asks for, and its name with the reason. Collective over all ``groups``: the gather
+    communicator first, then those of the mesh's other axes, whose ranks must agree.
 
     "auto" takes copy engines if all ranks can have them: they were faster in each measurement.
-
-    Args:
-        groups: The gather communicator first, then those of the mesh's other axes, whose ranks must agree.
-
-    Raises:
-        RuntimeError: Some rank cannot have it. Raised on all ranks.
     """
     asked = schedule.gather_backend
     if asked == "process_group":
@@ -93,11 +87,7 @@ def choose_gather_backend(
 
 
 def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough_nbytes: int) -> SendRing:
-    """A ring for the first of ``groups``. Collective over all of them.
-
-    Raises:
-        RuntimeError: Some rank cannot have one. Raised on all ranks.
-    """
+    """A ring for the first of ``groups``. Collective over all of them."""
     factory = partial(SendRing, enough_nbytes=enough_nbytes)
     return _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
 
@@ -108,6 +98,7 @@ def _make_on_all_ranks(
     device: torch.device,
     name: str,
 ) -> T:
+    """The result of ``factory`` for the first of ``groups``; if it raises on some rank, all ranks raise."""
     made: T | None = None
     reason = ""
     try:

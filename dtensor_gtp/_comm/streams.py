@@ -15,8 +15,8 @@ A model may use weights on several streams in one pass, and autograd runs the ba
 forward. "The compute stream" then means all streams that were current when the runtime was called in this pass:
 
 - A gather waits for the stream that launches it.
-- A reduction waits for all of them, because each may have written a gradient that travels with it. All of them wait for
-  the reduction when it is retired, so that none overwrites what it reads.
+- A reduction waits for all of them: each may have written a gradient that travels with it. When it is retired, all of
+  them wait for it, so that none overwrites a buffer that it reads.
 - A stream that joins the pass waits for the stream before it.
 - The memory of a gathered weight belongs to the stream that launched the gather. If another stream reads the weight,
   ``record_stream`` tells the allocator. (A CUDA graph does not reuse such memory within the graph.)
@@ -24,11 +24,11 @@ forward. "The compute stream" then means all streams that were current when the 
   for a use on another stream must be kept as it was gathered.
 
 [Note: kernels after an exchange]
-Copy engines exchange gradients without a kernel, but the sum that follows is a kernel, which waits until a GEMM leaves
-SMs for it. On the scatter stream it would delay the next exchange. So everything after the exchange (sum, division,
-replicas, accumulation) runs on the *finish stream*, which waits for the scatter stream. It reads what was received and,
-in the send ring, this rank's own addend. Call ``wait_finished`` before the scatter stream writes to the ring or the
-ring grows. For other kinds of reduction the finish stream is the scatter stream.
+Copy engines exchange gradients without a kernel. The sum that follows is a kernel, which waits until a GEMM leaves SMs
+for it; on the scatter stream it would delay the next exchange. So everything after the exchange (sum, division,
+replicas, accumulation) runs on the *finish stream*, which waits for the scatter stream. It reads this rank's own addend
+in the send ring: call ``wait_finished`` before the scatter stream writes to the ring or the ring grows. For other kinds
+of reduction the finish stream is the scatter stream.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Reduction(NamedTuple):
 
     done: Done
     complete: Callable[[], None] | None
-    keep: tuple[Tensor, ...]
+    keep: Sequence[Tensor]
     places: Sequence[Place] = ()
     origins: tuple[torch.Stream, ...] = ()
 
@@ -79,9 +79,7 @@ class Reduction(NamedTuple):
 class Streams:
     """The compute streams of the running pass, the scatter stream, and how streams wait for each other.
 
-    Args:
-        max_inflight: Reductions in flight before compute waits for the oldest.
-        has_finish_stream: See [Note: kernels after an exchange].
+    ``max_inflight`` reductions may be in flight before compute waits for the oldest.
     """
 
     def __init__(self, device: torch.device, debug: DebugFlags, max_inflight: int, has_finish_stream: bool) -> None:
@@ -214,17 +212,11 @@ class Streams:
             self._is_bounded = True
 
     def reduction_launched(
-        self,
-        work: dist.Work | None,
-        complete: Callable[[], None],
-        keep: tuple[Tensor, ...],
-        places: Sequence[Place] = (),
+        self, work: Waitable | None, complete: Callable[[], None], keep: Sequence[Tensor], places: Sequence[Place] = ()
     ) -> None:
-        """Call within ``reducing``, after the launch of the collective.
-
-        ``complete()`` works on the result (sum, replicas, division, accumulation): now, on the finish stream, or, if
-        there are no streams, when the reduction is retired. ``keep`` and ``places`` stay alive until then.
-        """
+        """Call within ``reducing``, after the launch of the collective. ``complete()`` works on the result (sum,
+        replicas, division, accumulation): now, on the finish stream; without streams when the reduction is retired.
+        ``keep`` and ``places`` stay alive until it is retired."""
         scatter, finish = self._scatter_stream, self._finish_stream
         if scatter is None or finish is None:
             self._reductions.append(Reduction(Done(work=work), complete, keep, places))
@@ -252,8 +244,7 @@ class Streams:
                 other.wait_event(event)
 
     def wait_finished(self) -> None:
-        """Make the scatter stream (without streams: the host) wait for everything that follows the reductions so far,
-        see [Note: kernels after an exchange]."""
+        """Make the scatter stream (without streams: the host) wait for the finish stream, see the last note above."""
         if self._scatter_stream is None:
             self.retire_all()
         elif self._scatter_stream is not self._finish_stream and self._reductions:
@@ -265,9 +256,7 @@ class Streams:
     def retire_users(self, buffers: Sequence[Tensor]) -> None:
         """Retire reductions, oldest first, until none in flight uses these buffers."""
         used = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-        while any(
-            kept.untyped_storage().data_ptr() in used for reduction in self._reductions for kept in reduction.keep
-        ):
+        while any(buffer.untyped_storage().data_ptr() in used for each in self._reductions for buffer in each.keep):
             self._retire_oldest()
 
     def retire_all(self) -> None:

@@ -29,12 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class TokenExchange:
-    """The capacity that ranks of the gtp axis have agreed on for one kind of use of one weight.
+    """The capacity that ranks of the last axis of ``mesh`` have agreed on for one kind of use of one weight.
 
     Args:
-        fqn, shape: Name and unsharded shape of the weight, for messages.
-        mesh: Its mesh. Tokens are exchanged over the last axis.
-        purpose: What the exchange does, for messages.
+        fqn, shape, purpose: For messages: the weight's name and unsharded shape, and what the exchange does.
         declared: The capacity that the policy declares; None to agree on it in the first use.
         is_worth: Whether to exchange activations at a capacity; all ranks must get the same answer.
     """
@@ -60,12 +58,8 @@ class TokenExchange:
     def gather(self, values: Tensor, fill: int, comm: CommContext, groups: Groups) -> Tensor | None:
         """Values of all ranks' tokens: int64, shape ``(world, capacity)``; None if the ranks agreed not to exchange.
 
-        Args:
-            values: One integer for each token of this rank, 1-D.
-            fill: The value of padding.
-
-        Raises:
-            ValueError: Some ranks have more tokens than the exchange carries, see the note above.
+        ``values`` has one integer for each token of this rank, 1-D; ``fill`` pads. If only some ranks have more tokens
+        than the exchange carries, it raises ValueError, see the note above.
         """
         if not self.capacity:
             count = torch.tensor([values.numel()], device=values.device)
@@ -106,11 +100,7 @@ class TokenExchange:
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
 
     def _holds(self, counts: list[int]) -> bool:
-        """Whether the exchange carried all tokens; False if the ranks have agreed on a larger capacity.
-
-        Raises:
-            ValueError: Some ranks have too many tokens.
-        """
+        """Whether the exchange carried all tokens; False if the ranks have agreed on a larger capacity."""
         if max(counts) <= self.capacity:
             return True
         if min(counts) <= self.capacity or self._is_declared:
