@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
-from .symmetric_memory import waiting_allowed
+from .copy_engine import waiting_allowed
 
 logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

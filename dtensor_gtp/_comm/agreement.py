@@ -32,12 +32,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def by_rank(own: T, groups: Sequence[dist.ProcessGroup]) -> dict[int, T]:
-    """The value of each rank of a mesh, sorted by global rank. Collective.
-
-    Args:
-        own: This rank's value, any object that can be pickled.
-        groups: One group for each axis of the mesh.
-    """
+    """The value of each rank of a mesh, sorted by global rank: any object that can be pickled. Collective over
+    ``groups``, one for each axis of the mesh."""
     known = {dist.get_rank(): own}
     for group in groups:
         parts: list[dict[int, T]] = [{}] * group.size()

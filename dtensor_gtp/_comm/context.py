@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy, Waitable
 from .collectives import Groups, has_replicas
-from .copy_engine import CastingBackend
+from .copy_engine import CastingBackend, PeerCopies
 from .debug import DebugFlags, check_order
 from .gather_backends import choose_gather_backend, make_send_ring
 from .send_ring import SendRing
 from .streams import Done, Streams
-from .symmetric_memory import PeerCopies
 
 logger = logging.getLogger(__name__)
 # A large gradient that travels alone: 4096 x 14336 elements in 16 bits.

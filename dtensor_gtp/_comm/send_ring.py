@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .symmetric_memory import PeerCopies, offsets
+from .copy_engine import PeerCopies, offsets
 
 _ALIGNMENT = 512  # that of torch's allocator: GEMMs choose their kernels by it
 

@@ -107,19 +107,8 @@ def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: 
         _, *firsts, num_blocks = accumulate([*blocks, *[0] * missing], initial=0)
         if num_blocks == 0:
             continue
+        parcels = [*own[at : at + _PARCELS], *[own[at]] * missing]
+        numbers = [*begins[at : at + _PARCELS + 1], *[begins[-1]] * missing, *firsts, rows.shape[1], rank, factor]
         with on_device_of(out):
-            sum_over_ranks[(num_blocks,)](
-                out,
-                rows,
-                *own[at : at + _PARCELS],
-                *[own[at]] * missing,
-                *begins[at : at + _PARCELS + 1],
-                *[begins[-1]] * missing,
-                *firsts,
-                rows.shape[1],
-                rank,
-                factor,
-                NUM=num_ranks,
-                ALIGNED=is_aligned,
-                BLOCK=_BLOCK,
-            )
+            grid = sum_over_ranks[(num_blocks,)]
+            grid(out, rows, *parcels, *numbers, NUM=num_ranks, ALIGNED=is_aligned, BLOCK=_BLOCK)

@@ -14,16 +14,15 @@ import torch
 
 from dtensor_gtp import SchedulePolicy
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm import copy_engine, symmetric_memory
+from dtensor_gtp._comm import copy_engine
 from dtensor_gtp._comm import reduce_scatter as scattering_module
 from dtensor_gtp._comm.addends import Sum
 from dtensor_gtp._comm.collectives import Groups, ReduceScale
 from dtensor_gtp._comm.context import CommContext
-from dtensor_gtp._comm.copy_engine import CopyEngine
+from dtensor_gtp._comm.copy_engine import CopyEngine, offsets
 from dtensor_gtp._comm.debug import DebugFlags
 from dtensor_gtp._comm.reduce_scatter import Scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
-from dtensor_gtp._comm.symmetric_memory import offsets
 from dtensor_gtp._schedule.reduce_gradients import Gradients
 
 NUM_RANKS = 4
@@ -52,8 +51,8 @@ class Ranks:
 
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(NUM_RANKS)]
         with (
-            mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"),
-            mock.patch.object(symmetric_memory.dist, "barrier", lambda group: group.ranks.barrier.wait()),
+            mock.patch.object(copy_engine, "refuse_without_symmetric_memory"),
+            mock.patch.object(copy_engine.dist, "barrier", lambda group: group.ranks.barrier.wait()),
             mock.patch.object(compat, "resolve_group", lambda name: name),
         ):
             for thread in threads:
