@@ -51,11 +51,8 @@ def agree_on_all_ranks(
     expected: str = "the same module and policies",
     remedy: str = "Build the same module everywhere; make shard_placement_fn and the policies independent of the rank.",
 ) -> T:
-    """Run ``check`` on each rank of ``mesh``. Raise on all ranks if one raised or if their results differ.
-
-    Args:
-        describe: The parts of the result that must be equal on all ranks.
-        caller, expected, remedy: For messages: the public function, what must be equal, what to do if it is not.
+    """Run ``check`` on each rank of ``mesh``. Raise on all ranks if one raised or if their results differ in what
+    ``describe`` says of them. ``caller`` (a public function), ``expected`` and ``remedy`` are for messages.
 
     Raises:
         Exception: Whatever ``check`` raised on this rank.

@@ -26,8 +26,8 @@ def has_replicas(mesh: DeviceMesh) -> bool:
 class Groups:
     """Communicators of one weight mesh. Gathers and reduce-scatters have one each, so that they overlap in backward.
 
-    Only names are kept: a group object would outlive ``destroy_process_group``, and the interpreter would tear it down
-    at exit while its threads still run.
+    It keeps names: a group object would outlive ``destroy_process_group`` and be torn down at interpreter exit, while
+    its threads still run.
     """
 
     gather_name: str

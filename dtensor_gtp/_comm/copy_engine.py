@@ -11,19 +11,18 @@ gather is, in the order of the stream:
 
 The cast is a kernel: behind a GEMM it waits for SMs, and the copies wait with it. So it runs ahead, on a stream of
 casts. That stream waits for the compute that made the shard, and for the first barrier of the gather *before*: after
-that barrier nobody reads this half. In three cases that barrier may not precede the cast, which then runs between the
-barriers: in the first gather of a pass, when a CUDA graph begins or ends, and in eager code after a graph has used the
-stage (the host does not see replays). The half depends only on the number of the gather in its pass. Quantized data and
-their statistics are made on the stream of casts, too; a cast between the barriers waits for that stream.
+that barrier nobody reads this half. In three cases it is not known that this barrier precedes the cast, which then runs
+between the barriers: in the first gather of a pass, when a CUDA graph begins or ends, and in eager code after a graph
+has used the stage (the host does not see replays). The half depends only on the number of the gather in its pass.
+Quantized data and their statistics are made on the stream of casts, too; a cast between the barriers waits for it.
 
 What follows:
 
 - *A slow peer*: the streams wait for it in both barriers. Nobody reads a stage before it is filled, or fills one that
   is still read.
-- *An optimizer* may write to shards while peers read. They read the stage, which the owner filled after everything that
-  its compute stream was given before, the optimizer step included.
-- *A shard may be freed, replaced or loaded* while peers read, for the same reason. The memory of the shard itself obeys
-  [Note: streams and memory].
+- *Shards* may be written by an optimizer, freed, replaced or loaded while peers read. They read the stage, which the
+  owner filled after everything that its compute stream was given before. [Note: streams and memory] holds for the
+  memory of the shard itself.
 - *CUDA graphs*: a gather contains both barriers, and the first gather of a pass relies on no earlier one. So a pass can
   be recorded, replayed any number of times and mixed with eager ones. All ranks must replay alike.
 - *The stage grows* for a larger gather, but not in a CUDA graph: all ranks wait for their streams, then meet, before
@@ -56,15 +55,8 @@ _Pair = tuple[Tensor, Tensor]  # a target, and a source of the same shape
 
 
 class PeerCopies:
-    """A stage that peers copy from, see [Note: rules of the copy engine]. Making one is collective over ``group``.
-
-    Args:
-        group: Ranks of one host, one GPU each. Only its name is kept, see ``Groups``.
-        device: This rank's GPU.
-
-    Raises:
-        RuntimeError: These ranks cannot have symmetric memory. Raised on all of them.
-    """
+    """A stage that peers copy from, see [Note: rules of the copy engine]. Making one is collective over ``group``, the
+    ranks of one host with a GPU each. All of them raise RuntimeError if they cannot have symmetric memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         refuse_without_symmetric_memory(group, device)
@@ -187,10 +179,8 @@ class CopyEngine(PeerCopies, CastingBackend):
         if stream is not None:
             self._last_passed, self._last_recording = stream.record_event(), self._recording()
         stage.barrier(1)
-        parts = [
-            compat.Fetch(begin, output.data_ptr(), nbytes, nbytes)
-            for begin, output, nbytes in zip(begins, outputs, sizes, strict=True)
-        ]
+        triples = zip(begins, outputs, sizes, strict=True)
+        parts = [compat.Fetch(begin, output.data_ptr(), nbytes, nbytes) for begin, output, nbytes in triples]
         own = [
             part
             for part, shard in zip(parts, shards, strict=True)
@@ -276,8 +266,7 @@ def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
 
 def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises:
-    RuntimeError: A check beforehand shows that the ranks cannot map each other's memory: some rank has no copy engines,
-        or they are on several hosts. Raised on all ranks of the group.
+    RuntimeError: Some rank has no copy engines, or the ranks are on several hosts. Raised on all ranks of the group.
     """
     missing = ""
     if device.type != "cuda":

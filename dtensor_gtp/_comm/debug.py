@@ -65,11 +65,8 @@ def sleep(microseconds: int, device: torch.device) -> None:
 
 
 def check_order(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Compare ``what`` the ranks of one mesh are about to launch; ``groups`` are those of its axes.
-
-    Raises:
-        RuntimeError: It differs. Raised on all ranks of the mesh.
-    """
+    """Compare ``what`` the ranks of one mesh are about to launch, over the groups of its axes. If it differs, all raise
+    RuntimeError."""
     launches = by_rank(what, groups)
     if len(set(launches.values())) == 1:
         return

@@ -88,8 +88,8 @@ def choose_gather_backend(
 
 def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough_nbytes: int) -> SendRing:
     """A ring for the first of ``groups``. Collective over all of them."""
-    factory = partial(SendRing, enough_nbytes=enough_nbytes)
-    return _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
+    name = "the send ring of reduce_scatter='copy_engine'"
+    return _make_on_all_ranks(partial(SendRing, enough_nbytes=enough_nbytes), groups, device, name)
 
 
 def _make_on_all_ranks(

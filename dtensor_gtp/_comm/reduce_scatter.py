@@ -90,9 +90,8 @@ class Scattering:
     def _prepare_exchange(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         """Allocate what each rank receives: the addends of its rows, to add in a wider dtype.
 
-        What comes from one rank is contiguous, so one kernel adds everything: each kernel on the scatter stream waits
-        until a GEMM leaves room for it. Copy engines do not copy this rank's own addend if the kernel can read it in
-        the ring.
+        The addends of one rank are contiguous, so one kernel adds all gradients: each kernel waits until a GEMM leaves
+        room for it. Copy engines do not copy this rank's own addend if the kernel can read it in the ring.
         """
         like, num_ranks = self._sent[0], self._num_ranks
         self._sizes = [math.prod(shape) for shape in shapes]

@@ -1,12 +1,11 @@
 """Gradients that peers fetch by copy engines, from where the GEMM has written them.
 
 [Note: places in the ring]
-Gradients are sent from the *ring*, symmetric memory of this rank. The place of a gradient follows from the sizes of the
-gradients that were submitted before it in this backward. These are the same on all ranks, so peers need no message to
-find it. A GEMM is *offered* the next place, to write its gradient there, if nobody uses the place any more. Otherwise,
-and for a gradient that was made elsewhere (added to those of earlier microbatches, say), the scatter stream copies the
-gradient into its place. Each rank decides that for itself: offers depend on which places are in use, and that may
-differ between ranks.
+Gradients are sent from the *ring*, symmetric memory of this rank. The place of a gradient follows from the sizes of
+those that were submitted before it in this backward. These are the same on all ranks, so peers find it without a
+message. A GEMM is *offered* the next place, to write its gradient there, if nobody uses the place any more. Otherwise,
+and if a gradient was made elsewhere (added to those of earlier microbatches, say), the scatter stream copies it into
+its place. Ranks may differ in this, because they may differ in which places are in use.
 
 A place is in use at least until compute has waited for the exchange that reads it (``CommContext`` retires it). An
 exchange ends with a barrier, so by then all peers have read it. It is, in the order of the scatter stream:
@@ -18,10 +17,10 @@ exchange ends with a barrier, so by then all peers have read it. It is, in the o
 The kernel that adds reads this rank's own addend in its place (see [Note: kernels after an exchange]).
 
 Waiting gradients that cannot travel with the next one are launched before that one gets a place. If a gradient has no
-room beside those that it travels with, all of them get new places at the launch, in a ring that grows if it must. At
-the end of each backward the ring grows to the size that would have avoided that, up to ``enough_nbytes``. So gradients
-of the first backward are copied, and the second one has room. Growth and CUDA graphs obey [Note: rules of the copy
-engine]. Places start from the beginning in each backward, so addresses repeat from step to step.
+room beside those that it travels with, all of them get new places at the launch, in a ring that grows if it must. After
+each backward the ring grows to the size that would have avoided that, up to ``enough_nbytes``: gradients of the first
+backward are copied, the second has room. [Note: rules of the copy engine] holds for growth and CUDA graphs. Each
+backward starts at the first place, so addresses repeat from step to step.
 """
 
 from __future__ import annotations
@@ -118,11 +117,8 @@ class SendRing(PeerCopies):
         return place
 
     def lay_out(self, fulls: list[Tensor], dtype: torch.dtype) -> list[Place]:
-        """New places for gradients that are launched together and do not all have one. On the scatter stream.
-
-        Replaces those of ``fulls`` that lie in the ring by copies. Their old places must live until the launch is
-        retired.
-        """
+        """New places for gradients that are launched together and do not all have one. On the scatter stream. Replaces
+        ``fulls`` in the ring by copies; their old places must live until the launch is retired."""
         begin = 0 if self._stage is None else self._stage.address(self.rank)
         end = begin + self._nbytes
         fulls[:] = [full.clone() if begin <= full.data_ptr() < end else full for full in fulls]
@@ -164,7 +160,7 @@ class SendRing(PeerCopies):
 
         Args:
             received: Shape ``(world, numel)``, contiguous: row i comes from rank i, this rank's is not written. Or
-                shape ``(world - 1, numel)``, without this rank's row. A row holds its part of each gradient in turn.
+                shape ``(world - 1, numel)``, without this rank's row. A row has its part of each gradient in turn.
             sizes: Elements of a row of each gradient; their sum is ``numel``.
             places: Of all gradients that wait, each of shape ``(world, size)``; row i is for rank i.
         """

@@ -18,8 +18,8 @@ forward. "The compute stream" then means all streams that were current when the 
 - A reduction waits for all of them: each may have written a gradient that travels with it. When it is retired, all of
   them wait for it, so that none overwrites a buffer that it reads.
 - A stream that joins the pass waits for the stream before it.
-- The memory of a gathered weight belongs to the stream that launched the gather. If another stream reads the weight,
-  ``record_stream`` tells the allocator. (A CUDA graph does not reuse such memory within the graph.)
+- The stream that launches a gather owns the memory of the weight. If another stream reads the weight, ``record_stream``
+  tells the allocator. (A CUDA graph does not reuse such memory within the graph.)
 - A copy of a gathered weight (dequantized, contiguous) is made on the stream of its use. A weight that stays gathered
   for a use on another stream must be kept as it was gathered.
 
@@ -52,10 +52,8 @@ _MAX_DELAY_US = 300
 
 
 class Done(NamedTuple):
-    """When a collective is complete: an event where there are streams, else a background work.
-
-    ``origin`` is the compute stream that launched it and that owns the memory of its output.
-    """
+    """When a collective is complete: an event where there are streams, else a background work. ``origin`` is the
+    compute stream that launched it and owns the memory of its output."""
 
     event: torch.Event | None = None
     work: Waitable | None = None
@@ -63,16 +61,13 @@ class Done(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A reduction in flight.
-
-    ``complete`` runs on the host after the background work (None if streams order it). ``keep`` holds the buffers that
-    the communication stream uses, ``places`` what peers read. ``origins`` are the compute streams that own this memory.
-    """
+    """A reduction in flight. ``complete`` runs on the host after the background work (None if streams order it).
+    ``origins`` are the compute streams that own the memory of ``keep``."""
 
     done: Done
     complete: Callable[[], None] | None
-    keep: Sequence[Tensor]
-    places: Sequence[Place] = ()
+    keep: Sequence[Tensor]  # the communication stream uses these
+    places: Sequence[Place] = ()  # peers read these
     origins: tuple[torch.Stream, ...] = ()
 
 

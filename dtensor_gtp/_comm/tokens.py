@@ -75,7 +75,11 @@ class TokenExchange:
         received = self._all_gather(message, f"{self.capacity} tokens", comm, groups)
         counts = received[:, 0]
         if values.numel() > self.capacity or not comm.has_streams:
-            if not self._holds(counts.tolist()):
+            numbers = counts.tolist()
+            if max(numbers) > self.capacity:
+                if min(numbers) <= self.capacity or self._is_declared:
+                    raise ValueError(self._complaint(f"{numbers} tokens"))
+                self._settle(max(numbers))
                 return self.gather(values, fill, comm, groups)
         else:
             compat.assert_on_device((counts <= self.capacity).all(), self._complaint("more tokens"))
@@ -98,15 +102,6 @@ class TokenExchange:
         self.is_chosen = capacity > 0 and self._is_worth(capacity)
         if capacity:
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
-
-    def _holds(self, counts: list[int]) -> bool:
-        """Whether the exchange carried all tokens; False if the ranks have agreed on a larger capacity."""
-        if max(counts) <= self.capacity:
-            return True
-        if min(counts) <= self.capacity or self._is_declared:
-            raise ValueError(self._complaint(f"{counts} tokens"))
-        self._settle(max(counts))
-        return False
 
     def _complaint(self, got: str) -> str:
         source = "the most of the first use, unless all ranks have more"

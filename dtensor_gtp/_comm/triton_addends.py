@@ -110,5 +110,5 @@ def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: 
         parcels = [*own[at : at + _PARCELS], *[own[at]] * missing]
         numbers = [*begins[at : at + _PARCELS + 1], *[begins[-1]] * missing, *firsts, rows.shape[1], rank, factor]
         with on_device_of(out):
-            grid = sum_over_ranks[(num_blocks,)]
-            grid(out, rows, *parcels, *numbers, NUM=num_ranks, ALIGNED=is_aligned, BLOCK=_BLOCK)
+            launch = sum_over_ranks[(num_blocks,)]
+            launch(out, rows, *parcels, *numbers, NUM=num_ranks, ALIGNED=is_aligned, BLOCK=_BLOCK)
