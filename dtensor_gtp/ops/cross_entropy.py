@@ -27,7 +27,6 @@ from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from .exchange import can_exchange, check_range, launch, local_ids, new_exchange, padded
 
-
 # Size of a chunk's float32 logits on a rank: large enough for efficient products, small beside a layer's activations.
 # Hidden states of all ranks are kept for backward if they are no larger.
 CHUNK_NBYTES = 256 * 2**20

@@ -26,7 +26,6 @@ from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 
 
-
 def can_exchange(runtime: Runtime, weight: ShardedWeight) -> bool:
     """Whether each rank has whole rows of the plain matrix ``weight``, and all ranks count alike."""
     layout = weight.layout
@@ -86,9 +85,7 @@ def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -
     return output[: indices.numel()].view(*indices.shape, dim), ids
 
 
-def launch(
-    collective: Callable[..., Any], what: str, runtime: Runtime, weight: ShardedWeight, *args: Any
-) -> Done:
+def launch(collective: Callable[..., Any], what: str, runtime: Runtime, weight: ShardedWeight, *args: Any) -> Done:
     """Launch a collective in the scatter group. In the gather group it would wait for weights that are prefetched."""
     comm, groups = runtime.comm, weight.groups
     with comm.scattering():
