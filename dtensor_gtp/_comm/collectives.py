@@ -79,16 +79,3 @@ def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> Re
     while factor % predivide == 0 and factor / predivide > predivide:
         predivide *= 2
     return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
-
-
-def reduce_scatter(
-    outputs: list[Tensor], fulls: list[Tensor], scale: ReduceScale, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Reduce each of ``fulls``, shape ``(world * rows, ...)``, over the ranks in one launch. This rank's rows go to the
-    output, shape ``(rows, ...)``, at the same index. All are contiguous and of one dtype; ``fulls`` may be divided."""
-    if scale.predivide is not None:
-        for full in fulls:
-            full.div_(scale.predivide)
-    if len(outputs) == 1:
-        return compat.reduce_scatter_base(outputs[0], fulls[0], scale.op, group, async_op)
-    return compat.reduce_scatter_coalesced(outputs, fulls, scale.op, group, async_op)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind
-from . import collectives
 from .addends import fused_sum
 from .collectives import Groups, ReduceScale
 from .context import CommContext
@@ -120,7 +119,12 @@ class Scattering:
             self._copies.clear()
         async_op = not comm.has_streams
         if self._received is None:
-            return collectives.reduce_scatter(self.slots, self._sent, scale, groups.scatter, async_op)
+            if scale.predivide is not None:
+                for sent in self._sent:
+                    sent.div_(scale.predivide)
+            if len(self.slots) == 1:
+                return compat.reduce_scatter_base(self.slots[0], self._sent[0], scale.op, groups.scatter, async_op)
+            return compat.reduce_scatter_coalesced(self.slots, self._sent, scale.op, groups.scatter, async_op)
         assert scale.predivide is None, "a sum in float32 does not overflow"
         if self._ring is None:
             (sent,) = self._sent
