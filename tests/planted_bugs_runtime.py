@@ -250,15 +250,15 @@ RUNTIME = [
     Bug(
         "rows of the wrong rank are sent",
         "_comm/send_ring.py",
-        "place.begin + self._rank * nbytes",
+        "place.begin + self.rank * nbytes",
         "place.begin",
         ("tests/unit/test_copy_engine.py::test_gradients_in_the_ring",),
     ),
     Bug(
         "more reductions in flight than allowed",
-        "_comm/reductions_in_flight.py",
-        "len(self._reductions) >= self._most",
-        "len(self._reductions) > self._most",
+        "_comm/streams.py",
+        "len(self._reductions) >= self._max_inflight",
+        "len(self._reductions) > self._max_inflight",
         ("tests/distributed/test_gtp_shard_memory.py::TestMemory::test_reductions_in_flight_are_bounded",),
     ),
     Bug(
@@ -311,9 +311,9 @@ RUNTIME = [
     ),
     Bug(
         "digest does not see the order",
-        "_comm/digest.py",
-        "_mixed(piece + places * _STRIDE)",
-        "_mixed(piece)",
+        "_comm/agreement.py",
+        "mixed = piece + places * _STRIDE",
+        "mixed = piece",
         ("tests/unit/test_digest.py::test_the_order_of_elements_counts",),
     ),
     Bug(

@@ -1,43 +1,29 @@
-"""The sum over ranks of what an exchange has received, see ``reduce_scatter``: a kernel by Triton, or torch.
+"""The sum over ranks of the addends that an exchange has received, see ``reduce_scatter``: a Triton kernel, or torch.
 
-The kernel reads each addend once, this rank's own from where it was sent, and writes the sum. Where it cannot run,
-``torch.sum`` or ``torch.mean`` do the same with all addends side by side. The bits are the same, except for the mean
-over a number of ranks that is no power of two (torch rounds the factor with the size of the gradient) and for gradients
-that torch adds in parts: of one element, or of more than 2 GiB in all.
+Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own. The bits are the
+same, except for the mean over a number of ranks that is no power of two (torch's factor depends on the size of the
+gradient) and for gradients that torch adds in parts: of one element, or of more than 2 GiB in all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from functools import cache, partial
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
-from .symmetric_memory import waiting_allowed
+from .copy_engine import waiting_allowed
 
 logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# torch shares out more addends of one element among threads.
+# torch splits more addends of one element among threads.
 _MOST_RANKS = 63
-
-
-class Sum(Protocol):
-    """``factor`` times the sum over ranks, on the current stream."""
-
-    def __call__(
-        self, out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: int, factor: float
-    ) -> None:
-        """
-        Args:
-            out: The result, shape ``(numel,)``, float32.
-            rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or ``(num_ranks - 1, numel)`` without
-                this rank's.
-            own: This rank's addend if ``rows`` lacks it: contiguous parts, one behind the other in ``out``.
-        """
+# ``triton_addends.add``
+Sum = Callable[[Tensor, Tensor, Sequence[Tensor], int, int, float], None]
 
 
 class _Key(NamedTuple):
@@ -55,10 +41,8 @@ def _verdicts() -> dict[_Key, tuple[Sum | None, str]]:
 
 
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
-    """The kernel that adds what ``num_ranks`` ranks send, of the dtype and on the device of ``like``; None: torch."""
-    if type(like) is not Tensor or not like.is_cuda:
-        return None
-    if like.dtype not in _DTYPES or num_ranks > _MOST_RANKS:
+    """The kernel that adds the addends of ``num_ranks`` ranks, of the dtype and device of ``like``; None: torch."""
+    if type(like) is not Tensor or not like.is_cuda or like.dtype not in _DTYPES or num_ranks > _MOST_RANKS:
         return None
     return _decided(_Key(like.device.index, like.dtype, num_ranks))[0]
 
@@ -79,7 +63,7 @@ def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
         from .triton_addends import add  # needs Triton, which comes with torch for GPUs
 
         with waiting_allowed(device):
-            # What is aligned has a kernel of its own.
+            # Aligned addends have a kernel of their own.
             for sizes in ([1040, 16], [1001, 8]):
                 if not all(has_same_bits(*pair) for pair in _probe(add, sizes, device, key)):
                     return None, "the sum by Triton has other bits than torch's"
@@ -89,14 +73,14 @@ def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
 
 
 def _probe(add: Sum, sizes: list[int], device: torch.device, key: _Key) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sum and mean by the kernel and by torch; with the rank's own row, and without."""
+    """Sum and mean by the kernel and by torch; rows with and without the rank's own."""
     num_ranks, numel, rank = key.num_ranks, sum(sizes), key.num_ranks // 2
     steps = torch.arange(num_ranks * numel, dtype=torch.float32, device=device)
     rows = ((steps * 37 % 1009 - 499.3) * torch.exp2(steps % 21 - 14)).to(key.dtype).view(num_ranks, numel)
-    peers, own = torch.cat([rows[:rank], rows[rank + 1 :]]), rows[rank].split(sizes)
+    peers = torch.cat([rows[:rank], rows[rank + 1 :]])
     for factor, reduce in ((1.0, torch.sum), (1 / num_ranks, torch.mean)):
         expected = reduce(rows, 0, dtype=torch.float32)
-        for given in (partial(add, rows=rows, own=[]), partial(add, rows=peers, own=own)):
+        for given, own in ((rows, ()), (peers, rows[rank].split(sizes))):
             out = torch.empty(numel, dtype=torch.float32, device=device)
-            given(out, rank=rank, num_ranks=num_ranks, factor=factor)
+            add(out, given, own, rank, num_ranks, factor)
             yield out, expected

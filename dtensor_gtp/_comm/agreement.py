@@ -1,4 +1,4 @@
-"""Ranks exchange what each of them has found, before anything is changed: all succeed, or all raise."""
+"""Ranks compare what each of them has found before anything is changed: all succeed, or all raise."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .collectives import as_integers
+
 T = TypeVar("T")
+
+_WORD = torch.int64
+# Words that are mixed at once. Mixing takes about ten times their bytes of memory.
+_PIECE = 1 << 20
+# The finalizer of SplitMix64 (Steele et al. 2014), in two's complement: each bit of the result depends on all bits.
+_STEPS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
+_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -22,12 +32,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def by_rank(own: T, groups: Sequence[dist.ProcessGroup]) -> dict[int, T]:
-    """The value of each rank of a mesh, by global rank in order. Collective.
-
-    Args:
-        own: This rank's value, any object that can be pickled.
-        groups: One group for each axis of the mesh.
-    """
+    """The value of each rank of a mesh, sorted by global rank: any object that can be pickled. Collective over
+    ``groups``, one for each axis of the mesh."""
     known = {dist.get_rank(): own}
     for group in groups:
         parts: list[dict[int, T]] = [{}] * group.size()
@@ -45,12 +51,8 @@ def agree_on_all_ranks(
     expected: str = "the same module and policies",
     remedy: str = "Build the same module everywhere; make shard_placement_fn and the policies independent of the rank.",
 ) -> T:
-    """Run ``check`` on each rank of ``mesh``; raise on all of them if one raised or their results differ.
-
-    Args:
-        describe: What must be equal on all ranks, of the result of ``check``.
-        caller, expected, remedy: For messages: the public function, what it expects to be equal, what to do if it is
-        not.
+    """Run ``check`` on each rank of ``mesh``. Raise on all ranks if one raised or if their results differ in what
+    ``describe`` says of them. ``caller`` (a public function), ``expected`` and ``remedy`` are for messages.
 
     Raises:
         Exception: Whatever ``check`` raised on this rank.
@@ -65,8 +67,8 @@ def agree_on_all_ranks(
     except Exception as caught:
         error = caught
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    digest = int.from_bytes(hashlib.sha256("\n".join(described).encode()).digest()[:7], "big")
-    status = torch.tensor([error is not None, digest, -digest], dtype=torch.int64, device=device_of(mesh))
+    code = int.from_bytes(hashlib.sha256("\n".join(described).encode()).digest()[:7], "big")
+    status = torch.tensor([error is not None, code, -code], dtype=torch.int64, device=device_of(mesh))
     for group in groups:
         dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
     has_failed, highest, lowest = status.tolist()
@@ -94,4 +96,30 @@ def _first_difference(described: dict[int, Sequence[str]]) -> str:
         for a, b in zip_longest(described[first_rank], described[rank], fillvalue="nothing more"):
             if a != b:
                 return f"rank {first_rank} has {a} where rank {rank} has {b}"
-    raise AssertionError("the digests of the ranks differ, but not what they describe")
+    raise AssertionError("the hashes of the ranks differ, but not their descriptions")
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """One number for the bits of a plain tensor of any dtype and layout: int64, shape ``()``, 0 for no elements.
+
+    It differs if one element differs and, almost surely, if several elements or their order differ.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.contiguous().flatten()
+    if flat.nbytes % _WORD.itemsize:
+        words = as_integers(flat)
+    else:
+        is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
+        words = (flat if is_aligned else flat.clone()).view(_WORD)
+    total = torch.zeros((), dtype=_WORD, device=tensor.device)
+    for begin in range(0, words.numel(), _PIECE):
+        piece = words[begin : begin + _PIECE].to(_WORD)
+        # As in the generator, the state at each place is a multiple of an odd number.
+        places = torch.arange(begin + 1, begin + 1 + piece.numel(), device=tensor.device)
+        mixed = piece + places * _STRIDE
+        for shift, factor in _STEPS:
+            without_sign = (mixed >> shift) & ((1 << (64 - shift)) - 1)
+            mixed = (mixed ^ without_sign) * factor
+        total += mixed.sum()
+    return total

@@ -1,23 +1,53 @@
-"""Collectives without state: tensors, group and reduction are arguments, the current stream is the caller's.
-
-With ``stream`` the collective is ordered on the current stream. Without, as with gloo on a CPU, it runs in the
-background and the returned ``Work`` says when it is complete.
-"""
+"""The communicators of one weight mesh, and how their collectives reduce."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 
-# Not every backend knows every float.
+# Not every backend has collectives for every float dtype.
 _WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def has_replicas(mesh: DeviceMesh) -> bool:
+    """Whether other ranks hold the same shards, as in a (replicate, gtp) mesh."""
+    return mesh.ndim == 2 and mesh.size(0) > 1
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Communicators of one weight mesh. Gathers and reduce-scatters have one each, so that they overlap in backward.
+
+    It keeps names: a group object would outlive ``destroy_process_group`` and be torn down at interpreter exit, while
+    its threads still run.
+    """
+
+    gather_name: str
+    scatter_name: str
+    replicate_name: str | None
+    # Whether the gather backend casts shards and fills this rank's part of the output (``CastingBackend``).
+    casts_shards: bool = False
+
+    @property
+    def gather(self) -> dist.ProcessGroup:
+        return compat.resolve_group(self.gather_name)
+
+    @property
+    def scatter(self) -> dist.ProcessGroup:
+        return compat.resolve_group(self.scatter_name)
+
+    @property
+    def replicate(self) -> dist.ProcessGroup | None:
+        """The group of the replicate axis; None if there is no such axis or it has one rank."""
+        return None if self.replicate_name is None else compat.resolve_group(self.replicate_name)
 
 
 def as_integers(tensor: Tensor) -> Tensor:
@@ -26,7 +56,7 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 
 class ReduceScale(NamedTuple):
-    """How a sum over ranks becomes the gradient: the operation of the collective, and divisions around it."""
+    """How a sum over ranks becomes the gradient: the collective's operation, and the divisors before and after it."""
 
     op: dist.ReduceOp.RedOpType
     predivide: float | None
@@ -35,10 +65,10 @@ class ReduceScale(NamedTuple):
 
 @functools.lru_cache(maxsize=64)  # the factor may change in each step
 def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
-    """Average over ``num_ranks``, or divide the sum by ``factor`` if one is given.
+    """Average over ``num_ranks``, or divide the sum by ``factor`` if there is one.
 
-    float16 divides by about the root before and after the sum, because the sum of many ranks overflows it: the same
-    split as in torch's ``fully_shard`` (``_get_gradient_divide_factors``).
+    The sum of many ranks overflows float16, so half of the division (about the root) comes before the sum, as in
+    torch's ``fully_shard`` (``_get_gradient_divide_factors``).
     """
     if dtype != torch.float16:
         if factor is None:
@@ -49,55 +79,3 @@ def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> Re
     while factor % predivide == 0 and factor / predivide > predivide:
         predivide *= 2
     return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
-
-
-class Works:
-    """Background works that several callers wait for together. The first one releases them, because a work keeps its
-    tensors alive also when it is complete."""
-
-    def __init__(self, works: Iterable[dist.Work | None]) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-
-
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
-    """Gather ``shard`` of each rank, shape ``(rows, ...)``, into ``output``, shape ``(world * rows, ...)``; both are
-    contiguous and of one dtype. ``shard`` may be this rank's slice of ``output``."""
-    return compat.all_gather_base(output, shard, group, not stream)
-
-
-def reduce_scatter(
-    output: Tensor, full: Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool
-) -> dist.Work | None:
-    """Reduce ``full``, shape ``(world * rows, ...)``, over the ranks and leave this rank's rows in ``output``, shape
-    ``(rows, ...)``; both are contiguous and of one dtype. ``full`` may be divided in place."""
-    if scale.predivide is not None:
-        full.div_(scale.predivide)
-    return compat.reduce_scatter_base(output, full, scale.op, group, not stream)
-
-
-def reduce_scatter_many(
-    outputs: list[Tensor], fulls: list[Tensor], scale: ReduceScale, group: dist.ProcessGroup, stream: bool
-) -> dist.Work | None:
-    """Several :func:`reduce_scatter` of one group and dtype, as one launch."""
-    if len(outputs) == 1:
-        return reduce_scatter(outputs[0], fulls[0], scale, group, stream)
-    if scale.predivide is not None:
-        for full in fulls:
-            full.div_(scale.predivide)
-    return compat.reduce_scatter_coalesced(outputs, fulls, scale.op, group, not stream)
-
-
-def all_to_all(output: Tensor, input: Tensor, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
-    """Send the i-th of equal slices of ``input`` to rank i, and receive rank i's as the i-th of ``output``; both are
-    contiguous, of one shape ``(world * rows, ...)`` and dtype."""
-    return compat.all_to_all_base(output, input, group, not stream)
-
-
-def all_reduce(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, stream: bool) -> dist.Work | None:
-    """Reduce ``tensor`` over the ranks in place, without the divisions of ``scale``."""
-    return compat.all_reduce(tensor, scale.op, group, not stream)

@@ -13,77 +13,69 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy, Waitable
-from .copy_engine import CastingBackend
+from .collectives import Groups, has_replicas
+from .copy_engine import CastingBackend, PeerCopies
 from .debug import DebugFlags, check_order
 from .gather_backends import choose_gather_backend, make_send_ring
-from .groups import Groups, has_replicas
-from .reductions_in_flight import ReductionsInFlight
 from .send_ring import SendRing
-from .streams import Done
-from .symmetric_memory import PeerCopies
+from .streams import Done, Streams
 
 logger = logging.getLogger(__name__)
-# A large gradient that travels alone: of 4096 x 14336 elements in 16 bits.
+# A large gradient that travels alone: 4096 x 14336 elements in 16 bits.
 _GRADIENT_NBYTES = 128 << 20
+_Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
 
-class CommContext(ReductionsInFlight):
-    """The one owner of streams, events, extra process groups and work in flight.
-
-    Args:
-        device: Device of the weights.
-        schedule: How many reductions may be in flight, and who communicates.
-        debug: Poison and delay switches.
-    """
+class CommContext(Streams):
+    """The one owner of streams, events, extra process groups and work in flight. ``schedule`` says how many reductions
+    may be in flight, and which backends communicate."""
 
     def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         has_finish_stream = schedule.reduce_scatter == "copy_engine"
         super().__init__(device, debug, schedule.max_inflight_reduce_scatters, has_finish_stream)
         self._schedule = schedule
         self._groups: dict[tuple[str, ...], Groups] = {}
-        # By name of the communicator.
+        # By the name of the communicator. A casting backend is in both of the first two.
         self._gather_backends: dict[str, GatherBackend] = {}
-        self._casting_backends: dict[str, CastingBackend] = {}  # those of them that are
+        self._casting_backends: dict[str, CastingBackend] = {}
         self._send_rings: dict[str, SendRing] = {}
-        # One for each mesh, by the name of its gather group: gathers of experts, far ahead and large, must not delay
-        # gathers of other weights.
+        # One for each mesh: the early and large gathers of experts must not delay gathers of other weights.
         self._gather_streams: dict[str, torch.Stream] = {}
-        # Who gathers on each mesh and why, for people.
+        # The gather backend of each mesh and the reason for it, for the report.
         self.choices: list[str] = []
 
     def groups(self, mesh: DeviceMesh) -> Groups:
         """Communicators for a 1-D (gtp) or 2-D (replicate, gtp) mesh; the first call for a mesh is collective."""
         names = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
-        if names not in self._groups:
-            self._groups[names] = self._make_groups(mesh, names)
-        return self._groups[names]
-
-    def _make_groups(self, mesh: DeviceMesh, names: tuple[str, ...]) -> Groups:
+        if names in self._groups:
+            return self._groups[names]
         replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
         gather = scatter = mesh.get_group(mesh.ndim - 1)
         if gather.size() > 1:
             schedule, device = self._schedule, self.device
             scatter = compat.twin_group(gather, device, "gtp_scatter")
-            choice = choose_gather_backend(schedule, [gather, *replicate], device)
-            self._gather_backends[gather.group_name] = choice.backend
-            if isinstance(choice.backend, CastingBackend):
-                choice.backend.cast_stream = self._new_stream()
-                self._casting_backends[gather.group_name] = choice.backend
+            backend, choice = choose_gather_backend(schedule, [gather, *replicate], device)
+            self._gather_backends[gather.group_name] = backend
+            if isinstance(backend, CastingBackend):
+                backend.cast_stream = self._new_stream()
+                self._casting_backends[gather.group_name] = backend
             axis = mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "the mesh"
-            self.choices.append(f"gather backend on {axis}={gather.size()}: {choice.name} ({choice.reason})")
+            self.choices.append(f"gather backend on {axis}={gather.size()}: {choice}")
             logger.info(self.choices[-1])
             if schedule.reduce_scatter == "copy_engine":
-                together = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
-                enough = (schedule.max_inflight_reduce_scatters + 1) * together
+                nbytes = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+                enough = (schedule.max_inflight_reduce_scatters + 1) * nbytes
                 self._send_rings[scatter.group_name] = make_send_ring([scatter, *replicate], device, enough)
         stream = self._new_stream()
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
         casts_shards = gather.group_name in self._casting_backends
-        return Groups(gather.group_name, scatter.group_name, names[0] if replicate else None, casts_shards)
+        replicate_name = names[0] if replicate else None
+        groups = self._groups[names] = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards)
+        return groups
 
     def begin_pass(self, groups: Groups | None = None) -> None:
-        """A forward or a backward begins on all ranks; or, on those of ``groups`` alone, a gather outside of them."""
+        """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather outside of a pass."""
         if groups is None or self._is_recorded != self.is_capturing:
             self._computing.clear()
         for name, backend in self._casting_backends.items():
@@ -91,14 +83,14 @@ class CommContext(ReductionsInFlight):
                 backend.begin_pass()
 
     def before_collective(self, name: str, detail: str, groups: Groups) -> None:
-        """Debugging aids: sleep a while, and compare with the other ranks of the mesh what is about to be launched."""
+        """Debugging aids: sleep a while, and compare this launch with those of the other ranks of the mesh."""
         self.delay()
         if self.debug.order:
             active = [g for g in (groups.gather, groups.replicate) if g is not None and g.size() > 1]
-            check_order(f"{name} of {detail}", active, self.device)
+            check_order(f"{name} of {detail}", active)
 
     def gathering(self, groups: Groups) -> AbstractContextManager[Any]:
-        """Context on the gather stream of the mesh."""
+        """Run on the gather stream of the mesh."""
         return self._fork(self._gather_streams.get(groups.gather_name))
 
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
@@ -107,21 +99,10 @@ class CommContext(ReductionsInFlight):
         return Done(work=work) if stream is None else Done(stream.record_event(), None, self._computing[-1])
 
     def all_gather(
-        self,
-        groups: Groups,
-        detail: str,
-        outputs: list[Tensor],
-        shards: list[Tensor],
-        copies: tuple[list[Tensor], list[Tensor]] | None = None,
+        self, groups: Groups, detail: str, outputs: list[Tensor], shards: list[Tensor], copies: _Copies | None = None
     ) -> Done:
-        """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream.
-
-        Args:
-            detail: What is gathered, for debugging aids.
-            copies: Targets and sources of copies ahead of the gather.
-
-        Returns:
-            When the outputs may be read.
+        """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream. The
+        result says when the outputs may be read. ``detail`` names the weights for debugging aids. ``copies`` run first.
         """
         name = groups.gather_name
         stream = self._gather_streams.get(name)
@@ -144,14 +125,14 @@ class CommContext(ReductionsInFlight):
 
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:
-        """Context in which shards are quantized or packed for a gather: on the stream of casts, if the mesh has one,
-        for which the gather waits."""
+        """Quantize or pack shards for a gather in this context: on the stream of casts if the mesh has one. The gather
+        waits for that stream."""
         casting = self._casting_backends.get(groups.gather_name)
         if casting is None:
             yield
             return
         with self._fork(stream := casting.cast_stream):
-            # A collective in this context follows the stream of casts, and waits on it.
+            # A collective in this context follows the stream of casts, and that stream waits for it.
             outside, self._computing = self._computing, [] if stream is None else [stream]
             try:
                 self.delay()
@@ -160,7 +141,7 @@ class CommContext(ReductionsInFlight):
                 self._computing = outside
 
     def send_ring(self, groups: Groups) -> SendRing:
-        """From where gradients of the scatter group are fetched, for ``reduce_scatter="copy_engine"``."""
+        """The ring of the scatter group, for ``reduce_scatter="copy_engine"``."""
         return self._send_rings[groups.scatter_name]
 
     @property
@@ -173,19 +154,19 @@ class CommContext(ReductionsInFlight):
         return [*engines, *self._send_rings.values()]
 
     def begin_recording(self) -> None:
-        """Before a recording into a CUDA graph that may fail."""
+        """Call before a recording into a CUDA graph that may fail."""
         for copies in self._peer_copies():
             copies.begin_recording()
 
     def forget_recording(self) -> None:
-        """The recording has failed, so nothing of it ever runs: forget its launches without waiting for them."""
+        """The recording has failed, so its launches never run: forget them without waiting."""
         self._reductions.clear()
         self._rewind_rings()
         for copies in self._peer_copies():
             copies.forget_recording()
 
     def end_backward(self) -> None:
-        """All reductions are launched, on all ranks. Compute waits for them and drops their buffers."""
+        """All ranks have launched all reductions. Compute waits for them and drops their buffers."""
         self.retire_all()
         for ring in self._send_rings.values():
             missing = ring.missing_nbytes
@@ -195,8 +176,9 @@ class CommContext(ReductionsInFlight):
                     ring.grow(missing)
 
     def abandon(self) -> None:
-        """After an exception: wait for what was launched, forget its results."""
-        self._abandon_reductions()
+        """After an exception: wait for the launched reductions and forget their results."""
+        while self._reductions:
+            self._wait_for(self._reductions.popleft())
         self._rewind_rings()
 
     def _rewind_rings(self) -> None:

@@ -1,56 +1,124 @@
 """Gathers by the GPUs' copy engines, through symmetric memory: they take no SM from a GEMM.
 
 [Note: rules of the copy engine]
-Each rank has one *stage*, memory that its peers on the same host can read, in two halves that gathers use in turn. A
+Each rank has one *stage*: memory that its peers on the same host can read, in two halves that gathers use in turn. A
 gather is, in the order of the stream:
 
 1. a barrier: all ranks have read what earlier gathers left in the stages;
 2. a cast of the rank's own rows into its half, one kernel for each dtype;
 3. a barrier: all stages are filled;
-4. a copy of every peer's half into the output; on another stream beside it, a copy of this rank's own.
+4. a copy of every peer's half into the output, and on another stream a copy of this rank's own half.
 
-The cast is a kernel. Behind a GEMM it waits for SMs, and the wire waits with it. So it runs ahead, on a stream of
-casts: it waits for what made the shard, and for the first barrier of the gather *before*, after which nobody reads this
-half.
-In three cases it is not known that this barrier precedes the cast, which then runs in its place between the barriers:
-in the first gather of a pass, across the border of a CUDA graph, and in eager code once a graph has used the stage (the
-host does not see replays). Which half is used depends on the number of the gather in its pass alone.
-
-Quantized data and their statistics are made on the stream of casts, too. A cast between the barriers waits for it.
+The cast is a kernel: behind a GEMM it waits for SMs, and the copies wait with it. So it runs ahead, on a stream of
+casts. That stream waits for the compute that made the shard, and for the first barrier of the gather *before*: after
+that barrier nobody reads this half. In three cases it is not known that this barrier precedes the cast, which then runs
+between the barriers: in the first gather of a pass, when a CUDA graph begins or ends, and in eager code after a graph
+has used the stage (the host does not see replays). The half depends only on the number of the gather in its pass.
+Quantized data and their statistics are made on the stream of casts, too; a cast between the barriers waits for it.
 
 What follows:
 
-- *A slow peer* is waited for in both barriers, by the streams. Nobody reads a stage that is not filled, nor fills one
-  that is still read.
-- *An optimizer* may write to shards while peers read. They read the stage, which the owner filled after all that its
-  compute stream was given before, the step of the optimizer included.
-- *A shard may be freed, replaced or loaded* while peers read, for the same reason. The memory of the shard itself obeys
-  [Note: streams and memory].
-- *CUDA graphs*: both barriers are within the gather, and the first gather of a pass relies on no other. So a pass can
+- *A slow peer*: the streams wait for it in both barriers. Nobody reads a stage before it is filled, or fills one that
+  is still read.
+- *Shards* may be written by an optimizer, freed, replaced or loaded while peers read. They read the stage, which the
+  owner filled after everything that its compute stream was given before. [Note: streams and memory] holds for the
+  memory of the shard itself.
+- *CUDA graphs*: a gather contains both barriers, and the first gather of a pass relies on no earlier one. So a pass can
   be recorded, replayed any number of times and mixed with eager ones. All ranks must replay alike.
-- *The stage grows* for a larger gather, outside of CUDA graphs only: all ranks wait for their streams, then meet,
-  before the old stage is freed. A stage that a graph uses is kept as long as the backend.
-- *A process that ends or hangs* leaves its peers' streams waiting. The launcher has to end them: the watchdog of a
-  later NCCL collective did not within a minute. Memory that a peer has mapped of an ended process stays valid.
+- *The stage grows* for a larger gather, but not in a CUDA graph: all ranks wait for their streams, then meet, before
+  the old stage is freed. A stage that a graph uses is kept as long as the backend.
+- *A process that ends or hangs* leaves its peers' streams waiting. The launcher must end them: the watchdog of a later
+  NCCL collective did not within a minute. Memory that a peer has mapped of an ended process stays valid.
 
-Barriers are memory operations of the streams, because a kernel would have to find a place beside the GEMMs (see
-``_torch_compat.driver``). A copy within one GPU takes time from the GEMMs, so a gather has as few as possible. NVLink
+Barriers are memory operations of the streams, because a kernel would need a place beside the GEMMs (see
+``_torch_compat.driver``). A copy within one GPU takes time from the GEMMs, so a gather makes as few as possible. NVLink
 multicast is not used. ``send_ring`` exchanges gradients.
 """
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .symmetric_memory import ALIGNMENT, PeerCopies, offsets
+from .agreement import by_rank
 
-# A target, and a source of the same shape.
-_Pair = tuple[Tensor, Tensor]
+ALIGNMENT = 16
+_Pair = tuple[Tensor, Tensor]  # a target, and a source of the same shape
+
+
+class PeerCopies:
+    """A stage that peers copy from, see [Note: rules of the copy engine]. Making one is collective over ``group``, the
+    ranks of one host with a GPU each. All of them raise RuntimeError if they cannot have symmetric memory."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        refuse_without_symmetric_memory(group, device)
+        self._group_name = group.group_name
+        self._device = device
+        self.rank, self._num_ranks = group.rank(), group.size()
+        # If ranks cannot map each other's memory, this fails now and not in the first forward.
+        self._stage: compat.SymmetricBuffer | None = self._allocate(ALIGNMENT)
+        self._captured: list[compat.SymmetricBuffer] = []  # stages that CUDA graphs use
+        self._num_captured_before = 0
+
+    def begin_recording(self) -> None:
+        """Call before a recording into a CUDA graph that may fail."""
+        self._num_captured_before = len(self._captured)
+
+    def forget_recording(self) -> None:
+        """The recording has failed: drop the stages that no other graph uses."""
+        del self._captured[self._num_captured_before :]
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _wait_on_host(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _reserve(self, nbytes: int) -> compat.SymmetricBuffer:
+        """The stage, with at least ``nbytes`` bytes on all ranks."""
+        if self._stage is None or self._stage.nbytes < nbytes:
+            self.grow(nbytes)
+        return self._used_stage()
+
+    def _used_stage(self) -> compat.SymmetricBuffer:
+        assert self._stage is not None
+        if self._is_capturing() and self._stage not in self._captured:
+            self._captured.append(self._stage)
+        return self._stage
+
+    def grow(self, nbytes: int) -> None:
+        """Replace the stage by a larger one. Collective; waits for the current stream."""
+        if self._is_capturing():
+            raise RuntimeError(
+                f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
+                "captured. Run the step eagerly before it is captured; capture_step does."
+            )
+        with waiting_allowed(self._device):
+            self._wait_on_host()
+            dist.barrier(group=compat.resolve_group(self._group_name))
+            self._stage = None
+            self._stage = self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
+        return compat.SymmetricBuffer(nbytes, self._device, self._group_name)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Symmetric memory of this rank: the stage, and earlier ones that graphs use."""
+        stages = {id(stage): stage.nbytes for stage in (self._stage, *self._captured) if stage is not None}
+        return sum(stages.values())
+
+    def _peers(self) -> list[int]:
+        """The other ranks, beginning with the next one, so that not all ranks read from one rank at once."""
+        return [(self.rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
 
 class CastingBackend(ABC):
@@ -60,7 +128,7 @@ class CastingBackend(ABC):
 
     @abstractmethod
     def begin_pass(self) -> None:
-        """On all ranks: the gathers that follow may be recorded into another graph than those before, or into none."""
+        """Called on all ranks. Another CUDA graph, or none, may record the gathers that follow."""
 
     @abstractmethod
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
@@ -69,8 +137,8 @@ class CastingBackend(ABC):
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
             shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
-                the output. If they were made on ``cast_stream``, the backend waits for it.
-            ready: When the outputs, and what shards are made of, may be used; None: when the current stream is there.
+                the output. The backend waits for ``cast_stream``, which may have made them.
+            ready: When the outputs and the sources of the shards may be used; None: when the current stream is there.
         """
 
 
@@ -80,8 +148,7 @@ class CopyEngine(PeerCopies, CastingBackend):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._num_gathers = 0
-        # When the first barrier of the last gather was passed and its places were filled, and in which recording of a
-        # graph, if in one.
+        # Of the last gather: the event after its first barrier and its casts, and the CUDA graph that recorded it.
         self._last_passed: torch.Event | None = None
         self._last_recording: int | None = None
 
@@ -98,86 +165,123 @@ class CopyEngine(PeerCopies, CastingBackend):
         begins = [half + at for at in places[:-1]]
         self._num_gathers += 1
         casts = [
-            (stage.view(self._rank, begin, shard.shape, output.dtype), shard)
+            (stage.view(self.rank, begin, shard.shape, output.dtype), shard)
             for begin, shard, output in zip(begins, shards, outputs, strict=True)
             if shard.shape[0]
         ]
-        filled = self._fill_ahead(ready, casts) if casts else None
+        stream = None if self.cast_stream is None else torch.accelerator.current_stream(self._device.index)
+        packed, are_cast = self._cast_ahead(ready, casts)
         stage.barrier(0)
-        self._fill(casts, filled, ready)
+        if stream is not None and packed is not None:
+            stream.wait_event(packed)
+        if not are_cast:
+            self._cast(casts)
+        if stream is not None:
+            self._last_passed, self._last_recording = stream.record_event(), self._recording()
         stage.barrier(1)
-        parts = [
-            compat.Fetch(begin, output.data_ptr(), nbytes, nbytes)
-            for begin, output, nbytes in zip(begins, outputs, sizes, strict=True)
-        ]
+        triples = zip(begins, outputs, sizes, strict=True)
+        parts = [compat.Fetch(begin, output.data_ptr(), nbytes, nbytes) for begin, output, nbytes in triples]
         own = [
             part
             for part, shard in zip(parts, shards, strict=True)
-            if part.target + self._rank * part.stride != shard.data_ptr()
+            if part.target + self.rank * part.stride != shard.data_ptr()
         ]
-        taken = self._take_beside(stage, own)
+        own_copied = self._copy_own_beside(stage, own)
         try:
             stage.fetch([(rank, rank) for rank in self._peers()], parts)
         finally:
-            if taken is not None:
-                torch.accelerator.current_stream(self._device.index).wait_event(taken)
-        if taken is None and own:
-            stage.fetch([(self._rank, self._rank)], own)
+            if stream is not None and own_copied is not None:
+                stream.wait_event(own_copied)
+        if own_copied is None and own:
+            stage.fetch([(self.rank, self.rank)], own)
 
     def _recording(self) -> int | None:
-        """The number of the graph that is recorded now."""
+        """The number of the CUDA graph that is being recorded."""
         return compat.capture_id(torch.cuda.current_stream(self._device)) if self._is_capturing() else None
 
-    def _grow(self, nbytes: int) -> None:
-        super()._grow(nbytes)
+    def grow(self, nbytes: int) -> None:
+        super().grow(nbytes)
         self._last_passed = None
 
-    def _fill_ahead(self, ready: torch.Event | None, casts: list[_Pair]) -> torch.Event | None:
-        """Cast on the stream of casts if nobody reads the half any more when it gets there; when that is done."""
-        if ready is None or self.cast_stream is None or self._last_passed is None:
-            return None
-        recording = self._recording()
-        if recording != self._last_recording or (recording is None and self._captured):
-            return None
-        self.cast_stream.wait_event(ready)
-        self.cast_stream.wait_event(self._last_passed)
-        with self.cast_stream:
-            self._cast(casts)
-        return self.cast_stream.record_event()
+    def _cast_ahead(self, ready: torch.Event | None, casts: list[_Pair]) -> tuple[torch.Event | None, bool]:
+        """Cast on the stream of casts if nobody reads the half any more when that stream gets there.
 
-    def _fill(self, casts: list[_Pair], filled: torch.Event | None, ready: torch.Event | None) -> None:
-        """Between the barriers: fill the stage, or wait until it is filled."""
-        if filled is None and casts:
-            self._wait_for_packing(ready)
-            self._cast(casts)
-        if self.cast_stream is not None:
-            stream = torch.accelerator.current_stream(self._device.index)
-            if filled is not None:
-                stream.wait_event(filled)
-            self._last_passed, self._last_recording = stream.record_event(), self._recording()
-
-    def _wait_for_packing(self, ready: torch.Event | None) -> None:
-        if ready is None or self.cast_stream is None:
-            return
+        Returns:
+            The event on that stream to wait for between the barriers, and whether it follows the casts.
+        """
+        if ready is None or self.cast_stream is None or not casts:
+            return None, False
         self.cast_stream.wait_event(ready)  # a graph may not know that stream yet
-        torch.accelerator.current_stream(self._device.index).wait_event(self.cast_stream.record_event())
+        last_passed, recording = self._last_passed, self._recording()
+        if recording != self._last_recording or (recording is None and self._captured):
+            last_passed = None
+        if last_passed is not None:
+            self.cast_stream.wait_event(last_passed)
+            with self.cast_stream:
+                self._cast(casts)
+        return self.cast_stream.record_event(), last_passed is not None
 
-    def _take_beside(self, stage: compat.SymmetricBuffer, own: list[compat.Fetch]) -> torch.Event | None:
-        """Copy this rank's own part out of its stage on the stream of casts; when that stream is done."""
+    def _copy_own_beside(self, stage: compat.SymmetricBuffer, own: list[compat.Fetch]) -> torch.Event | None:
+        """Copy this rank's own part out of its stage on the stream of casts; the event after that."""
         if self.cast_stream is None or self._last_passed is None or not own:
             return None
         self.cast_stream.wait_event(self._last_passed)
         with self.cast_stream:
-            stage.fetch([(self._rank, self._rank)], own)
+            stage.fetch([(self.rank, self.rank)], own)
         return self.cast_stream.record_event()
 
     def _cast(self, pairs: list[_Pair]) -> None:
-        plain = [pair for pair in pairs if _is_copied_as_bytes(*pair)]
-        cast = [pair for pair in pairs if not _is_copied_as_bytes(*pair)] if len(plain) < len(pairs) else []
-        for some, copy in ((plain, compat.copy_bytes), (cast, compat.copy_all)):
-            if some:
-                copy([target for target, _ in some], [source for _, source in some])
+        by_bytes: list[_Pair] = []
+        by_torch: list[_Pair] = []
+        for target, source in pairs:
+            has_same_bytes = target.is_cuda and target.dtype == source.dtype
+            has_same_bytes = has_same_bytes and target.is_contiguous() and source.is_contiguous()
+            (by_bytes if has_same_bytes else by_torch).append((target, source))
+        for group, copy in ((by_bytes, compat.copy_bytes), (by_torch, compat.copy_all)):
+            if group:
+                copy([target for target, _ in group], [source for _, source in group])
 
 
-def _is_copied_as_bytes(target: Tensor, source: Tensor) -> bool:
-    return target.is_cuda and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+@contextmanager
+def waiting_allowed(device: torch.device) -> Iterator[None]:
+    """Wait for the GPU in this context, even if the user has torch warn of synchronizations."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
+    """Where aligned parts of these sizes in bytes begin, one behind the other; the last number is the end."""
+    places = [0]
+    for nbytes in sizes:
+        places.append(places[-1] + -(-nbytes // alignment) * alignment)
+    return places
+
+
+def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises:
+    RuntimeError: Some rank has no copy engines, or the ranks are on several hosts. Raised on all ranks of the group.
+    """
+    missing = ""
+    if device.type != "cuda":
+        missing = f"a {device.type} device has no copy engines"
+    elif (kind := compat.symmetric_memory_backend(device)) != "CUDA":
+        missing = f"symmetric memory is of the kind {kind!r} here, but copies need 'CUDA'"
+    found = by_rank((missing, host_name()), [group]).values()
+    if reasons := sorted({reason for reason, _ in found if reason}):
+        raise RuntimeError("; ".join(reasons))
+    hosts = sorted({host for _, host in found})
+    if len(hosts) > 1:
+        raise RuntimeError(f"the ranks span hosts {hosts}, and copy engines reach GPUs of one host only")
+
+
+def host_name() -> str:
+    """A name of this host that no other host has, even in containers with equal host names."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()

@@ -1,10 +1,9 @@
 """Debugging aids, switched on by the environment variable ``DTENSOR_GTP_DEBUG``, e.g. ``poison,delay=7``.
 
-``poison``: fill a gather buffer with NaN when it is freed, so that a read after the release shows in the result.
-``delay`` or ``delay=SEED``: every stream (on CPU: the host) sleeps a random time at each gather, use and
-reduce-scatter, so that a missing wait shows.
-``order``: before each collective, the ranks of the mesh compare what they are about to launch, and raise if it differs.
-The host waits for the device each time.
+``poison``: fill a gather buffer with NaN when it is freed, so that a later read shows in the result.
+``delay`` or ``delay=SEED``: each stream (on CPU: the host) sleeps a random time at each gather, use and reduce-scatter,
+so that a missing wait shows in the result.
+``order``: ranks of a mesh compare what they launch before each collective, and raise if it differs. The host waits.
 ``splits``: layers that are built while it is set check the sizes of their groups on the device (``GroupedLinear``).
 None of them changes a correct result.
 """
@@ -12,9 +11,7 @@ None of them changes a correct result.
 from __future__ import annotations
 
 import os
-import random
 import time
-import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ from .. import _torch_compat as compat
 from .agreement import by_rank
 
 _ENV = "DTENSOR_GTP_DEBUG"
-_MAX_DELAY_US = 300
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -59,46 +56,26 @@ class DebugFlags:
         return cls(**flags)
 
 
-class Delays:
-    """Seeded random sleeps of the current stream, or of the host where there are no streams."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._random = random.Random(seed)
-        self._device = device
-
-    def sleep(self) -> None:
-        micros = self._random.randrange(_MAX_DELAY_US)
-        if self._device.type == "cuda":
-            # In cycles of the SM clock, about 1.7 per nanosecond. The stream sleeps, not the host.
-            compat.sleep_stream(micros * 1700)
-        else:
-            time.sleep(micros * 1e-6)
+def sleep(microseconds: int, device: torch.device) -> None:
+    """Let the current stream sleep, or the host if there are no streams."""
+    if device.type == "cuda":
+        compat.sleep_stream(microseconds * 1700)  # cycles of the SM clock, about 1.7 per nanosecond
+    else:
+        time.sleep(microseconds * 1e-6)
 
 
-def check_order(what: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Compare ``what`` the ranks of one mesh are about to launch, over the groups of its axes.
-
-    Raises:
-        RuntimeError: It differs. Raised on all ranks of the mesh.
-    """
-    code, differs = zlib.crc32(what.encode()), 0
-    for group in groups:
-        # Each axis passes on what the one before has found, so in the end all ranks of the mesh know.
-        mine = torch.tensor([code, differs], device=device)
-        received = mine.new_empty(group.size(), 2)
-        dist.all_gather_into_tensor(received.view(-1), mine, group=group)
-        differs = int(any(other != [code, 0] for other in received.tolist()))
-    if not differs:
+def check_order(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Compare ``what`` the ranks of one mesh are about to launch, over the groups of its axes. If it differs, all raise
+    RuntimeError."""
+    launches = by_rank(what, groups)
+    if len(set(launches.values())) == 1:
         return
-    listed = "; ".join(f"rank {rank}: {other}" for rank, other in by_rank(what, groups).items())
+    listed = "; ".join(f"rank {rank}: {launch}" for rank, launch in launches.items())
     raise RuntimeError(
         f"The ranks of one mesh are about to launch different collectives ({listed}). All ranks must use the same "
         "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "
         "Run the module on an empty input where a rank has no data for it."
     )
-
-
-_NOTHING = nullcontext()
 
 
 def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
@@ -107,7 +84,7 @@ def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
 
 
 def poison(buffer: Tensor) -> None:
-    """Fill a freed gather buffer with NaN, also one of elements that travel as bytes: 255 is a NaN of e4m3."""
+    """Fill a freed gather buffer with NaN. Elements that travel as bytes become 255, a NaN of e4m3."""
     if buffer.is_floating_point():
         buffer.fill_(float("nan"))
     elif buffer.dtype == torch.uint8:
@@ -116,9 +93,11 @@ def poison(buffer: Tensor) -> None:
 
 def format_nbytes(nbytes: int) -> str:
     """A number of bytes for people to read."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
     size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    for unit in ("KiB", "MiB", "GiB"):
         size /= 1024
-    return f"{size:.1f} TiB"
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"

@@ -1,13 +1,13 @@
-"""Who moves the bytes of one communicator: the process group itself, copy engines, or a class of the user's.
+"""Which backend gathers on one communicator: the process group, copy engines, or a class that the user passes.
 
 All ranks of a communicator call its backend in the same order. Where there are streams, it works on the current one.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,85 +16,80 @@ from torch import Tensor
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, SchedulePolicy
 from .agreement import by_rank
-from .collectives import Works
 from .copy_engine import CopyEngine
 from .send_ring import SendRing
 
 T = TypeVar("T")
 
 
+class _Works:
+    """Background works. The first wait drops them: a complete work keeps its tensors alive."""
+
+    def __init__(self, works: Iterable[dist.Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
 class ProcessGroupBackend:
-    """The collectives of the process group: NCCL's kernels, gloo's threads. Keeps its name only, see ``Groups``."""
+    """The collectives of the process group: NCCL's kernels, gloo's threads. Keeps only its name, see ``Groups``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_name = group.group_name
         self._has_streams = device.type != "cpu"
 
-    def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | Works | None:
+    def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | _Works | None:
         group, async_op = compat.resolve_group(self._group_name), not self._has_streams
         if len(outputs) == 1:
             return compat.all_gather_base(outputs[0], shards[0], group, async_op)
         if not async_op:
             return compat.all_gather_coalesced(outputs, shards, group, async_op)
         if len({shard.dtype for shard in shards}) == 1:
-            return Works([compat.all_gather_coalesced(outputs, shards, group, async_op)])
-        # gloo would make one tensor of all of them, as if they had one dtype.
-        return Works(compat.all_gather_base(*pair, group, async_op) for pair in zip(outputs, shards, strict=True))
-
-
-class Choice(NamedTuple):
-    """A backend, its name, and the reason for the choice."""
-
-    name: str
-    backend: GatherBackend
-    reason: str
+            return _Works([compat.all_gather_coalesced(outputs, shards, group, async_op)])
+        # gloo would make one tensor of all shards, as if they had one dtype.
+        return _Works(compat.all_gather_base(*pair, group, async_op) for pair in zip(outputs, shards, strict=True))
 
 
 def refuse_unavailable(schedule: SchedulePolicy, device_type: str) -> None:
     """Raises:
-    ValueError: The policy asks by name for something that the device does not have.
+    ValueError: The policy asks for copy engines by name, but the device has none.
     """
     for name in ("gather_backend", "reduce_scatter"):
-        asked = getattr(schedule, name)
-        if asked == "copy_engine" and device_type != "cuda":
+        if getattr(schedule, name) == "copy_engine" and device_type != "cuda":
             raise ValueError(
-                f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='{asked}'), but got one of "
+                f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='copy_engine'), but got one of "
                 f"'{device_type}', which has no copy engines. Leave it at its default there."
             )
 
 
-def choose_gather_backend(schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device) -> Choice:
-    """The backend that ``schedule`` asks for. Collective over all ``groups``.
+def choose_gather_backend(
+    schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device
+) -> tuple[GatherBackend, str]:
+    """The backend that ``schedule`` asks for, and its name with the reason. Collective over all ``groups``: the gather
+    communicator first, then those of the mesh's other axes, whose ranks must agree.
 
-    "auto" takes copy engines wherever all ranks can have them: they were the faster ones in each measurement.
-
-    Args:
-        groups: The gather communicator first, then those of the mesh's other axes, whose ranks are to agree.
-
-    Raises:
-        RuntimeError: Some rank cannot have it. Raised on all ranks.
+    "auto" takes copy engines if all ranks can have them: they were faster in each measurement.
     """
     asked = schedule.gather_backend
     if asked == "process_group":
-        return Choice(asked, ProcessGroupBackend(groups[0], device), "asked for")
+        return ProcessGroupBackend(groups[0], device), f"{asked} (asked for)"
     if asked == "auto":
         try:
-            return Choice("copy_engine", _make_on_all_ranks(CopyEngine, groups, device, "copy_engine"), "one host")
+            return _make_on_all_ranks(CopyEngine, groups, device, "copy_engine"), "copy_engine (one host)"
         except RuntimeError as error:
-            return Choice("process_group", ProcessGroupBackend(groups[0], device), str(error))
+            return ProcessGroupBackend(groups[0], device), f"process_group ({error})"
     factory: type[GatherBackend] = asked if isinstance(asked, type) else CopyEngine
     backend = _make_on_all_ranks(factory, groups, device, factory.__name__)
-    return Choice(asked if isinstance(asked, str) else factory.__name__, backend, "asked for")
+    return backend, f"{asked if isinstance(asked, str) else factory.__name__} (asked for)"
 
 
 def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough_nbytes: int) -> SendRing:
-    """A ring for the first of ``groups``. Collective over all of them.
-
-    Raises:
-        RuntimeError: Some rank cannot have one. Raised on all ranks.
-    """
-    factory = functools.partial(SendRing, enough_nbytes=enough_nbytes)
-    return _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
+    """A ring for the first of ``groups``. Collective over all of them."""
+    name = "the send ring of reduce_scatter='copy_engine'"
+    return _make_on_all_ranks(partial(SendRing, enough_nbytes=enough_nbytes), groups, device, name)
 
 
 def _make_on_all_ranks(
@@ -103,16 +98,12 @@ def _make_on_all_ranks(
     device: torch.device,
     name: str,
 ) -> T:
-    """The result of ``factory`` for the first of ``groups``. Collective over all of them.
-
-    Raises:
-        RuntimeError: ``factory`` raises on some rank of ``groups``. Raised on all of them, with the reasons.
-    """
+    """The result of ``factory`` for the first of ``groups``; if it raises on some rank, all ranks raise."""
     made: T | None = None
     reason = ""
     try:
         made = factory(groups[0], device)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # the other ranks must know of any error
         reason = f"{type(error).__name__}: {error}"
     reasons = [f"rank {rank}: {other}" for rank, other in by_rank(reason, groups).items() if other]
     if reasons:

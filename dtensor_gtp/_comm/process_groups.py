@@ -22,11 +22,7 @@ def device_types(config: str) -> list[str]:
 
 
 def world_size() -> int:
-    """Number of ranks; from the environment as long as there is no process group.
-
-    Raises:
-        RuntimeError: There is no process group, and the environment does not say how to initialize it.
-    """
+    """Number of ranks; from the environment as long as there is no process group."""
     if dist.is_initialized():
         return dist.get_world_size()
     missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
@@ -71,14 +67,14 @@ def start_process_group(
     """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""
     backend = backend or {"cuda": "nccl", "cpu": "gloo"}.get(device_type)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
-    # torchrun may serve all attempts of a job from one store, where gloo would find addresses of ended processes.
+    # torchrun may use one store for all attempts of a job; gloo would find addresses of ended processes there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = compat.PrefixStore(f"attempt_{attempt}_of_{world_size}", store)
     dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
 
 
 def world_mesh(device_type: str) -> DeviceMesh:
-    """1-D mesh of all ranks, on a device that the process group can communicate on."""
+    """1-D mesh of all ranks, on ``device_type`` or else on a device that the process group can communicate on."""
     known = device_types(dist.get_backend_config())
     device_type = device_type if device_type in known else known[0]
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("world",))

@@ -4,11 +4,10 @@ A *scattering* reduces one gradient, or several that travel together. It allocat
 launched on the scatter stream, and is finished after the collective (without streams: after the background work).
 
 [Note: error of a reduction]
-A ring adds in the dtype of the wire, one rank after the other: with bf16, whose rounding is 2^-9, the error of the sum
-grows with the number of ranks. ``all_to_all`` sends the same bytes, but every rank receives the addends of its rows
-from all ranks and adds them in float32; ``copy_engine`` does the same with another carrier. What is left is the
-rounding of each addend to the dtype of the wire, which does not grow with the axis. It costs a buffer as large as the
-gradient.
+A ring adds in the dtype of the wire, one rank after the other: with bf16, whose rounding is 2^-9, the error grows with
+the number of ranks. ``all_to_all`` sends the same bytes, but every rank receives the addends of its rows from all ranks
+and adds them in float32. ``copy_engine`` does the same by copies. The error that is left is the rounding of each addend
+to the dtype of the wire, which does not grow with the axis. It costs a buffer as large as the gradient.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind
-from . import collectives
 from .addends import fused_sum
-from .collectives import ReduceScale
+from .collectives import Groups, ReduceScale
 from .context import CommContext
-from .groups import Groups
 from .send_ring import Place, SendRing
 
 
@@ -42,167 +39,106 @@ def can_travel_together(kind: ReduceScatterKind, num_ranks: int) -> bool:
     return num_ranks > 1 and kind != "all_to_all"
 
 
-class Sending(NamedTuple):
-    """From where copy engines fetch gradients."""
-
-    ring: SendRing
-    places: list[Place]
-
-
 class Scattering:
-    """One reduce-scatter. In the end ``slots`` hold this rank's rows of each gradient, in the dtype of the sum."""
-
-    slots: list[Tensor]
-
-    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
-        """Launch the collective: on the current stream, or in the background where there are no streams."""
-        raise NotImplementedError
-
-    def keep(self) -> tuple[Tensor, ...]:
-        """After the launch, the buffers that the communication stream uses: those that are sent, and the slots, from
-        which shards are made there."""
-        raise NotImplementedError
-
-    def finish(self, scale: ReduceScale) -> None:
-        """After the collective, perhaps on another stream: make ``slots`` the sums (or the means, if ``scale``
-        says)."""
-
-
-def make_scattering(
-    kind: ReduceScatterKind,
-    fulls: Sequence[Tensor],
-    num_ranks: int,
-    wire_dtype: torch.dtype,
-    sending: Sending | None = None,
-) -> Scattering:
-    """A scattering of gradients, on the current stream.
+    """One reduce-scatter of gradients, made on the current stream. At the end ``slots`` hold this rank's rows of each
+    gradient, in the dtype of the sum.
 
     Args:
-        kind: Which one.
-        fulls: Gradients of shape ``(num_ranks * rows, ...)``; they may be written to. If one is not contiguous or of
-            another dtype, the launch makes a copy and sends that. Several only if they can travel together.
-        num_ranks: Size of the group.
-        wire_dtype: What they are sent in.
-        sending: For ``"copy_engine"``: from where.
-    """
-    dtype = sum_dtype(kind, wire_dtype)
-    if num_ranks == 1:
-        return _Alone(fulls[0], dtype)
-    if kind == "ring":
-        return _Ring(fulls, num_ranks, wire_dtype)
-    rooms: Sequence[Tensor | None] = [None] * len(fulls)
-    if sending is not None:
-        ring, pairs = sending.ring, zip(sending.places, fulls, strict=True)
-        rooms = [None if ring.is_in(place, full) else ring.room(place, full.shape, wire_dtype) for place, full in pairs]
-    return _Exchange(fulls, rooms, num_ranks, wire_dtype, dtype, sending)
-
-
-class _Alone(Scattering):
-    """One rank: nothing is sent, the sum has one addend."""
-
-    def __init__(self, full: Tensor, dtype: torch.dtype) -> None:
-        self._full = full
-        self.slots = [full if full.dtype == dtype else full.to(dtype)]
-
-    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> None:
-        if scale.predivide is not None:
-            self.slots[0].div_(scale.predivide)
-
-    def keep(self) -> tuple[Tensor, ...]:
-        return self._full, *self.slots
-
-
-class _Sent(Scattering):
-    """Gradients as they are sent: themselves if they can be, else copies, which the scatter stream makes behind the
-    compute that follows. A copy lies in its ``room``, if it has one."""
-
-    def __init__(
-        self, fulls: Sequence[Tensor], rooms: Sequence[Tensor | None], num_ranks: int, dtype: torch.dtype
-    ) -> None:
-        self._num_ranks = num_ranks
-        self._sent: list[Tensor] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []  # target and source
-        self._slot_shapes: list[tuple[int, ...]] = []
-        for full, room in zip(fulls, rooms, strict=True):
-            self._slot_shapes.append((full.shape[0] // num_ranks, *full.shape[1:]))
-            if room is None and full.dtype == dtype and full.is_contiguous():
-                self._sent.append(full)
-                continue
-            target = torch.empty(full.shape, dtype=dtype, device=full.device) if room is None else room
-            self._sent.append(target)
-            self._copies.append((target, full))
-
-    def _pack(self) -> list[Tensor]:
-        """What to send, on the current stream."""
-        for target, source in self._copies:
-            target.copy_(source)
-        if not self._sent[0].is_cuda:  # else the stream may still read the sources
-            self._copies.clear()
-        return self._sent
-
-    def keep(self) -> tuple[Tensor, ...]:
-        return (*self._sent, *(source for _, source in self._copies), *self.slots)
-
-
-class _Ring(_Sent):
-    """The backend's own reduce-scatter, in the dtype of the gradients."""
-
-    def __init__(self, fulls: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) -> None:
-        super().__init__(fulls, [None] * len(fulls), num_ranks, dtype)
-        self.slots = []
-        for sent, shape in zip(self._sent, self._slot_shapes, strict=True):
-            self.slots.append(sent.new_empty(shape))
-
-    def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
-        return collectives.reduce_scatter_many(self.slots, self._pack(), scale, groups.scatter, comm.has_streams)
-
-
-class _Exchange(_Sent):
-    """Each rank receives the addends of its rows and adds them in a wider dtype, see [Note: error of a reduction].
-
-    What comes from one rank lies in one piece, so that one kernel adds everything: each kernel on the scatter stream
-    waits until a GEMM leaves room for it. Copy engines leave out this rank's own addend if that kernel can read it
-    where it was sent.
+        kind: How to reduce.
+        fulls: Gradients of shape ``(num_ranks * rows, ...)``; they may be written to. The launch copies one that is not
+            contiguous or of another dtype, and sends the copy. Several only if they can travel together.
+        num_ranks: Size of the group. One rank sends nothing: the sum has one addend.
+        wire_dtype: The dtype to send.
+        ring, places: For ``"copy_engine"``: where peers fetch each gradient.
     """
 
     def __init__(
         self,
+        kind: ReduceScatterKind,
         fulls: Sequence[Tensor],
-        rooms: Sequence[Tensor | None],
         num_ranks: int,
         wire_dtype: torch.dtype,
-        dtype: torch.dtype,
-        sending: Sending | None,
+        ring: SendRing | None = None,
+        places: Sequence[Place] = (),
     ) -> None:
-        super().__init__(fulls, rooms, num_ranks, wire_dtype)
-        self._sending = sending
-        self._sizes = [math.prod(shape) for shape in self._slot_shapes]
-        like, numel = self._sent[0], sum(self._sizes)
+        self._num_ranks, self._ring, self._places = num_ranks, ring, places
+        self._sent: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # target and source
+        self._received: Tensor | None = None  # the addends of an exchange
+        dtype = sum_dtype(kind, wire_dtype)
+        if num_ranks == 1:
+            self._sent = [fulls[0]]
+            self.slots = [fulls[0] if fulls[0].dtype == dtype else fulls[0].to(dtype)]
+            return
+        for index, full in enumerate(fulls):
+            target = full
+            if ring is not None:
+                if not ring.is_in(places[index], full):
+                    target = ring.room(places[index], full.shape, wire_dtype)
+            elif full.dtype != wire_dtype or not full.is_contiguous():
+                target = torch.empty(full.shape, dtype=wire_dtype, device=full.device)
+            self._sent.append(target)
+            if target is not full:
+                self._copies.append((target, full))
+        shapes = [(full.shape[0] // num_ranks, *full.shape[1:]) for full in fulls]
+        if kind == "ring":
+            self.slots = [sent.new_empty(shape) for sent, shape in zip(self._sent, shapes, strict=True)]
+        else:
+            self._prepare_exchange(shapes, dtype)
+
+    def _prepare_exchange(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """Allocate what each rank receives: the addends of its rows, to add in a wider dtype.
+
+        The addends of one rank are contiguous, so one kernel adds all gradients: each kernel waits until a GEMM leaves
+        room for it. Copy engines do not copy this rank's own addend if the kernel can read it in the ring.
+        """
+        like, num_ranks = self._sent[0], self._num_ranks
+        self._sizes = [math.prod(shape) for shape in shapes]
         self._add = fused_sum(like, num_ranks)
-        self._sum = like.new_empty(numel, dtype=dtype)
-        num_rows = num_ranks if sending is None or self._add is None else num_ranks - 1
-        self._received = like.new_empty(num_rows, numel)
-        parts = zip(self._sum.split(self._sizes), self._slot_shapes, strict=True)
-        self.slots = [part.view(shape) for part, shape in parts]
+        self._sum = like.new_empty(sum(self._sizes), dtype=dtype)
+        num_rows = num_ranks if self._ring is None or self._add is None else num_ranks - 1
+        self._received = like.new_empty(num_rows, self._sum.numel())
+        self.slots = [part.view(shape) for part, shape in zip(self._sum.split(self._sizes), shapes, strict=True)]
 
     def keep(self) -> tuple[Tensor, ...]:
-        return (*super().keep(), self._received)
+        """After the launch, the buffers that the communication stream uses. It makes shards of the slots."""
+        received = () if self._received is None else (self._received,)
+        return (*self._sent, *(source for _, source in self._copies), *self.slots, *received)
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
-        assert scale.predivide is None, "a sum in float32 does not overflow"
-        if self._sending is not None:
-            if self._copies:
-                comm.wait_finished()  # an earlier gradient may still be read where a copy goes
-            self._pack()
-            self._sending.ring.exchange(self._received, self._sizes, self._sending.places)
+        """Launch the collective: on the current stream, or in the background where there are no streams."""
+        if self._num_ranks == 1:
+            if scale.predivide is not None:
+                self.slots[0].div_(scale.predivide)
             return None
-        (sent,) = self._pack()
-        return collectives.all_to_all(self._received, sent.view_as(self._received), groups.scatter, comm.has_streams)
+        if self._ring is not None and self._copies:
+            comm.wait_finished()  # the sum of an earlier gradient may still read the place of a copy
+        for target, source in self._copies:  # on the scatter stream, beside the compute that follows
+            target.copy_(source)
+        if not self._sent[0].is_cuda:  # on CUDA the stream may still read the sources
+            self._copies.clear()
+        async_op = not comm.has_streams
+        if self._received is None:
+            if scale.predivide is not None:
+                for sent in self._sent:
+                    sent.div_(scale.predivide)
+            if len(self.slots) == 1:
+                return compat.reduce_scatter_base(self.slots[0], self._sent[0], scale.op, groups.scatter, async_op)
+            return compat.reduce_scatter_coalesced(self.slots, self._sent, scale.op, groups.scatter, async_op)
+        assert scale.predivide is None, "a sum in float32 does not overflow"
+        if self._ring is None:
+            (sent,) = self._sent
+            return compat.all_to_all_base(self._received, sent.view_as(self._received), groups.scatter, async_op)
+        self._ring.exchange(self._received, self._sizes, self._places)
+        return None
 
     def finish(self, scale: ReduceScale) -> None:
+        """After the collective, perhaps on another stream: make ``slots`` the sums (or means, as ``scale`` says)."""
+        if self._received is None:
+            return
         is_mean, own, rank = scale.op == dist.ReduceOp.AVG, [], 0
-        if self._sending is not None:
-            rank = self._sending.ring.rank
+        if self._ring is not None:
+            rank = self._ring.rank
             own = [sent.view(self._num_ranks, -1)[rank] for sent in self._sent]
         if self._add is not None:
             factor = 1 / self._num_ranks if is_mean else 1.0

@@ -1,17 +1,14 @@
 """Gradients that peers fetch by copy engines, from where the GEMM has written them.
 
 [Note: places in the ring]
-Gradients are sent from the *ring*, symmetric memory of this rank. Peers must know where a gradient lies without being
-told: its place follows from the sizes of what was submitted before in this backward, which is the same on all ranks. A
-GEMM is *offered* the next place, to write its gradient there, if nobody uses the place any more. Otherwise, and for a
-gradient that was made elsewhere (added to those of earlier microbatches, say), the scatter stream copies the gradient
-into its place. Each rank decides that for itself.
+Gradients are sent from the *ring*, symmetric memory of this rank. The place of a gradient follows from the sizes of
+those that were submitted before it in this backward. These are the same on all ranks, so peers find it without a
+message. A GEMM is *offered* the next place, to write its gradient there, if nobody uses the place any more. Otherwise,
+and if a gradient was made elsewhere (added to those of earlier microbatches, say), the scatter stream copies it into
+its place. Ranks may differ in this, because they may differ in which places are in use.
 
 A place is in use at least until compute has waited for the exchange that reads it (``CommContext`` retires it). An
-exchange ends with a barrier, so by then all peers have read it. Which places are in use may differ between ranks;
-nothing but offers depends on it.
-
-An exchange is, in the order of the scatter stream:
+exchange ends with a barrier, so by then all peers have read it. It is, in the order of the scatter stream:
 
 1. a barrier: all ranks have written what they send;
 2. a copy of every peer's addend for this rank;
@@ -19,11 +16,11 @@ An exchange is, in the order of the scatter stream:
 
 The kernel that adds reads this rank's own addend in its place (see [Note: kernels after an exchange]).
 
-What cannot travel with a gradient is launched before that one gets a place. If a gradient has no room beside those that
-it travels with, all of them are laid out anew when they are launched, in a ring that grows if it must. At the end of
-each backward the ring grows to the size that would have spared that, up to ``enough_nbytes``. So gradients of the first
-backward are copied, and the second one has room. The rules of growth and of CUDA graphs are in [Note: rules of the copy
-engine]. Places begin anew with each backward, so addresses repeat from step to step.
+Waiting gradients that cannot travel with the next one are launched before that one gets a place. If a gradient has no
+room beside those that it travels with, all of them get new places at the launch, in a ring that grows if it must. After
+each backward the ring grows to the size that would have avoided that, up to ``enough_nbytes``: gradients of the first
+backward are copied, the second has room. [Note: rules of the copy engine] holds for growth and CUDA graphs. Each
+backward starts at the first place, so addresses repeat from step to step.
 """
 
 from __future__ import annotations
@@ -37,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .symmetric_memory import PeerCopies, offsets
+from .copy_engine import PeerCopies, offsets
 
-_ALIGNMENT = 512  # as torch's allocator has it: GEMMs choose their kernels by it
+_ALIGNMENT = 512  # that of torch's allocator: GEMMs choose their kernels by it
 
 
 class Place:
@@ -58,8 +55,8 @@ class SendRing(PeerCopies):
     """Exchanges of one communicator, see [Note: places in the ring]. Making one is collective over ``group``.
 
     Args:
-        enough_nbytes: Up to where it grows so that more is in flight. A gradient that takes more than half of that (a
-            head) has room of its own besides: otherwise later gradients would find their places in use.
+        enough_nbytes: The size up to which it grows so that more is in flight. It grows further by a gradient of more
+            than half that size (a head), because later gradients would otherwise find their places in use.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
@@ -69,23 +66,18 @@ class SendRing(PeerCopies):
         self._used: list[weakref.ref[Place]] = []
         self._waiting: list[Place] = []  # for their launch
         self._offered: Tensor | None = None
-        # Bytes of this backward: submitted in all, the largest gradient, and what would have avoided laying out anew.
-        self._submitted_nbytes = self._largest_nbytes = 0
-        self._wanted_nbytes = 0
+        # Bytes of this backward: of all gradients, of the largest, and the size that would have avoided ``lay_out``.
+        self._submitted_nbytes = self._largest_nbytes = self._wanted_nbytes = 0
+
+    @property
+    def _nbytes(self) -> int:
+        return 0 if self._stage is None else self._stage.nbytes
 
     def _next(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """Where the next gradient begins and ends, perhaps beyond the end of the ring."""
         size = offsets([numel * dtype.itemsize], _ALIGNMENT)[-1]
         begin = self._head if self._head + size <= self._nbytes else 0
         return begin, begin + size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def _nbytes(self) -> int:
-        return 0 if self._stage is None else self._stage.nbytes
 
     def offer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Memory for the next gradient to be submitted; None if it is still in use."""
@@ -116,45 +108,40 @@ class SendRing(PeerCopies):
         if end > self._nbytes or any(place.overlaps(begin, end) for place in self._waiting):
             return None
         self._head = end
-        return self._new(begin, end)
+        return self._new_place(begin, end)
 
-    def _new(self, begin: int, end: int) -> Place:
+    def _new_place(self, begin: int, end: int) -> Place:
         place = Place(begin, end)
         self._waiting.append(place)
         self._used.append(weakref.ref(place))
         return place
 
     def lay_out(self, fulls: list[Tensor], dtype: torch.dtype) -> list[Place]:
-        """New places for gradients that are launched together, not all of which have one. On the scatter stream.
-
-        Replaces those of ``fulls`` that lie in the ring by copies. Their old places must live until the launch is
-        retired.
-        """
-        fulls[:] = [full.clone() if self._is_inside(full) else full for full in fulls]
+        """New places for gradients that are launched together and do not all have one. On the scatter stream. Replaces
+        ``fulls`` in the ring by copies; their old places must live until the launch is retired."""
+        begin = 0 if self._stage is None else self._stage.address(self.rank)
+        end = begin + self._nbytes
+        fulls[:] = [full.clone() if begin <= full.data_ptr() < end else full for full in fulls]
         ends = offsets([full.numel() * dtype.itemsize for full in fulls], _ALIGNMENT)
         self._wanted_nbytes = max(self._wanted_nbytes, self._head + ends[-1])
         if ends[-1] > self._nbytes:
-            self._grow(ends[-1])
+            self.grow(ends[-1])
         self._head = ends[-1]
         self._waiting.clear()
-        return [self._new(begin, end) for begin, end in pairwise(ends)]
-
-    def _is_inside(self, tensor: Tensor) -> bool:
-        begin = 0 if self._stage is None else self._stage.address(self._rank)
-        return begin <= tensor.data_ptr() < begin + self._nbytes
+        return [self._new_place(begin, end) for begin, end in pairwise(ends)]
 
     def is_in(self, place: Place, full: Tensor) -> bool:
         """Whether ``full`` was written to its place, which was offered."""
         assert self._stage is not None
-        return full.data_ptr() == self._stage.address(self._rank) + place.begin
+        return full.data_ptr() == self._stage.address(self.rank) + place.begin
 
     def room(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The memory of a place on this rank, as a new tensor object."""
         assert self._stage is not None
-        return self._stage.view(self._rank, place.begin, shape, dtype).view(shape)
+        return self._stage.view(self.rank, place.begin, shape, dtype).view(shape)
 
     def rewind(self) -> None:
-        """Begin anew, when nothing waits or is in flight."""
+        """Begin anew. Call it when nothing waits or is in flight."""
         self._head = self._submitted_nbytes = self._largest_nbytes = self._wanted_nbytes = 0
         self._offered = None
         self._waiting.clear()
@@ -162,22 +149,18 @@ class SendRing(PeerCopies):
 
     @property
     def missing_nbytes(self) -> int:
-        """The size that it should have had in this backward; 0 if it has that."""
+        """The size that the ring should have had in this backward; 0 if it has that size."""
         is_large = self._largest_nbytes > self._enough_nbytes // 2
         enough = self._enough_nbytes + self._largest_nbytes * is_large
         wanted = max(min(enough, self._submitted_nbytes), self._wanted_nbytes)
         return wanted if wanted > self._nbytes else 0
-
-    def grow(self, nbytes: int) -> None:
-        """On the scatter stream, when nothing waits or is in flight. Collective."""
-        self._grow(nbytes)
 
     def exchange(self, received: Tensor, sizes: Sequence[int], places: Sequence[Place]) -> None:
         """Copy the row for this rank out of every peer's gradients, on the current stream.
 
         Args:
             received: Shape ``(world, numel)``, contiguous: row i comes from rank i, this rank's is not written. Or
-                shape ``(world - 1, numel)``, without this rank's row. A row holds its part of each gradient in turn.
+                shape ``(world - 1, numel)``, without this rank's row. A row has its part of each gradient in turn.
             sizes: Elements of a row of each gradient; their sum is ``numel``.
             places: Of all gradients that wait, each of shape ``(world, size)``; row i is for rank i.
         """
@@ -189,8 +172,8 @@ class SendRing(PeerCopies):
         stride, fetches = received.shape[1] * item, []
         for size, place in zip(sizes, places, strict=True):
             nbytes = size * item
-            fetches.append(compat.Fetch(place.begin + self._rank * nbytes, target, stride, nbytes))
+            fetches.append(compat.Fetch(place.begin + self.rank * nbytes, target, stride, nbytes))
             target += nbytes
         has_own = received.shape[0] == self._num_ranks
-        stage.fetch([(rank, rank if has_own or rank < self._rank else rank - 1) for rank in self._peers()], fetches)
+        stage.fetch([(rank, rank if has_own or rank < self.rank else rank - 1) for rank in self._peers()], fetches)
         stage.barrier(1)

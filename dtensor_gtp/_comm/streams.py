@@ -1,72 +1,109 @@
-"""The streams and events of one device: who waits for whom. The only file that makes streams or calls
+"""Streams, events and reductions in flight of one device: who waits for whom. Only this file makes streams or calls
 ``record_stream``.
 
 [Note: streams and memory]
-Every buffer (gathered weight, gradient to send, reduced shard) is allocated on the compute stream, the stream that is
-current when the weight is used. A communication stream waits for the compute stream before it fills or reads a buffer.
-The compute stream waits for the communication stream before it reads the result or drops the last reference. So the
-allocator gets memory back only when, in the order of the compute stream, nobody uses it any more. No
-``record_stream`` is needed, addresses repeat from step to step, and no buffer is overwritten under a running GEMM. What
-a communication stream allocates for itself (a cast gradient, a quantized shard) is reused on that stream only after it
-has waited for the compute stream again.
-
-On devices without streams (CPU with gloo) the background ``Work`` takes the place of the event.
+Every buffer (gathered weight, gradient to send, reduced shard) is allocated on the compute stream: the stream that is
+current when the weight is used. A communication stream waits for the compute stream before it uses a buffer. The
+compute stream waits for the communication stream before it reads the result or drops the last reference. So the
+allocator reuses memory only when no stream uses it any more, without ``record_stream``, and addresses repeat from step
+to step. What a communication stream allocates for itself (a cast gradient, a quantized shard) is reused on that stream
+only after it has waited for the compute stream again. Without streams (CPU with gloo) a background ``Work`` takes the
+place of the event.
 
 [Note: several compute streams]
-A model may use weights on several streams of one pass (a shared expert beside the others), and autograd runs the
-backward of an op on the stream of its forward. "The compute stream" above then means all streams that were current when
-the runtime was called in this pass:
+A model may use weights on several streams in one pass, and autograd runs the backward of an op on the stream of its
+forward. "The compute stream" then means all streams that were current when the runtime was called in this pass:
 
-- A gather follows the stream that launches it.
-- A reduction waits for all of them, because any of them may have written a gradient that travels with it. When it is
-  retired, all of them wait for it, so that none overwrites what it reads.
+- A gather waits for the stream that launches it.
+- A reduction waits for all of them: each may have written a gradient that travels with it. When it is retired, all of
+  them wait for it, so that none overwrites a buffer that it reads.
 - A stream that joins the pass waits for the stream before it.
-- A gathered weight returns to the allocator of the stream that launched the gather while another stream may still read
-  it: ``record_stream`` tells the allocator. (In a CUDA graph such memory is not reused within the graph.)
-- What an op makes of a gathered weight (dequantized, contiguous) is made on the stream of that use. A weight that stays
-  gathered for a use on another stream of the same pass must be gathered as it is.
+- The stream that launches a gather owns the memory of the weight. If another stream reads the weight, ``record_stream``
+  tells the allocator. (A CUDA graph does not reuse such memory within the graph.)
+- A copy of a gathered weight (dequantized, contiguous) is made on the stream of its use. A weight that stays gathered
+  for a use on another stream must be kept as it was gathered.
+
+[Note: kernels after an exchange]
+Copy engines exchange gradients without a kernel. The sum that follows is a kernel, which waits until a GEMM leaves SMs
+for it; on the scatter stream it would delay the next exchange. So everything after the exchange (sum, division,
+replicas, accumulation) runs on the *finish stream*, which waits for the scatter stream. It reads this rank's own addend
+in the send ring: call ``wait_finished`` before the scatter stream writes to the ring or the ring grows. For other kinds
+of reduction the finish stream is the scatter stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..policy import Waitable
+from .debug import DebugFlags, sleep
+from .send_ring import Place
 
-HOST = nullcontext()
+_HOST = nullcontext()
+_MAX_DELAY_US = 300
 
 
 class Done(NamedTuple):
-    """When a collective is complete: an event where there are streams, else a background work.
-
-    ``origin`` is the compute stream that launched it, from whose memory its output is.
-    """
+    """When a collective is complete: an event where there are streams, else a background work. ``origin`` is the
+    compute stream that launched it and owns the memory of its output."""
 
     event: torch.Event | None = None
     work: Waitable | None = None
     origin: torch.Stream | None = None
 
 
-class Streams:
-    """The compute streams of the running pass, and how other streams wait for them."""
+class Reduction(NamedTuple):
+    """A reduction in flight. ``complete`` runs on the host after the background work (None if streams order it).
+    ``origins`` are the compute streams that own the memory of ``keep``."""
 
-    def __init__(self, device: torch.device) -> None:
+    done: Done
+    complete: Callable[[], None] | None
+    keep: Sequence[Tensor]  # the communication stream uses these
+    places: Sequence[Place] = ()  # peers read these
+    origins: tuple[torch.Stream, ...] = ()
+
+
+class Streams:
+    """The compute streams of the running pass, the scatter stream, and how streams wait for each other.
+
+    ``max_inflight`` reductions may be in flight before compute waits for the oldest.
+    """
+
+    def __init__(self, device: torch.device, debug: DebugFlags, max_inflight: int, has_finish_stream: bool) -> None:
         self.device = device
         self.has_streams = device.type != "cpu"
+        self.debug = debug
+        self.is_debugged = debug.order or debug.delay_seed is not None
         # One event serves all forks: a wait takes the record before it, so the event can be recorded again at once.
         self._fork_event = torch.Event(device) if self.has_streams else None
-        # Of this pass, the current one last; and whether a CUDA graph records them.
-        self._computing: list[torch.Stream] = []
-        self._is_recorded = False
+        self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
+        self._is_recorded = False  # whether a CUDA graph records them
+        self._max_inflight = max_inflight
+        self._is_bounded = True
+        self._reductions: deque[Reduction] = deque()
+        self._scatter_stream = self._new_stream()
+        self._finish_stream = self._new_stream() if has_finish_stream else self._scatter_stream
+        self._delays = None
+        if debug.delay_seed is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self._delays = random.Random(debug.delay_seed * 1009 + rank)
 
     def _new_stream(self) -> torch.Stream | None:
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
         return torch.Stream(self.device, priority=-1) if self.has_streams else None
+
+    def delay(self) -> None:
+        """Debugging aid: sleep a random time, on the current stream."""
+        if self._delays is not None:
+            sleep(self._delays.randrange(_MAX_DELAY_US), self.device)
 
     @property
     def is_capturing(self) -> bool:
@@ -74,7 +111,7 @@ class Streams:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def note_compute(self) -> None:
-        """The current stream computes. To call before it writes a gradient."""
+        """Make the current stream a compute stream of this pass. Call it before that stream writes a gradient."""
         if self.has_streams:
             self._compute_stream()
 
@@ -87,7 +124,7 @@ class Streams:
     def _compute_on(self, stream: torch.Stream) -> None:
         is_recorded = self.is_capturing
         if is_recorded != self._is_recorded:
-            self._computing.clear()  # a recorded stream cannot wait for one that is not recorded, nor the other way
+            self._computing.clear()  # a recorded stream cannot wait for an eager one, nor the other way round
             self._is_recorded = is_recorded
         if stream in self._computing:
             self._computing.remove(stream)
@@ -95,8 +132,7 @@ class Streams:
             stream.wait_event(self._computing[-1].record_event())
         self._computing.append(stream)
 
-    def _beside(self) -> list[torch.Stream]:
-        """The other compute streams of this pass."""
+    def _other_compute_streams(self) -> list[torch.Stream]:
         if len(self._computing) > 1 and self._is_recorded != self.is_capturing:
             del self._computing[:-1]
         return self._computing[:-1]
@@ -106,9 +142,9 @@ class Streams:
         return stream in self._computing or not self.is_capturing
 
     def _fork(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        """Run on ``stream``, after all that the compute stream was given so far."""
+        """Run on ``stream``, after everything that the compute stream was given so far."""
         if stream is None:
-            return HOST
+            return _HOST
         assert self._fork_event is not None
         self._compute_stream().record_event(self._fork_event)
         stream.wait_event(self._fork_event)
@@ -125,13 +161,13 @@ class Streams:
             stream.wait_event(origin.record_event())
 
     def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:
-        """The compute stream, which has waited for a gather, reads its output: the memory stays in use until then."""
+        """Keep the memory of a gather's output in use until the compute stream, which has waited, has read it."""
         if done.origin is not None and done.origin != (stream := self._computing[-1]):
             for buffer in buffers:
                 buffer.record_stream(stream)
 
     def wait_to_drop(self, done: Done, buffer: Tensor) -> None:
-        """Wait for a gather whose output nobody reads and which is dropped now."""
+        """Wait for a gather whose output is dropped without being read."""
         self.wait(done)
         if done.event is not None and done.origin is not None and done.origin != self._computing[-1]:
             if self._may_wait_for(done.origin):
@@ -139,5 +175,91 @@ class Streams:
             buffer.record_stream(self._computing[-1])  # which may poison it
 
     def at_once(self) -> Done:
-        """Of a weight that is made on the compute stream instead of gathered, as on an axis of one rank."""
+        """For a weight that the compute stream makes without a gather, as on an axis of one rank."""
         return Done(None, None, self._compute_stream()) if self.has_streams else Done()
+
+    def scattering(self) -> AbstractContextManager[Any]:
+        """Run on the scatter stream, after all compute streams: for any collective of the scatter group."""
+        stream = self._scatter_stream
+        fork = self._fork(stream)
+        if stream is not None:
+            for other in self._other_compute_streams():
+                stream.wait_event(other.record_event())
+        return fork
+
+    def scatter_done(self, work: Waitable | None) -> Done:
+        """When the collective that was just launched on the scatter stream is complete."""
+        return Done(work=work) if self._scatter_stream is None else Done(self._scatter_stream.record_event())
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Launch a reduction in this context, on the scatter stream. Bounds how many are in flight."""
+        while self._is_bounded and len(self._reductions) >= self._max_inflight:
+            self._retire_oldest()
+        return self.scattering()
+
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """Launch any number of reductions in this context: a recorded block launches all of its own together."""
+        self._is_bounded = False
+        try:
+            yield
+        finally:
+            self._is_bounded = True
+
+    def reduction_launched(
+        self, work: Waitable | None, complete: Callable[[], None], keep: Sequence[Tensor], places: Sequence[Place] = ()
+    ) -> None:
+        """Call within ``reducing``, after the launch of the collective. ``complete()`` works on the result (sum,
+        replicas, division, accumulation): now, on the finish stream; without streams when the reduction is retired.
+        ``keep`` and ``places`` stay alive until it is retired."""
+        scatter, finish = self._scatter_stream, self._finish_stream
+        if scatter is None or finish is None:
+            self._reductions.append(Reduction(Done(work=work), complete, keep, places))
+            return
+        if finish is scatter:
+            complete()
+        else:
+            finish.wait_event(scatter.record_event())
+            with finish:
+                self.delay()
+                complete()
+        self._reductions.append(Reduction(Done(finish.record_event()), None, keep, places, tuple(self._computing)))
+
+    def _retire_oldest(self) -> None:
+        reduction = self._reductions.popleft()
+        self._wait_for(reduction)
+        if reduction.complete is not None:
+            reduction.complete()
+
+    def _wait_for(self, reduction: Reduction) -> None:
+        """Make all compute streams wait, so that each of them may reuse the memory of ``keep``."""
+        self.wait(reduction.done)
+        if (event := reduction.done.event) is not None:
+            for other in {*reduction.origins, *self._other_compute_streams()} - {self._computing[-1]}:
+                other.wait_event(event)
+
+    def wait_finished(self) -> None:
+        """Make the scatter stream (without streams: the host) wait for the finish stream, see the last note above."""
+        if self._scatter_stream is None:
+            self.retire_all()
+        elif self._scatter_stream is not self._finish_stream and self._reductions:
+            # Compute has waited for all earlier ones, and the scatter stream for compute.
+            last = self._reductions[-1].done.event
+            assert last is not None
+            self._scatter_stream.wait_event(last)
+
+    def retire_users(self, buffers: Sequence[Tensor]) -> None:
+        """Retire reductions, oldest first, until none in flight uses these buffers."""
+        used = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        while any(buffer.untyped_storage().data_ptr() in used for each in self._reductions for buffer in each.keep):
+            self._retire_oldest()
+
+    def retire_all(self) -> None:
+        """Make compute wait for every reduction in flight, and drop their buffers."""
+        while self._reductions:
+            self._retire_oldest()
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether there are reductions that compute has not waited for."""
+        return bool(self._reductions)

@@ -1,15 +1,14 @@
-"""How many tokens of each rank an exchange of activations carries, and the one collective by which ranks stay agreed.
+"""How many tokens of each rank an exchange of activations carries.
 
 [Note: ranks with unequal numbers of tokens]
-A collective needs one size on all ranks, but each rank knows only how many tokens it has itself. So there is a
-*capacity*: the most tokens of a rank that one exchange carries, declared by the user or agreed on in the first use.
-Every rank always sends as much: fewer tokens are padded. So whatever ranks have, they launch collectives of one size.
+A collective needs one size on all ranks, but each rank knows only its own number of tokens. So there is a *capacity*:
+the most tokens of a rank that one exchange carries. The user declares it, or the ranks agree on it in the first use.
+Every rank always sends that many and pads if it has fewer, so all launch collectives of one size.
 
-A rank with more tokens than that cannot tell the others before the collective. It tells them in it: the first number
-that each rank sends is how many tokens it has. If all ranks have more, each knows that by itself, looks at what the
-others sent, and all agree on a larger capacity. Else the ranks with more raise, and the others find out: at once where
-the host can read what came, by an assertion on the device where it would have to wait. No rank ever goes on with
-another rank's tokens missing.
+The first number that a rank sends is how many tokens it has. If all ranks have more than the capacity, each knows it
+and reads the numbers of the others, and they agree on a larger capacity. If only some have more, these raise. The
+others raise at once if the host can read the numbers; if it would have to wait, an assertion on the device fails. No
+rank ever goes on with another rank's tokens missing.
 """
 
 from __future__ import annotations
@@ -23,23 +22,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from . import collectives
+from .collectives import Groups
 from .context import CommContext
-from .groups import Groups
 
 logger = logging.getLogger(__name__)
 
 
 class TokenExchange:
-    """What the ranks of the gtp axis have agreed on for one kind of use of one weight.
+    """The capacity that ranks of the last axis of ``mesh`` have agreed on for one kind of use of one weight.
 
     Args:
-        fqn: Name of the weight that tokens are exchanged for.
-        shape: Its shape, before it is cut over the axis.
-        mesh: Its mesh, whose last axis is the one that tokens are exchanged over.
-        purpose: What the exchange does, for messages.
-        declared: Most tokens of a rank, as the policy says; None to agree on it in the first use.
-        is_worth: Whether to exchange activations at a capacity. A function of things that all ranks see alike.
+        fqn, shape, purpose: For messages: the weight's name and unsharded shape, and what the exchange does.
+        declared: The capacity that the policy declares; None to agree on it in the first use.
+        is_worth: Whether to exchange activations at a capacity; all ranks must get the same answer.
     """
 
     def __init__(
@@ -61,19 +56,10 @@ class TokenExchange:
             self._settle(declared)
 
     def gather(self, values: Tensor, fill: int, comm: CommContext, groups: Groups) -> Tensor | None:
-        """Values of all ranks' tokens, or None where the ranks have agreed not to exchange.
+        """Values of all ranks' tokens: int64, shape ``(world, capacity)``; None if the ranks agreed not to exchange.
 
-        Args:
-            values: One integer for each token of this rank, 1-D.
-            fill: What stands for a token that a rank does not have.
-            comm: Streams.
-            groups: Communicators of the mesh.
-
-        Returns:
-            Shape ``(world, capacity)``, int64.
-
-        Raises:
-            ValueError: A rank has more tokens than the exchange carries, and others do not.
+        ``values`` has one integer for each token of this rank, 1-D; ``fill`` pads. If only some ranks have more tokens
+        than the exchange carries, it raises ValueError, see the note above.
         """
         if not self.capacity:
             count = torch.tensor([values.numel()], device=values.device)
@@ -89,7 +75,11 @@ class TokenExchange:
         received = self._all_gather(message, f"{self.capacity} tokens", comm, groups)
         counts = received[:, 0]
         if values.numel() > self.capacity or not comm.has_streams:
-            if not self._holds(counts.tolist()):
+            numbers = counts.tolist()
+            if max(numbers) > self.capacity:
+                if min(numbers) <= self.capacity or self._is_declared:
+                    raise ValueError(self._complaint(f"{numbers} tokens"))
+                self._settle(max(numbers))
                 return self.gather(values, fill, comm, groups)
         else:
             compat.assert_on_device((counts <= self.capacity).all(), self._complaint("more tokens"))
@@ -99,43 +89,29 @@ class TokenExchange:
         if comm.is_capturing and not self.capacity:
             raise RuntimeError(f"{self._complaint('an unknown number of tokens')} Run one step before the capture.")
         received = values.new_empty((self._mesh.size(self._mesh.ndim - 1), values.numel()))
-        with comm.scattering():  # which is idle in forward; where weights are gathered, it would wait for those ahead
+        with comm.scattering():  # idle in forward; the gather stream would first finish the gathers ahead
             comm.before_collective("all_gather", f"{what} for {self.purpose} of {self._fqn}", groups)
-            work = collectives.all_gather(received.view(-1), values, groups.scatter, comm.has_streams)
+            work = compat.all_gather_base(received.view(-1), values, groups.scatter, not comm.has_streams)
             done = comm.scatter_done(work)
         comm.wait(done)
         return received
 
     def _settle(self, capacity: int) -> None:
-        """All ranks know ``capacity``, and decide alike."""
+        """Take a capacity that all ranks know."""
         self.capacity = capacity
         self.is_chosen = capacity > 0 and self._is_worth(capacity)
         if capacity:
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
 
-    def _holds(self, counts: list[int]) -> bool:
-        """Whether all tokens were carried; False if the ranks have agreed on a larger capacity.
-
-        Raises:
-            ValueError: Some ranks have too many tokens.
-        """
-        if max(counts) <= self.capacity:
-            return True
-        if min(counts) <= self.capacity or self._is_declared:
-            raise ValueError(self._complaint(f"{counts} tokens"))
-        self._settle(max(counts))
-        return False
-
     def _complaint(self, got: str) -> str:
-        limit = f"{self.capacity} tokens on each rank"
+        source = "the most of the first use, unless all ranks have more"
         if self._is_declared:
-            limit += ", as SchedulePolicy(exchange_tokens=...) says,"
-        else:
-            limit += ", the most of the first use, unless all ranks have more,"
+            source = "as SchedulePolicy(exchange_tokens=...) says"
         return (
-            f"The {self.purpose} of parameter '{self._fqn}' of shape {tuple(self._shape)} expects "
-            f"at most {limit} of mesh axes {self._mesh.mesh_dim_names}, but got {got} (rank {dist.get_rank()}). "
-            "Set SchedulePolicy(exchange_tokens=...) to the most tokens that a rank may have, or gather the weight."
+            f"The {self.purpose} of parameter '{self._fqn}' of shape {tuple(self._shape)} expects at most "
+            f"{self.capacity} tokens on each rank, {source}, of mesh axes {self._mesh.mesh_dim_names}, but got {got} "
+            f"(rank {dist.get_rank()}). Set SchedulePolicy(exchange_tokens=...) to the most tokens that a rank may "
+            "have, or gather the weight."
         )
 
     def describe(self) -> str:

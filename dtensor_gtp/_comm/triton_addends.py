@@ -1,13 +1,12 @@
 """The sum over ranks as one Triton kernel, see ``addends``.
 
-Each addend is read once, from where it is, and each sum written once. The order is that of torch's sum over dim 0 on
-CUDA: the addend of rank ``r`` goes to partial sum ``r % 4``, all four begin at zero, and they are added one after the
-other. Nothing is multiplied before it is added, so nothing can fuse.
+The kernel reads each addend once, this rank's own where it was sent, and writes each sum once. The order is that of
+torch's sum over dim 0 on CUDA: the addend of rank ``r`` goes to partial sum ``r % 4``; the four begin at zero and are
+added one after the other. Nothing is multiplied before it is added, so nothing can fuse.
 
-What is known of alignment at compile time is one constant, and no number is compiled in as it happens to be: so there
-are two kernels for a number of ranks and a dtype, and none is compiled later, in a CUDA graph.
+Triton specializes no argument; only whether all are aligned is a constant. So there are two kernels for a number of
+ranks and a dtype, and none is compiled later, in a CUDA graph.
 """
-
 
 # No `from __future__ import annotations`: Triton reads them.
 
@@ -23,31 +22,11 @@ from .._torch_compat.kernel_trial import on_device_of
 _BLOCK = 1024
 # Gradients of one launch.
 _PARCELS = 4
-# In elements: what vectors of loads and stores need.
+# In elements: vectors of loads and stores need it.
 _ALIGNMENT = 16
 
 
-@triton.jit(
-    do_not_specialize=[
-        "out_ptr",
-        "rows_ptr",
-        "own0_ptr",
-        "own1_ptr",
-        "own2_ptr",
-        "own3_ptr",
-        "begin0",
-        "begin1",
-        "begin2",
-        "begin3",
-        "end",
-        "first1",
-        "first2",
-        "first3",
-        "row_numel",
-        "rank",
-        "factor",
-    ]
-)
+@triton.jit(do_not_specialize=list(range(17)))  # all but the constants
 def sum_over_ranks(
     out_ptr,
     rows_ptr,
@@ -72,8 +51,8 @@ def sum_over_ranks(
 ):
     """``factor`` times the sum of ``NUM`` addends, of up to four gradients that lie one behind the other in ``out``.
 
-    The addend of ``rank`` lies at ``own{i}_ptr``, the others in rows of ``row_numel`` elements, without one for
-    ``rank``. Gradient i begins at element ``begin{i}``, and with program ``first{i}``.
+    The addend of ``rank`` is at ``own{i}_ptr``. The others are rows of ``row_numel`` elements, without a row for
+    ``rank``. Gradient i begins at element ``begin{i}`` and at program ``first{i}``.
     """
     block = tl.program_id(0)
     own_ptr, begin, end_, first = own0_ptr, begin0, begin1, 0
@@ -108,10 +87,17 @@ def sum_over_ranks(
 
 
 def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: int, factor: float) -> None:
-    """``addends.Sum``, for any factor."""
+    """``factor`` times the sum over ranks, on the current stream.
+
+    Args:
+        out: The result, shape ``(numel,)``, float32.
+        rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or ``(num_ranks - 1, numel)`` without this
+            rank's.
+        own: This rank's addend if ``rows`` lacks it: contiguous parts, one behind the other in ``out``.
+    """
     sizes = [addend.numel() for addend in own] or [out.numel()]
     own = own or [rows]  # never read
-    rank = rank if rows.shape[0] < num_ranks else num_ranks
+    rank = rank if rows.shape[0] < num_ranks else num_ranks  # no rank's addend is apart
     begins = [0, *accumulate(sizes)]
     is_aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in (out, rows, *own))
     is_aligned = is_aligned and all(begin % _ALIGNMENT == 0 for begin in begins)
@@ -121,19 +107,8 @@ def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: 
         _, *firsts, num_blocks = accumulate([*blocks, *[0] * missing], initial=0)
         if num_blocks == 0:
             continue
+        parcels = [*own[at : at + _PARCELS], *[own[at]] * missing]
+        numbers = [*begins[at : at + _PARCELS + 1], *[begins[-1]] * missing, *firsts, rows.shape[1], rank, factor]
         with on_device_of(out):
-            sum_over_ranks[(num_blocks,)](
-                out,
-                rows,
-                *own[at : at + _PARCELS],
-                *[own[at]] * missing,
-                *begins[at : at + _PARCELS + 1],
-                *[begins[-1]] * missing,
-                *firsts,
-                rows.shape[1],
-                rank,
-                factor,
-                NUM=num_ranks,
-                ALIGNED=is_aligned,
-                BLOCK=_BLOCK,
-            )
+            launch = sum_over_ranks[(num_blocks,)]
+            launch(out, rows, *parcels, *numbers, NUM=num_ranks, ALIGNED=is_aligned, BLOCK=_BLOCK)

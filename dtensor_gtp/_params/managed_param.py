@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
-from .._comm.groups import Groups
+from .._comm.collectives import Groups
 from ..placement import GTPShard
 
 # Cached, because each gradient needs it, and torch runs an op to compute it.

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
-from .._comm.collectives import all_reduce, reduce_scale
 from .._comm.context import CommContext
 from ..quant.casts import describe_casts
 from ..quant.compute import ComputePath, choose_path, warn_dequantized
@@ -165,14 +164,14 @@ def _all_reduce_max(amax: Tensor, groups: tuple[str, ...], weight: ShardedWeight
     # Floats that are not negative have the order of their bits. As integers a NaN is the largest; a maximum of floats
     # may lose it.
     bits = amax.view(torch.int32)
-    scale = reduce_scale(torch.float32, 1, None)._replace(op=dist.ReduceOp.MAX)
     with comm.gathering(weight.groups):
         comm.before_collective("all_reduce of amax", weight.fqn, weight.groups)
         done = None
         for group in map(compat.resolve_group, groups):
             if done is not None and done.work is not None:
                 done.work.wait()
-            done = comm.gather_done(all_reduce(bits, scale, group, comm.has_streams), weight.groups)
+            work = compat.all_reduce(bits, dist.ReduceOp.MAX, group, not comm.has_streams)
+            done = comm.gather_done(work, weight.groups)
     if done is not None:
         comm.wait(done)
 

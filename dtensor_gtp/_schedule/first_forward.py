@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._comm.digest import digest
-from .._comm.groups import has_replicas
+from .._comm.agreement import digest
+from .._comm.collectives import has_replicas
 from .._params.managed_param import ManagedParam
 from .._params.whole_param import WholeParam
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._comm.collectives import Groups
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags
-from .._comm.groups import Groups
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from ..policy import SchedulePolicy
 from .gradient_protocols import BlockRecording

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from .. import _torch_compat as compat
+from .._comm.collectives import Groups
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags
-from .._comm.groups import Groups
 from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam

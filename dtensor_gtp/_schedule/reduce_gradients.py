@@ -19,7 +19,7 @@ from .._comm import collectives
 from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import poison, profiler_range
-from .._comm.reduce_scatter import Scattering, Sending, can_travel_together, make_scattering, sum_dtype
+from .._comm.reduce_scatter import Scattering, can_travel_together, sum_dtype
 from .._comm.send_ring import Place, SendRing
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
@@ -272,8 +272,8 @@ class Gradients:
         comm, weight, scale = self._comm, together[0].weight, together[0].scale
         fulls = [gradient.buffer for gradient in together if gradient.buffer is not None]
         ring = self._ring_of(weight)
-        sending, held = (None, ()) if ring is None else self._places(ring, together, fulls)
-        scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, sending)
+        places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
+        scattering = Scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, ring, places)
         with comm.reducing():
             if comm.is_debugged:
                 comm.before_collective("reduce_scatter", _names(together), weight.groups)
@@ -285,15 +285,15 @@ class Gradients:
 
     def _places(
         self, ring: SendRing, together: list[_Gradient], fulls: list[Tensor]
-    ) -> tuple[Sending, Sequence[Place]]:
+    ) -> tuple[Sequence[Place], Sequence[Place]]:
         """From where copy engines fetch the gradients, and all places that must live until they have."""
         held = [gradient.place for gradient in together if gradient.place is not None]
         if len(held) == len(together):
-            return Sending(ring, held), held
+            return held, held
         with self._comm.scattering():
             self._comm.wait_finished()
             places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
-        return Sending(ring, places), [*held, *places]  # the old places are read until then
+        return places, [*held, *places]  # the old places are read until then
 
     def add_rows(self, weight: ShardedWeight, rows: Tensor) -> None:
         """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.

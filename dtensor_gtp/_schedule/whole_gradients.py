@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._comm import collectives
-from .._comm.collectives import ReduceScale
+from .. import _torch_compat as compat
+from .._comm.collectives import Groups, ReduceScale, reduce_scale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.groups import Groups
 from .._comm.reduce_scatter import sum_dtype
 from .._params.whole_param import WholeParam
 from ..policy import ReduceScatterKind
@@ -45,7 +44,7 @@ def _reduce_bucket(
 ) -> None:
     flat = torch.cat([grad.reshape(-1) for _, grad in bucket]).to(dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
-    scale = collectives.reduce_scale(dtype, bucket[0][0].num_ranks, factor)
+    scale = reduce_scale(dtype, bucket[0][0].num_ranks, factor)
     active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
 
     def complete() -> None:
@@ -63,12 +62,12 @@ def _reduce_bucket(
         if scale.predivide is not None:
             wire.div_(scale.predivide)
         if active:
-            work = collectives.all_reduce(wire, scale, active[0], comm.has_streams)
+            work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams)
         comm.reduction_launched(work, complete, (flat,))
 
 
 def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
     """All-reduce on the current stream; without streams, wait for it."""
-    work = collectives.all_reduce(tensor, scale, group, comm.has_streams)
+    work = compat.all_reduce(tensor, scale.op, group, not comm.has_streams)
     if work is not None and not comm.has_streams:
         work.wait()

@@ -25,11 +25,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._comm import collectives
-from .._comm.agreement import device_of
+from .._comm.agreement import device_of, digest
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.digest import digest
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
@@ -37,8 +35,6 @@ from .._schedule.gradient_protocols import WholeBucket
 from .mesh import ElasticMesh
 from .plan import Bucket, SyncPlan, box_of_rank
 from .replicas import BatchShare
-
-_SUM = collectives.ReduceScale(dist.ReduceOp.SUM, None, None)
 
 
 @dataclass(eq=False)
@@ -94,7 +90,7 @@ class ReplicaSync:
         # NCCL connects the ranks of a group in its first collective: do it here, not within the first backward.
         for channel in self._channels if comm.has_streams else ():
             probe = torch.zeros(1, device=device_of(mesh.world))
-            collectives.all_reduce(probe, _SUM, compat.resolve_group(channel.group_name), True)
+            compat.all_reduce(probe, dist.ReduceOp.SUM, compat.resolve_group(channel.group_name), False)
         # Slots that the communication stream may still read.
         self._keep: list[Tensor] = []
         self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
@@ -209,7 +205,8 @@ class ReplicaSync:
         comm = self._comm
         with profiler_range("GTP::all_reduce", f"{len(parts)} segments"):
             comm.delay()
-            work = collectives.all_reduce(flat, _SUM, compat.resolve_group(channel.group_name), comm.has_streams)
+            group = compat.resolve_group(channel.group_name)
+            work = compat.all_reduce(flat, dist.ReduceOp.SUM, group, not comm.has_streams)
         arrived = partial(self._arrived, bucket, None if is_alone else flat)
         if comm.has_streams:
             arrived()  # the stream orders it; the caller that sends the last gradient records the event
@@ -254,7 +251,8 @@ class ReplicaSync:
             comm.delay()
             _scale(wire, of_rank / self._tp)
             self.num_all_reduces += 1
-            work = collectives.all_reduce(wire, _SUM, compat.resolve_group(self._world_name), comm.has_streams)
+            world = compat.resolve_group(self._world_name)
+            work = compat.all_reduce(wire, dist.ReduceOp.SUM, world, not comm.has_streams)
             comm.reduction_launched(work, complete, (flat,))
 
     def _spread(self, param: WholeParam, grad: Tensor) -> Tensor:

@@ -19,17 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._comm import collectives
-from .._comm.collectives import ReduceScale
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from .._comm.tokens import TokenExchange
 from .._params.saved_for_backward import check_differentiable, check_unmodified
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
-from .exchange import SUM, can_exchange, check_range, launch, local_ids, new_exchange, padded
-
-_MAX = ReduceScale(dist.ReduceOp.MAX, None, None)
+from .exchange import can_exchange, check_range, launch, local_ids, new_exchange, padded
 
 # Size of a chunk's float32 logits on a rank: large enough for efficient products, small beside a layer's activations.
 # Hidden states of all ranks are kept for backward if they are no larger.
@@ -122,9 +118,9 @@ class _Job:
         local, is_other = local_ids(self.targets[:, chunk].reshape(-1), layout)
         return local.masked_fill(is_other, 0), is_other
 
-    def all_reduce(self, values: Tensor, scale: ReduceScale) -> None:
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         what = f"logits' statistics of {self.weight.fqn}"
-        self.runtime.comm.wait(launch(collectives.all_reduce, what, self.runtime, self.weight, values, scale))
+        self.runtime.comm.wait(launch(compat.all_reduce, what, self.runtime, self.weight, values, op))
 
     def all_gather(self, part: Tensor, what: str) -> tuple[Tensor, Done]:
         """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``.
@@ -133,7 +129,7 @@ class _Job:
         """
         received = part.new_empty((self.weight.layout.world * part.shape[0], *part.shape[1:]))
         what = f"{what} for the loss over {self.weight.fqn}"
-        return received, launch(collectives.all_gather, what, self.runtime, self.weight, received, part)
+        return received, launch(compat.all_gather_base, what, self.runtime, self.weight, received, part)
 
     def hidden_of_all(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk with its hidden states of all ranks, while those of the next chunk are gathered."""
@@ -157,7 +153,8 @@ class _Job:
 
         with comm.reducing():
             comm.before_collective("reduce_scatter", f"hidden states for the loss over {weight.fqn}", weight.groups)
-            work = collectives.reduce_scatter(slot, full, SUM, weight.groups.scatter, comm.has_streams)
+            group, sum_op = weight.groups.scatter, dist.ReduceOp.SUM
+            work = compat.reduce_scatter_base(slot, full, sum_op, group, not comm.has_streams)
             comm.reduction_launched(work, complete, (full, slot))
 
 
@@ -217,9 +214,9 @@ def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         largest[:, chunk] = peak.view(layout.world, -1)
         exponentials[:, chunk] = logits.exp_().sum(1).view(layout.world, -1)
     own = largest.clone()
-    job.all_reduce(largest, _MAX)
+    job.all_reduce(largest, dist.ReduceOp.MAX)
     exponentials *= (own - largest).exp_()
-    job.all_reduce(sums, SUM)
+    job.all_reduce(sums, dist.ReduceOp.SUM)
     normalizers = largest + exponentials.log()
     losses = normalizers - at_target
     if job.label_smoothing:

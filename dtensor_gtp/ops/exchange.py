@@ -18,16 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._comm import collectives
-from .._comm.collectives import ReduceScale
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from .._comm.tokens import TokenExchange
 from .._params.layout import WeightLayout
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
-
-SUM = ReduceScale(dist.ReduceOp.SUM, None, None)
 
 
 def can_exchange(runtime: Runtime, weight: ShardedWeight) -> bool:
@@ -83,19 +79,18 @@ def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -
         # Integers of which every backend has sums.
         bits = torch.int32 if dim * rows.element_size() % 4 == 0 else torch.uint8
         what = f"{ids.shape[1]} tokens of {weight.fqn}"
-        done = launch(collectives.reduce_scatter, what, runtime, weight, output.view(bits), rows.view(bits), SUM)
+        addends = output.view(bits), rows.view(bits)
+        done = launch(compat.reduce_scatter_base, what, runtime, weight, *addends, dist.ReduceOp.SUM)
         runtime.comm.wait(done)
     return output[: indices.numel()].view(*indices.shape, dim), ids
 
 
-def launch(
-    collective: Callable[..., Any], what: str, runtime: Runtime, weight: ShardedWeight, *args: Tensor | ReduceScale
-) -> Done:
+def launch(collective: Callable[..., Any], what: str, runtime: Runtime, weight: ShardedWeight, *args: Any) -> Done:
     """Launch a collective in the scatter group. In the gather group it would wait for weights that are prefetched."""
     comm, groups = runtime.comm, weight.groups
     with comm.scattering():
-        comm.before_collective(collective.__name__, what, groups)
-        return comm.scatter_done(collective(*args, groups.scatter, comm.has_streams))
+        comm.before_collective(collective.__name__.removesuffix("_base"), what, groups)
+        return comm.scatter_done(collective(*args, groups.scatter, not comm.has_streams))
 
 
 def _own_rows(ids: Tensor, weight: ShardedWeight) -> Tensor:
@@ -138,7 +133,7 @@ def exchanged_grad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor,
     received = sent.new_empty((ids.numel(), layout.shape[1]))
     with profiler_range("GTP::exchange", weight.fqn), comm.gathering(weight.groups):
         comm.before_collective("all_gather", f"gradients of {ids.shape[1]} tokens of {weight.fqn}", weight.groups)
-        work = collectives.all_gather(received, sent, weight.groups.gather, comm.has_streams)
+        work = compat.all_gather_base(received, sent, weight.groups.gather, not comm.has_streams)
         done = comm.gather_done(work, weight.groups)
     comm.wait(done)
     flat = ids.reshape(-1)

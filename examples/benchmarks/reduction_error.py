@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from dtensor_gtp._comm.collectives import ReduceScale
-from dtensor_gtp._comm.reduce_scatter import make_scattering
+from dtensor_gtp._comm.reduce_scatter import Scattering
 from report import markdown_table
 
 _AVERAGE = ReduceScale(ReduceOp.AVG, None, None)
@@ -30,7 +30,7 @@ def ring(addends: torch.Tensor) -> torch.Tensor:
 def all_to_all(addends: torch.Tensor) -> torch.Tensor:
     """The average of ``addends`` as the ``all_to_all`` kind computes it on the rank that receives them."""
     num_ranks = len(addends)
-    scattering = make_scattering("all_to_all", [addends.reshape(-1)], num_ranks, addends.dtype)
+    scattering = Scattering("all_to_all", [addends.reshape(-1)], num_ranks, addends.dtype)
     full, slot, received = scattering.keep()
     received.copy_(full.view_as(received))
     scattering.finish(_AVERAGE)

@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from dtensor_gtp._comm import addends
 from dtensor_gtp._comm import reduce_scatter as scattering_module
 from dtensor_gtp._comm.collectives import ReduceScale
-from dtensor_gtp._comm.reduce_scatter import make_scattering
+from dtensor_gtp._comm.reduce_scatter import Scattering
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -115,7 +115,7 @@ class TestOnOneGPU(unittest.TestCase):
                 slots = []
                 for kernel in (self._kernel(4), None):
                     with mock.patch.object(scattering_module, "fused_sum", lambda like, num_ranks, it=kernel: it):
-                        scattering = make_scattering("all_to_all", [full], 4, torch.bfloat16)
+                        scattering = Scattering("all_to_all", [full], 4, torch.bfloat16)
                     received = scattering.keep()[-1]
                     received.copy_(full.view_as(received))
                     scattering.finish(ReduceScale(op, None, None))

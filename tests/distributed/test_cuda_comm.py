@@ -40,14 +40,15 @@ TOGETHER: tuple[dict[str, Any], ...] = ({}, SEVERAL)
 def casts_ahead() -> Iterator[list[bool]]:
     """Of each gather by copy engines: whether its shards were cast ahead, on a stream of their own."""
     seen: list[bool] = []
-    inner = CopyEngine._fill_ahead
+    inner = CopyEngine._cast_ahead
 
-    def fill_ahead(self: CopyEngine, *args: Any) -> Any:
-        done = inner(self, *args)
-        seen.append(done is not None)
-        return done
+    def cast_ahead(self: CopyEngine, ready: Any, casts: list[Any]) -> Any:
+        packed, are_cast = inner(self, ready, casts)
+        if casts:
+            seen.append(are_cast)
+        return packed, are_cast
 
-    with mock.patch.object(CopyEngine, "_fill_ahead", fill_ahead):
+    with mock.patch.object(CopyEngine, "_cast_ahead", cast_ahead):
         yield seen
 
 

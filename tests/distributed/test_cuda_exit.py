@@ -36,14 +36,14 @@ JOB = Path(__file__).with_name("cuda_exit_job.py")
 
 class ReadsLate(CopyEngine):
     def _peers(self) -> list[int]:
-        if self._rank == 0:
+        if self.rank == 0:
             torch.cuda._sleep(VERY_LATE)
         return super()._peers()
 
 
 class FetchesLate(SendRing):
     def _peers(self) -> Iterator[int]:  # type: ignore[override]
-        if self._rank == 0:
+        if self.rank == 0:
             torch.cuda._sleep(VERY_LATE)
         yield from super()._peers()
         # Before the copies, which are short, and the signal that they are done.

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
-from dtensor_gtp._comm import collectives
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import (
     BatchShare,
     BlockColwiseParallel,
@@ -263,13 +263,13 @@ class TestSixRanks(GlooTest):
         ):
             elastic = Elastic(self.unequal(), make_optimizer=sgd, mp_policy=policy)
             dtypes: set[torch.dtype] = set()
-            all_reduce = collectives.all_reduce
+            all_reduce = compat.all_reduce
 
             def recording(tensor: torch.Tensor, *args: Any) -> Any:
                 dtypes.add(tensor.dtype)  # noqa: B023
                 return all_reduce(tensor, *args)  # noqa: B023
 
-            with mock.patch.object(collectives, "all_reduce", recording):
+            with mock.patch.object(compat, "all_reduce", recording):
                 elastic.train(rtol=5e-2, atol=2e-2)
             self.assertEqual(dtypes, {policy.reduce_dtype})
             elastic.sync.check_values()

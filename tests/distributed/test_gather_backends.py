@@ -39,8 +39,8 @@ from torch.testing._internal.common_utils import run_tests
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import context as comm_context
+from dtensor_gtp._comm import copy_engine
 from dtensor_gtp._comm import gather_backends as backends
-from dtensor_gtp._comm import symmetric_memory
 from dtensor_gtp._comm.copy_engine import CastingBackend, CopyEngine
 from dtensor_gtp._comm.gather_backends import ProcessGroupBackend
 from dtensor_gtp._comm.send_ring import SendRing
@@ -131,7 +131,7 @@ class OnFile(CopyEngine):
     num_stages = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        with mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"):
+        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
             super().__init__(group, device)
 
     def _allocate(self, nbytes: int) -> Any:
@@ -142,7 +142,7 @@ class OnFile(CopyEngine):
         pass
 
     def _peers(self) -> list[int]:
-        if self._rank == 1:
+        if self.rank == 1:
             come_late(0.003)  # reads late: a stage that is filled too early shows
         return super()._peers()
 
@@ -153,7 +153,7 @@ class RingOnFile(SendRing):
     num_in_place = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
-        with mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"):
+        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
             super().__init__(group, device, enough_nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
@@ -171,7 +171,7 @@ class RingOnFile(SendRing):
         return offered
 
     def _peers(self) -> list[int]:
-        if self._rank == 1:
+        if self.rank == 1:
             come_late(0.001)
         return super()._peers()
 
@@ -311,12 +311,12 @@ class TestGatherBackends(GlooTest):
             groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
             for engine, name in ((OnFile, "copy_engine"), (FailsOnLastRank, "process_group")):
                 with mock.patch.object(backends, "CopyEngine", engine):
-                    choice = backends.choose_gather_backend(
+                    backend, choice = backends.choose_gather_backend(
                         SchedulePolicy(gather_backend="auto"), groups, torch.device("cpu")
                     )
-                self.assertEqual(choice.name, name)
-                self.assertIsInstance(choice.backend, engine if name == "copy_engine" else ProcessGroupBackend)
-                self.assertEqual("rank 3: OSError: no such link" in choice.reason, name == "process_group")
+                self.assertRegex(choice, rf"^{name} \(")
+                self.assertIsInstance(backend, engine if name == "copy_engine" else ProcessGroupBackend)
+                self.assertEqual("rank 3: OSError: no such link" in choice, name == "process_group")
         model = shard_copy(small_model(), self.gtp_mesh(), schedule=SchedulePolicy(gather_backend="auto"))
         with self.assertLogs("dtensor_gtp", "INFO") as logs:
             model(torch.ones(2, 12))
@@ -327,16 +327,15 @@ class TestGatherBackends(GlooTest):
 
     def test_ranks_on_several_hosts_are_refused(self) -> None:
         group = self.gtp_mesh().get_group()
-        cpu = torch.device("cpu")
         with self.assertRaisesRegex(RuntimeError, "a cpu device has no copy engines"):
-            symmetric_memory.refuse_without_symmetric_memory(group, cpu)
+            copy_engine.refuse_without_symmetric_memory(group, torch.device("cpu"))
         host = "b" if self.rank == 3 else "a"
         with (
-            mock.patch.object(symmetric_memory, "_missing", return_value=None),
-            mock.patch.object(symmetric_memory, "host_name", return_value=host),
+            mock.patch.object(compat, "symmetric_memory_backend", return_value="CUDA"),
+            mock.patch.object(copy_engine, "host_name", return_value=host),
             self.assertRaisesRegex(RuntimeError, r"the ranks span hosts \['a', 'b'\]"),
         ):
-            symmetric_memory.refuse_without_symmetric_memory(group, cpu)
+            copy_engine.refuse_without_symmetric_memory(group, torch.device("cuda"))
 
     def test_inner_backend_of_a_nested_call_does_not_count(self) -> None:
         """As all of the schedule: that of the outermost call."""

@@ -14,17 +14,15 @@ import torch
 
 from dtensor_gtp import SchedulePolicy
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm import copy_engine, symmetric_memory
+from dtensor_gtp._comm import copy_engine
 from dtensor_gtp._comm import reduce_scatter as scattering_module
 from dtensor_gtp._comm.addends import Sum
-from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.collectives import Groups, ReduceScale
 from dtensor_gtp._comm.context import CommContext
-from dtensor_gtp._comm.copy_engine import CopyEngine
+from dtensor_gtp._comm.copy_engine import CopyEngine, offsets
 from dtensor_gtp._comm.debug import DebugFlags
-from dtensor_gtp._comm.groups import Groups
-from dtensor_gtp._comm.reduce_scatter import Sending, make_scattering
+from dtensor_gtp._comm.reduce_scatter import Scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
-from dtensor_gtp._comm.symmetric_memory import offsets
 from dtensor_gtp._schedule.reduce_gradients import Gradients
 
 NUM_RANKS = 4
@@ -53,8 +51,8 @@ class Ranks:
 
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(NUM_RANKS)]
         with (
-            mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"),
-            mock.patch.object(symmetric_memory.dist, "barrier", lambda group: group.ranks.barrier.wait()),
+            mock.patch.object(copy_engine, "refuse_without_symmetric_memory"),
+            mock.patch.object(copy_engine.dist, "barrier", lambda group: group.ranks.barrier.wait()),
             mock.patch.object(compat, "resolve_group", lambda name: name),
         ):
             for thread in threads:
@@ -163,7 +161,7 @@ class Ring(SendRing):
         if getattr(self, "_last", None) is not None:
             self._last.fill_(0x7F)  # is gone
         stage = Shared(nbytes, self._group_name)  # type: ignore[arg-type]
-        self._last = stage.group.ranks.memory[self._rank, nbytes]
+        self._last = stage.group.ranks.memory[self.rank, nbytes]
         return stage
 
     def _wait_on_host(self) -> None:
@@ -184,7 +182,7 @@ def exchange(ring: SendRing, fulls: list[torch.Tensor], given: list[Place | None
     if len(held) < len(given):
         places = ring.lay_out(fulls, torch.bfloat16)
         held = [*held, *places]
-    scattering = make_scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16, Sending(ring, places))
+    scattering = Scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16, ring, places)
     comm = mock.Mock()
     pairs = zip(places, fulls, strict=True)
     in_place = [ring.room(place, full.shape, torch.bfloat16).data_ptr() == full.data_ptr() for place, full in pairs]

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm import copy_engine, symmetric_memory
+from dtensor_gtp._comm import copy_engine
 from dtensor_gtp._comm.copy_engine import CopyEngine
 
 NUM_RANKS, NUM_WEIGHTS, NUMEL = 3, 5, 4
@@ -136,7 +136,7 @@ class Engine(CopyEngine):
         self.cast_stream = machine.stream()  # type: ignore[assignment]
 
     def _allocate(self, nbytes: int) -> Any:
-        return Stage(self._machine, self._rank, max(nbytes, 4096))  # never grows: that waits for all streams
+        return Stage(self._machine, self.rank, max(nbytes, 4096))  # never grows: that waits for all streams
 
     def _wait_on_host(self) -> None:
         raise AssertionError("the stage has grown")
@@ -151,7 +151,7 @@ class Engine(CopyEngine):
 @contextmanager
 def on_machine(machine: Machine) -> Any:
     with (
-        mock.patch.object(symmetric_memory, "refuse_without_symmetric_memory"),
+        mock.patch.object(copy_engine, "refuse_without_symmetric_memory"),
         mock.patch.object(compat, "copy_all", machine.copy_all),
         mock.patch.object(copy_engine.torch.accelerator, "current_stream", machine.current_stream),
     ):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtensor_gtp._comm import digest as digests
-from dtensor_gtp._comm.digest import digest
+from dtensor_gtp._comm import agreement
+from dtensor_gtp._comm.agreement import digest
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_order_of_elements_counts(dtype: torch.dtype) -> None:
 def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1001)
     whole = digest(values)
-    monkeypatch.setattr(digests, "_PIECE", 17)
+    monkeypatch.setattr(agreement, "_PIECE", 17)
     assert digest(values) == whole
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from dtensor_gtp._comm.collectives import ReduceScale
-from dtensor_gtp._comm.reduce_scatter import make_scattering, sum_dtype
+from dtensor_gtp._comm.reduce_scatter import Scattering, sum_dtype
 from dtensor_gtp.policy import ReduceScatterKind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
@@ -31,7 +31,7 @@ def test_dtype_of_the_sum() -> None:
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_all_to_all_adds_in_float32_what_it_received(op: ReduceOp.RedOpType) -> None:
-    scattering = make_scattering("all_to_all", [torch.zeros(6, 5, dtype=BF16)], 3, BF16)
+    scattering = Scattering("all_to_all", [torch.zeros(6, 5, dtype=BF16)], 3, BF16)
     received = scattering.keep()[-1].view(6, 5)
     received.copy_(torch.tensor([1.0, 2.0**-12, 2.0**-12]).repeat_interleave(2)[:, None].expand(6, 5))
     scattering.finish(ReduceScale(op, None, None))
@@ -44,8 +44,8 @@ def test_all_to_all_adds_in_float32_what_it_received(op: ReduceOp.RedOpType) -> 
 
 def test_one_rank_sends_nothing() -> None:
     full = torch.ones(4, 2, dtype=BF16)
-    assert make_scattering("ring", [full], 1, BF16).slots[0] is full
-    (slot,) = make_scattering("all_to_all", [full], 1, BF16).slots
+    assert Scattering("ring", [full], 1, BF16).slots[0] is full
+    (slot,) = Scattering("all_to_all", [full], 1, BF16).slots
     assert slot.dtype == FP32
     assert slot.eq(1).all()
 
@@ -58,7 +58,7 @@ def test_slots_are_kept_while_the_communication_stream_reads_them(
 ) -> None:
     """What is left to do on that stream, a copy of a slot in another layout for one, reads it after the launch: memory
     that nobody keeps would be given to compute meanwhile."""
-    scattering = make_scattering(kind, [torch.ones(4, 2, dtype=dtype)], num_ranks, BF16)
+    scattering = Scattering(kind, [torch.ones(4, 2, dtype=dtype)], num_ranks, BF16)
     kept = {buffer.untyped_storage().data_ptr() for buffer in scattering.keep()}
     assert all(slot.untyped_storage().data_ptr() in kept for slot in scattering.slots)
 
@@ -68,7 +68,7 @@ def test_only_a_send_ring_asks_for_addresses(kind: ReduceScatterKind) -> None:
     """Tensors without memory, with which steps are planned, have none to tell."""
     fulls = [torch.ones(4, 2, dtype=BF16), torch.ones(4, 2)]
     with mock.patch.object(torch.Tensor, "data_ptr", side_effect=AssertionError("asked for an address")):
-        ready, cast = (make_scattering(kind, [full], 2, BF16) for full in fulls)
+        ready, cast = (Scattering(kind, [full], 2, BF16) for full in fulls)
     assert ready.keep()[0] is fulls[0]
     assert cast.keep()[1] is fulls[1]
 
