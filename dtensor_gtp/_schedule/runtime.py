@@ -133,7 +133,7 @@ class Runtime(Gathering):
             if is_complete:
                 self._forward_chain.end()
             else:
-                self._forward_chain.cancel()
+                self._forward_chain.begin()
                 self._end_keeps()
             self._forward_chain = None
 
@@ -256,7 +256,7 @@ class Runtime(Gathering):
             self.drop_kept(weight)
         self._is_in_backward = False
         self.reads.release_read_in_backward()
-        self._backward_chain.cancel()
+        self._backward_chain.begin()
         self.abandon()
 
     def _abandon_backward(self) -> None:
@@ -268,6 +268,6 @@ class Runtime(Gathering):
         self._is_in_backward = False
         self._forget_gradients()
         self.reads.release_read_in_backward()
-        self._backward_chain.cancel()
+        self._backward_chain.begin()
         self._drop_prefetched()
         self._end_keeps()
