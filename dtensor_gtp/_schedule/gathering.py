@@ -1,8 +1,8 @@
-"""Uses of weights: each acquires a gathered weight and releases it.
+"""Uses of weights.
 
 [Note: uses and holds]
-A *use* acquires a gathered weight and releases it; the last release frees the buffer. Between the two the weight is
-*live*. Gathers that were launched for uses to come are *pending*. A gathered weight without a use may be *kept*.
+A *use* acquires a gathered weight and releases it. In between the weight is *live*. The last release frees the buffer,
+or the weight stays in memory without a use: it is *kept*. Gathers that were launched for uses to come are *pending*.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .prefetch import Prefetch
 
 
 class Use:
-    """A use of a weight, as a context. A class, because a generator takes the host several times as long."""
+    """A use of a weight, as a context. It is a class because a generator is several times slower on the host."""
 
     __slots__ = ("_gathered", "_gathering", "_range", "_target")
 
@@ -41,16 +41,10 @@ class Use:
 
 
 class Gathering(Prefetch):
-    """The gathers of one runtime."""
-
-    is_initialized = False
-
-    def ensure_initialized(self) -> None:
-        """In the first forward: check that there is something to run on, and make the communicators."""
-        raise NotImplementedError
+    """The uses of the weights of one runtime."""
 
     def acquire(self, target: Gatherable) -> Gathered:
-        """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
+        """Begin a use: the full weight, ready on the current stream. Launch the next gathers of the plan."""
         if self.recording is not None:
             return self.recording.acquire(target)
         gathered, comm = target.live, self.comm
@@ -72,7 +66,7 @@ class Gathering(Prefetch):
         return gathered
 
     def using(self, target: Gatherable) -> Use:
-        """A use that ends with the context, whose value is the full weight."""
+        """A use that ends with the context. The context's value is the full weight."""
         return Use(self, target)
 
     def release(self, target: Gatherable, gathered: Gathered) -> None:

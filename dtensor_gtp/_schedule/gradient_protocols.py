@@ -1,4 +1,4 @@
-"""What gradients are given to beside the usual reduce-scatter: unequal replicas, a block that is recorded."""
+"""Where gradients go instead of the usual reduction: to unequal replicas, or to the recording of a block."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class UnequalReplicas(Protocol):
     """Sums gradients with replicas that may have another number of ranks, see ``dtensor_gtp.elastic``."""
 
     def share(self, factor: float | None) -> float:
-        """What the gradient that this replica has reduced counts in the sum over replicas."""
+        """The factor of this replica's gradient in the sum over replicas."""
 
     def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor:
-        """A gradient of this rank as it enters the average over its replica."""
+        """This rank's gradient times its factor in the average over its replica."""
 
     def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None:
-        """Take what the reduce-scatter left; accumulated into ``weight`` when the sum over replicas is there."""
+        """Take the result of a reduce-scatter; accumulate its sum over replicas into ``weight`` later."""
 
     def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
         """Sum the local gradients of whole parameters over all ranks."""
@@ -32,34 +32,34 @@ class UnequalReplicas(Protocol):
         """Complete all sums on the compute stream."""
 
     def reset(self) -> None:
-        """Forget what has been taken but not summed."""
+        """Forget gradients that are not summed yet."""
 
 
 WholeBucket = list[tuple[WholeParam, Tensor]]
 
 
 class Written(NamedTuple):
-    """Where the gradient of one use is, and the number of the bundle that it travels in, None if in none."""
+    """A gradient that a recorded block leaves in a buffer."""
 
     weight: ShardedWeight
     buffer: Tensor
-    bundle: int | None
+    bundle: int | None  # gradients with the same number travel together
 
 
 class BlockRecording(Protocol):
     """Takes the place of gathers and reductions while a pass of a block is recorded, see ``graphs.record_block``."""
 
     def acquire(self, target: Gatherable) -> Gathered:
-        """The weight where the graph will find it."""
+        """The weight where the graph will read it."""
 
     def target(self, weight: ShardedWeight) -> Tensor:
-        """Where the gradient of a use is to be."""
+        """The buffer for the gradient of a use."""
 
     def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor:
-        """A gradient that would be sent as it is, in the same dtype, where it may stay."""
+        """A copy, in the same dtype, of a gradient that would be sent as it is."""
 
     def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
-        """The gradient is there."""
+        """Take note of a gradient."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Gradients that are submitted in the context are a bundle."""
+        """Bundle the gradients that are submitted in the context."""

@@ -1,4 +1,4 @@
-"""Reduces the gradients of parameters that stay whole: at the end of backward, coalesced."""
+"""All-reduces the gradients of parameters that stay whole, coalesced, at the end of backward."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from .gradient_protocols import UnequalReplicas, WholeBucket
 def reduce_whole(
     params: Iterable[WholeParam], kind: ReduceScatterKind, comm: CommContext, replicas: UnequalReplicas | None
 ) -> None:
-    """All-reduce the local gradients of whole parameters, in one call for each mesh, dtype and divide factor."""
+    """All-reduce local gradients, in one call for each mesh, dtype and divide factor."""
     buckets: dict[tuple[Any, ...], WholeBucket] = {}
     for param in params:
-        grad = param.take_local_grad()
-        if grad is None:
+        if (grad := param.take_local_grad()) is None:
             continue
         if not (param.flags.requires_gradient_sync and param.flags.requires_all_reduce):
             param.unsynced_grad = grad
@@ -68,7 +67,7 @@ def _reduce_bucket(
 
 
 def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
-    """All-reduce on the current stream; without streams, wait for it."""
+    """All-reduce on the current stream. Without streams, wait for the result."""
     work = collectives.all_reduce(tensor, scale, group, comm.has_streams)
     if work is not None and not comm.has_streams:
         work.wait()
