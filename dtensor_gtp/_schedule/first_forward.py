@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,18 +18,9 @@ from .._params.whole_param import WholeParam
 _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
 
 
-class _Compared(NamedTuple):
-    """Parameters of a mesh that are compared: whole ones between all ranks, shards between replicas."""
-
-    whole: list[ManagedParam]
-    shards: list[ManagedParam]
-
-
 def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None:
-    """One small all-reduce for each axis of the meshes, and a wait for the result.
-
-    Ranks need not have all meshes in common: the collectives over one mesh do not depend on others. Smaller meshes come
-    first, so that the result of a mesh reaches the ranks of larger ones.
+    """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result. Ranks need not have
+    all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones.
 
     Args:
         params: Of all meshes, in the same order on all ranks.
@@ -40,15 +30,13 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None
         RuntimeError: This rank or another one cannot begin, or the values of a parameter differ. Raised on all ranks
             of the largest mesh that connects them.
     """
-    compared: dict[DeviceMesh, _Compared] = {}
+    compared: dict[DeviceMesh, list[ManagedParam]] = {}
     for param in params:
-        of_mesh = compared.setdefault(param.mesh, _Compared([], []))
-        if isinstance(param, WholeParam):
-            of_mesh.whole.append(param)
-        elif has_replicas(param.mesh):
-            of_mesh.shards.append(param)
+        of_mesh = compared.setdefault(param.mesh, [])
+        if isinstance(param, WholeParam) or has_replicas(param.mesh):
+            of_mesh.append(param)
     compared = dict(sorted(compared.items(), key=lambda item: item[0].size()))
-    everything = [param for of_mesh in compared.values() for param in of_mesh.whole + of_mesh.shards]
+    everything = [param for of_mesh in compared.values() for param in of_mesh]
     error: RuntimeError | None = None
     digests: list[Tensor | int] = [0] * len(everything)
     try:
@@ -75,12 +63,13 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None
         )
 
 
-def _compare(compared: dict[DeviceMesh, _Compared], failed: Tensor, digests: Tensor) -> Tensor:
-    """Over one mesh after the other: the largest number of a rank that failed or found a difference, -1 if none did;
-    then, for each of ``digests``, whether it differs between ranks (never, if a rank failed)."""
+def _compare(compared: dict[DeviceMesh, list[ManagedParam]], failed: Tensor, digests: Tensor) -> Tensor:
+    """Over one mesh after the other, compare whole parameters between all ranks, and shards between replicas. Gives the
+    largest rank that failed or found a difference (-1 if none), then whether each parameter differs (not if one failed).
+    """
     results = []
-    parts = digests.split([len(whole) + len(shards) for whole, shards in compared.values()])
-    for (mesh, (whole, _)), part in zip(compared.items(), parts, strict=True):
+    for (mesh, params), part in zip(compared.items(), digests.split([len(p) for p in compared.values()]), strict=True):
+        is_whole = torch.tensor([isinstance(p, WholeParam) for p in params], dtype=torch.bool, device=failed.device)
         extremes = torch.stack([part, ~part])  # the largest digest and, as its complement, the smallest
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
@@ -89,9 +78,8 @@ def _compare(compared: dict[DeviceMesh, _Compared], failed: Tensor, digests: Ten
                 failed, extremes = sent[:1], sent[1:].view_as(extremes)
             if axis == 0 and has_replicas(mesh):
                 # Other ranks of the gtp axis have other shards: tell them only whether replicas differ.
-                shards = extremes[:, len(whole) :]
-                shards[0] = shards[0] != ~shards[1]
-                shards[1] = ~0
+                differs = (extremes[0] != ~extremes[1]).long()
+                extremes = torch.where(is_whole, extremes, torch.stack([differs, torch.full_like(differs, ~0)]))
         differs = (extremes[0] != ~extremes[1]) & (failed < 0)
         failed = torch.where(differs.any(), dist.get_rank(), failed)
         results.append(differs)
@@ -99,8 +87,7 @@ def _compare(compared: dict[DeviceMesh, _Compared], failed: Tensor, digests: Ten
 
 
 def _digest_of(param: ManagedParam) -> Tensor | int:
-    """0 if it cannot be compared: an outer ``fully_shard`` has cut it again, or it consists of several tensors (a
-    quantized weight)."""
+    """0 for what cannot be compared: cut again by an outer ``fully_shard``, or several tensors (a quantized weight)."""
     values = param.shard.detach()
     if param.is_cut_again or type(values) is not Tensor or values.is_quantized:
         return 0

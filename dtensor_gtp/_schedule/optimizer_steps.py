@@ -19,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class Watcher(Protocol):
     """A runtime, or another object that follows optimizer steps."""
 
-    def note_step(self, updated: set[int]) -> None:
-        """Called after each step of an optimizer, with the ids of its parameters."""
+    def note_step(self, updated: set[int]) -> None: ...  # after each step, with the ids of the optimizer's parameters
 
 
 class OptimizerSteps:
@@ -34,8 +33,14 @@ class OptimizerSteps:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for replaced in updated & self._replaced.keys():
-            self._refuse(optimizer, replaced)
+        for key in updated & self._replaced.keys():
+            param, fqn = self._replaced[key]
+            if (shape := getattr(param(), "shape", None)) is not None:
+                raise RuntimeError(
+                    f"A {type(optimizer).__name__} optimizer has stepped parameter '{fqn}' of shape {tuple(shape)} to "
+                    "no effect, because fully_shard has put another one in its place. Create the optimizer after "
+                    "fully_shard."
+                )
         for watcher in self.watchers:
             watcher.note_step(updated)
 
@@ -43,14 +48,6 @@ class OptimizerSteps:
         """``fully_shard`` has put another parameter in the place of this one, so refuse steps of this one."""
         key, replaced = id(param), self._replaced
         replaced[key] = weakref.ref(param, lambda _: replaced.pop(key, None)), fqn
-
-    def _refuse(self, optimizer: torch.optim.Optimizer, key: int) -> None:
-        param, fqn = self._replaced[key]
-        if (shape := getattr(param(), "shape", None)) is not None:
-            raise RuntimeError(
-                f"A {type(optimizer).__name__} optimizer has stepped parameter '{fqn}' of shape {tuple(shape)} to no "
-                "effect, because fully_shard has put another one in its place. Create the optimizer after fully_shard."
-            )
 
 
 @functools.cache

@@ -28,9 +28,8 @@ class Prefetch(KeepAndFree):
     def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(comm, schedule, debug)
         self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
-        # Since the last forward began, by mesh: weights whose ranks have yet to agree on a statistic, and the meshes of
-        # which some have agreed.
-        self._disagreeing: dict[Groups, list[ShardedWeight]] = {}
+        # Since the last forward began: weights whose ranks have to agree on statistics, by mesh; meshes that began to.
+        self._to_agree: dict[Groups, list[ShardedWeight]] = {}
         self._agreeing: set[Groups] = set()
 
     def _begin_chain(self, chain: Chain) -> None:
@@ -38,7 +37,7 @@ class Prefetch(KeepAndFree):
         self._fill(chain)
 
     def _advance(self, target: Gatherable) -> None:
-        """Take note of a use, and launch the gathers that the plan has next."""
+        """Record a use, and launch the next gathers of the plan."""
         chain = self._backward_chain if self._is_in_backward else self._forward_chain
         if chain is None:
             return
@@ -56,16 +55,13 @@ class Prefetch(KeepAndFree):
             self._prefetch(chain, launch.positions)
 
     def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:
-        """Launch all that the plan expects to be in flight by now; of some lanes, or of all."""
-        if lanes is None:
-            self._gaps.clear()
-        else:
-            self._gaps.difference_update(lanes)
+        """Launch all gathers that the plan expects to be in flight by now, in these lanes or all."""
+        self._gaps = set() if lanes is None else self._gaps.difference(lanes)
         for positions in chain.expected(lanes):
             self._prefetch(chain, positions)
 
     def _prefetch(self, chain: Chain, positions: Sequence[int]) -> None:
-        """Launch together what is neither in memory nor in flight for these uses of the plan."""
+        """Launch one gather of the weights that are neither in memory nor in flight for these uses of the plan."""
         missing, uses = [], chain.plan.uses
         for position in positions:
             target = self.gatherables[uses[position]]
@@ -84,16 +80,16 @@ class Prefetch(KeepAndFree):
         return available == 0 or available < chain.num_expected(target.index, position)
 
     def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
-        """Launch one gather of present shards."""
-        if not (compat.num_dispatch_modes() or self._disagreeing):
+        """Launch one gather of shards that are present."""
+        if not (compat.num_dispatch_modes() or self._to_agree):
             return gather.launch(targets, self.comm)
-        # Checkpoint policies ask about ops; but a recomputation may launch other gathers than the forward did.
+        # Policies of activation checkpointing see all ops, but a recomputation may launch other gathers.
         with compat.unseen_by_checkpoint_policies():
             self._agree(targets)
             return gather.launch(targets, self.comm)
 
     def _gather_now(self, target: Gatherable) -> Gathered:
-        """For a use that nothing was launched for; with its companions."""
+        """Gather for a use that nothing was launched for, together with its companions."""
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
         first, *rest = self._gather([target, *others])
@@ -110,10 +106,8 @@ class Prefetch(KeepAndFree):
         return None
 
     def _drop_prefetched(self, chain: Chain | None = None, used: Gatherable | None = None) -> None:
-        """Drop gathers in flight, except those that ``chain`` still expects.
-
-        With ``used``, the weight in use now, keep its companions as well; and leave other lanes alone unless its lane
-        is the outermost one, because the other ranks of another mesh may use something else now.
+        """Drop gathers in flight, except those that ``chain`` still expects and companions of ``used``, the weight in
+        use. Unless that is in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now.
         """
         expected: Counter[int] = Counter()
         if chain is not None:
@@ -125,51 +119,46 @@ class Prefetch(KeepAndFree):
                 self._drop_pending(target, expected[target.index])
 
     def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
-        """Drop gathers in flight of shards that are about to be freed."""
+        """Drop gathers in flight whose shards are about to be freed."""
         for param in params:
             for target in param.gatherables if isinstance(param, ShardedWeight) else ():
                 self._drop_pending(target, 0)
 
     def _drop_pending(self, target: Gatherable, num_left: int) -> None:
         while len(target.pending) > num_left:
-            self._gaps.add(target.lane)  # for the pass, if any, that this one interrupts
+            self._gaps.add(target.lane)  # if this pass interrupts another one, that one gathers again
             self._discard(target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
-        """A forward begins: the ranks agree on the statistics of quantized shards that have changed.
+        """At the begin of a forward, let the ranks agree on statistics of quantized shards that have changed.
 
-        If all that runs on streams beside compute, they agree with the first gathers of each mesh. Otherwise they agree
-        at once: later, compute or the host would wait for ranks of other meshes, whose plans gather other weights by
-        then.
+        If streams beside compute can do it, each mesh agrees with its first gathers. Otherwise all agree at once:
+        later, compute or the host would wait for ranks of other meshes, which gather other weights by then.
         """
-        self._disagreeing.clear()
+        self._to_agree.clear()
         self._agreeing.clear()
-        now = []
+        changed = []
         for weight in weights:
             wire = weight.wire
             if isinstance(wire, QuantizedWire) and wire.begin_forward():
                 if wire.is_within_mesh and weight.groups.casts_shards:
-                    self._disagreeing.setdefault(weight.groups, []).append(weight)
+                    self._to_agree.setdefault(weight.groups, []).append(weight)
                 else:
-                    now.append(weight)
-        agree_on_amax(now, self.comm)
+                    changed.append(weight)
+        agree_on_amax(changed, self.comm)
 
     def _agree(self, targets: Sequence[Gatherable]) -> None:
-        """Before a gather, on the stream of casts: the ranks of the mesh agree on statistics.
-
-        Before the first gather, on those of the weights that it sends, so that it waits for no others; before the
-        second one on all the rest.
-        """
+        """Before a gather, let the ranks of the mesh agree on statistics, on the stream of casts. The first gather
+        agrees on the weights that it sends only, so that it does not wait for others; the second one on all others."""
         groups = targets[0].weight.groups
-        waiting = self._disagreeing.get(groups, [])
+        waiting = self._to_agree.get(groups, [])
         sent = {target.weight for target in targets}
         if sent.isdisjoint(waiting):
             return
         later: list[ShardedWeight] = []
         if groups not in self._agreeing:
-            later = [weight for weight in waiting if weight not in sent]
-            waiting = [weight for weight in waiting if weight in sent]
-        self._disagreeing[groups] = later
+            waiting, later = [w for w in waiting if w in sent], [w for w in waiting if w not in sent]
+        self._to_agree[groups] = later
         self._agreeing.add(groups)
         with self.comm.packing(groups):
             agree_on_amax(waiting, self.comm)

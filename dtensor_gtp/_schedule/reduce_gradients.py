@@ -25,7 +25,7 @@ from .._comm.send_ring import Place, SendRing
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from ..policy import ReduceScatterKind
+from ..policy import SchedulePolicy
 from .gradient_protocols import BlockRecording, UnequalReplicas, Written
 from .whole_gradients import all_reduce_in_order, reduce_whole
 
@@ -45,26 +45,19 @@ class _Gradient:
 
 
 class Gradients:
-    """Reduces the gradients of one runtime.
+    """Reduces the gradients of one runtime."""
 
-    Args:
-        together_nbytes: Consecutive gradients of up to this size travel in one launch.
-        wgrad_first: Whether a layer computes the gradient of its weight before that of its input.
-    """
-
-    def __init__(
-        self, comm: CommContext, kind: ReduceScatterKind, together_nbytes: int = 0, wgrad_first: bool = True
-    ) -> None:
+    def __init__(self, comm: CommContext, schedule: SchedulePolicy) -> None:
         self._comm = comm
-        self._kind = kind
-        self._wgrad_first = wgrad_first
-        self._together_nbytes = together_nbytes
+        self._kind = schedule.reduce_scatter
+        self._wgrad_first = schedule.wgrad_first
+        self._together_nbytes = schedule.coalesce_grad_nbytes  # consecutive gradients of this size are one launch
         # By scatter group: ranks of different meshes may use different weights, so each mesh launches its own.
         self._waiting: dict[str, list[_Gradient]] = {}
         self._bundle: object | None = None
         self.replicas: UnequalReplicas | None = None  # set if the mesh is one of several replicas of unequal sizes
         self._postponed: list[Callable[[], None]] | None = None
-        self.recording: BlockRecording | None = None  # of the block that is recorded now
+        self.recording: BlockRecording | None = None  # set while a block is recorded
 
     def compute(self, job: Callable[[], None]) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``, leave it for later."""
@@ -149,8 +142,7 @@ class Gradients:
         self.submit(weight, buffer)
 
     def _can_send(self, weight: ShardedWeight, grad: Tensor) -> bool:
-        """Whether a gradient can be submitted without a copy. The scattering can cast it and move the sharded dim to
-        the front."""
+        """Whether a gradient needs no copy now. The scattering can cast it and move the sharded dim to the front."""
         layout, is_recorded = weight.layout, self.recording is not None  # a recording serves all kinds of microbatches
         if (weight.unsharded_grad is not None and not is_recorded) or not grad.is_contiguous():
             return False
@@ -164,12 +156,8 @@ class Gradients:
         return not has_replicas and (weight.flags.requires_gradient_sync or is_recorded or not is_cast)
 
     def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
-        """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch.
-
-        Args:
-            buffer: Of the layout's ``buffer_shape``, perhaps not contiguous; in ``reduce_dtype``, but with gradient
-                sync any dtype will do.
-        """
+        """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
+        layout's ``buffer_shape``, perhaps not contiguous, and ``reduce_dtype`` (with gradient sync, any dtype)."""
         if self.recording is not None:
             self.recording.submit(weight, buffer)
             return
@@ -207,9 +195,10 @@ class Gradients:
         waiting = self._waiting.get(weight.groups.scatter_name)
         if waiting is None:
             return
-        first, nbytes = waiting[0], weight.sent_nbytes + sum(gradient.weight.sent_nbytes for gradient in waiting)
-        is_alike = (first.weight.groups, first.weight.reduce_dtype) == (weight.groups, weight.reduce_dtype)
+        first, other = waiting[0], waiting[0].weight
+        is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
+        nbytes = weight.sent_nbytes + sum(gradient.weight.sent_nbytes for gradient in waiting)
         fits = self._bundle is not None or nbytes <= self._together_nbytes
         if not (is_alike and fits and self._may_wait(weight)):
             self._launch(self._waiting.pop(weight.groups.scatter_name))
@@ -268,14 +257,11 @@ class Gradients:
         return Sending(ring, places), [*held, *places]  # the copies to the new places read the old ones
 
     def add_rows(self, weight: ShardedWeight, rows: Tensor) -> None:
-        """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do with them what follows a
-        reduce-scatter. Without gradient sync they wait for a later microbatch.
-
-        Args:
-            rows: Shape of a slot, in the dtype of the sum or a wider one; nobody else reads it.
-        """
+        """Take the rows of this rank of a gradient that an op has summed over the gtp axis, and do what follows a
+        reduce-scatter; without gradient sync, in a later microbatch. ``rows`` have the shape of a slot and the dtype
+        of the sum or a wider one, and nobody else reads them."""
         flags, scale = weight.flags, self._scale(weight)
-        # The reduce-scatter would divide by this.
+        # As the reduce-scatter would do.
         divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
         slot = (rows if divisor is None else rows.div_(divisor)).to(sum_dtype(self._kind, weight.reduce_dtype))
         is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
@@ -315,7 +301,6 @@ class Gradients:
         self._flush([param for param in params if isinstance(param, ShardedWeight)])
         whole = [param for param in params if isinstance(param, WholeParam)]
         reduce_whole(whole, self._kind, self._comm, self.replicas)
-        self.launch_waiting()
         self._comm.end_backward()
         if self.replicas is not None:
             self.replicas.finish()

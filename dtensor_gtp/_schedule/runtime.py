@@ -42,7 +42,7 @@ class Runtime(Gathering):
     def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(CommContext(device, schedule, debug), schedule, debug)
         self.device = device
-        self.grads = Gradients(self.comm, schedule.reduce_scatter, schedule.coalesce_grad_nbytes, schedule.wgrad_first)
+        self.grads = Gradients(self.comm, schedule)
         self.calls: list[Call] = []  # the calls that it serves
         self.is_last_backward = True
         self.num_steps = 0  # optimizer steps on parameters of this runtime

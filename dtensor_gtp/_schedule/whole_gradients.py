@@ -13,7 +13,6 @@ from .._comm import collectives
 from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.groups import Groups
 from .._comm.reduce_scatter import sum_dtype
 from .._params.whole_param import WholeParam
 from ..policy import ReduceScatterKind
@@ -28,23 +27,23 @@ def reduce_whole(
     for param in params:
         if (grad := param.take_local_grad()) is None:
             continue
-        if not (param.flags.requires_gradient_sync and param.flags.requires_all_reduce):
+        flags = param.flags
+        if flags.requires_gradient_sync and flags.requires_all_reduce:
+            buckets.setdefault((param.groups, grad.dtype, flags.gradient_divide_factor), []).append((param, grad))
+        else:
             param.unsynced_grad = grad
-            continue
-        buckets.setdefault((param.groups, grad.dtype, param.flags.gradient_divide_factor), []).append((param, grad))
-    for (groups, dtype, factor), bucket in buckets.items():
+    for (_, dtype, factor), bucket in buckets.items():
         if replicas is not None:
             replicas.reduce_whole(dtype, factor, bucket)
         else:
-            _reduce_bucket(groups, sum_dtype(kind, dtype), factor, bucket, comm)
+            _reduce_bucket(bucket, sum_dtype(kind, dtype), comm)
 
 
-def _reduce_bucket(
-    groups: Groups, dtype: torch.dtype, factor: float | None, bucket: WholeBucket, comm: CommContext
-) -> None:
+def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -> None:
+    first, groups = bucket[0][0], bucket[0][0].groups
+    scale = collectives.reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
     flat = torch.cat([grad.reshape(-1) for _, grad in bucket]).to(dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
-    scale = collectives.reduce_scale(dtype, bucket[0][0].num_ranks, factor)
     active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
 
     def complete() -> None:
