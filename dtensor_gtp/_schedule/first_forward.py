@@ -65,7 +65,7 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None
 
 def _compare(compared: dict[DeviceMesh, list[ManagedParam]], failed: Tensor, digests: Tensor) -> Tensor:
     """Over one mesh after the other, compare whole parameters between all ranks, and shards between replicas. Gives the
-    largest rank that failed or found a difference (-1 if none), then whether each parameter differs (not if one failed).
+    largest rank that failed or found a difference (else -1), then whether each parameter differs (False if one failed).
     """
     results = []
     for (mesh, params), part in zip(compared.items(), digests.split([len(p) for p in compared.values()]), strict=True):

@@ -20,8 +20,7 @@ class KeepAndFree(Passes):
 
     def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(comm, schedule, debug)
-        # For the running forward: the weights that ``keep_nbytes`` keeps, and those that ``keep_last`` keeps if their
-        # use is the last one.
+        # In the running forward: weights that ``keep_nbytes`` keeps; weights that ``keep_last`` keeps if used last.
         self._kept_until_backward: frozenset[int] = frozenset()
         self._kept_if_last: frozenset[int] = frozenset()
 

@@ -71,11 +71,7 @@ class Launch(NamedTuple):
 
 
 class Plan:
-    """The uses of a pass in order, as indices of weights, and what is launched when.
-
-    Args:
-        traits: Of each weight, by index.
-    """
+    """The uses of a pass in order, as indices of weights (and of ``traits``), and what is launched when."""
 
     def __init__(self, uses: Sequence[int] = (), traits: Sequence[Traits] = (), window: Window = Window(0)) -> None:
         self.uses = tuple(uses)
@@ -108,12 +104,8 @@ class Plan:
         return {lane: bisect_left(positions, step) for lane, positions in self.lanes.items()}
 
     def window(self, cursors: Mapping[int, int], lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
-        """Positions of the uses to come whose gathers have been launched, one tuple a launch.
-
-        Args:
-            cursors: How many uses of each lane there were.
-            lanes: Look at these lanes only; None for all.
-        """
+        """Positions of the uses to come, in these lanes or all, whose gathers have been launched: one tuple a launch.
+        ``cursors``: how many uses of each lane there were."""
         found: dict[Launch, list[int]] = {}
         for lane, positions in self.lanes.items():
             if lanes is not None and lane not in lanes:
@@ -141,24 +133,24 @@ def _plan_launches(
 ) -> list[Launch]:
     """All launches of a pass, in order."""
     launches: list[Launch] = []
+    used = [traits[use] for use in uses]
     for lane, positions in lanes.items():
-        # The positions that all ranks of the lane's mesh have in common, and which of them are of the lane.
+        # Positions that all ranks of the lane's mesh have in common. Blocks of the lane, as indices of ``alike``.
         alike = positions if lane == 0 else sorted([*lanes.get(0, ()), *positions])
-        own = [bisect_left(alike, position) for position in positions]
-        blocks = [list(block) for _, block in groupby(own, lambda number: traits[uses[alike[number]]].call)]  # noqa: B023
+        blocks = [[bisect_left(alike, p) for p in block] for _, block in groupby(positions, lambda p: used[p].call)]
+        own = [index for block in blocks for index in block]
         borders: set[int] = set()
         if lane == 0 or window.num_blocks == 0:
-            steps = _steps_by_size([traits[uses[position]].nbytes for position in positions], window)
-            # Count in ``alike`` instead of in ``positions``.
-            steps = [0 if step == 0 else own[step - 1] + 1 for step in steps]
+            steps = _steps_by_size([used[position].nbytes for position in positions], window)
+            steps = [0 if step == 0 else own[step - 1] + 1 for step in steps]  # count in ``alike`` as well
         elif len(blocks) == 1:
-            steps_of_alike = _steps_by_size([traits[uses[position]].nbytes for position in alike], window)
-            steps = [steps_of_alike[number] for number in own]
+            steps_of_alike = _steps_by_size([used[position].nbytes for position in alike], window)
+            steps = [steps_of_alike[index] for index in own]
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
             borders.update(alike[block[0]] for block in blocks)
-        steps = [0 if step == 0 else alike[step - 1] + 1 for step in steps]
-        launches += _put_together(uses, positions, steps, borders, traits, window.together_nbytes)
+        due = {position: alike[step - 1] + 1 if step else 0 for position, step in zip(positions, steps, strict=True)}
+        launches += _put_together(uses, traits, due, borders, window.together_nbytes)
     return sorted(launches)
 
 
@@ -189,18 +181,13 @@ def _steps_by_block(blocks: list[list[int]], num_ahead: int) -> list[int]:
 
 
 def _put_together(
-    uses: tuple[int, ...],
-    positions: list[int],
-    steps: list[int],
-    borders: set[int],
-    traits: Sequence[Traits],
-    limit: int,
+    uses: tuple[int, ...], traits: Sequence[Traits], due: Mapping[int, int], borders: set[int], limit: int
 ) -> list[Launch]:
-    """The launches of one lane: each takes consecutive uses of different weights of up to ``limit`` bytes, but does not
-    cross ``borders``, the positions at which a block begins."""
+    """The launches of one lane, whose positions are ``due`` at these steps: each takes consecutive uses of different
+    weights of up to ``limit`` bytes, but does not cross ``borders``, the positions at which a block begins."""
     launches: list[Launch] = []
     total = before = 0  # bytes of the launch that is being put together, and of those before it
-    for position, step in zip(positions, steps, strict=True):
+    for position, step in due.items():
         nbytes, bundle = traits[uses[position]].nbytes, traits[uses[position]].bundle
         total += nbytes
         if launches and position not in borders:
@@ -223,11 +210,8 @@ def choose_kept(
 
     Those that backward uses first are kept, up to ``budget`` bytes: at its begin the least compute hides a gather, and
     they are kept for the shortest time. The ranks of a mesh must choose alike, although they may use other weights of
-    other meshes. So lane 0 chooses first, and the other lanes share what it leaves in equal parts.
-
-    Args:
-        sizes: Bytes of each weight in memory, by index; 0 for those that cannot be kept.
-        lanes: The lane of each weight, by index.
+    other meshes. So lane 0 chooses first, and the other lanes share what it leaves in equal parts. ``sizes`` and
+    ``lanes`` are those of each weight, by index; a size of 0 says that the weight cannot be kept.
     """
     candidates = set(forward.uses)
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]

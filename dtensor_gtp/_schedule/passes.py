@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags
@@ -35,7 +33,7 @@ class Passes:
         self._window = Window(
             schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
         )
-        self._num_calls = 0
+        self._num_calls = 0  # of ``gtp_shard``
         self._is_in_backward = False
         self._forward_chain: Chain | None = None
         self._backward_chain = Chain(self._window, self._traits)  # until the first backward
@@ -43,14 +41,6 @@ class Passes:
     @property
     def params(self) -> list[ManagedParam]:
         return [*self.weights, *self.whole]
-
-    def _add_gatherables(self, weights: Sequence[ShardedWeight]) -> None:
-        """Take over the weights of one ``gtp_shard`` call."""
-        self._num_calls += 1
-        for weight in weights:
-            for target in weight.gatherables:
-                target.index, target.call = len(self.gatherables), self._num_calls
-                self.gatherables.append(target)
 
     def ensure_initialized(self) -> None:
         """In the first forward, on all ranks alike: check that all ranks can run, and make the communicators."""

@@ -106,9 +106,8 @@ class Prefetch(KeepAndFree):
         return None
 
     def _drop_prefetched(self, chain: Chain | None = None, used: Gatherable | None = None) -> None:
-        """Drop gathers in flight, except those that ``chain`` still expects and companions of ``used``, the weight in
-        use. Unless that is in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now.
-        """
+        """Drop gathers in flight, but not those that ``chain`` expects or companions of ``used``, the weight in use. If
+        that is not in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now."""
         expected: Counter[int] = Counter()
         if chain is not None:
             expected.update(chain.plan.uses[position] for positions in chain.expected() for position in positions)
@@ -130,17 +129,14 @@ class Prefetch(KeepAndFree):
             self._discard(target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
-        """At the begin of a forward, let the ranks agree on statistics of quantized shards that have changed.
-
-        If streams beside compute can do it, each mesh agrees with its first gathers. Otherwise all agree at once:
-        later, compute or the host would wait for ranks of other meshes, which gather other weights by then.
-        """
+        """At the begin of a forward, let the ranks agree on statistics of quantized shards that have changed. If streams
+        beside compute can do it, each mesh agrees with its first gathers. Otherwise all agree at once, because later
+        compute or the host would wait for ranks of other meshes, which gather other weights by then."""
         self._to_agree.clear()
         self._agreeing.clear()
         changed = []
         for weight in weights:
-            wire = weight.wire
-            if isinstance(wire, QuantizedWire) and wire.begin_forward():
+            if isinstance(wire := weight.wire, QuantizedWire) and wire.begin_forward():
                 if wire.is_within_mesh and weight.groups.casts_shards:
                     self._to_agree.setdefault(weight.groups, []).append(weight)
                 else:

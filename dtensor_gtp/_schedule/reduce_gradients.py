@@ -125,8 +125,8 @@ class Gradients:
         return self._comm.send_ring(weight.groups) if is_fetched else None
 
     def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
-        """Take a full gradient, in the shape of the gathered weight, that autograd or an op has computed. With
-        ``is_owned`` nobody else reads ``grad``, so it may be sent without a copy and written to."""
+        """Take a full gradient in the shape of the weight. If it ``is_owned``, nobody else reads it, so it may be sent
+        without a copy and written to."""
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
             self._comm.note_compute()

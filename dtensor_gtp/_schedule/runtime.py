@@ -78,17 +78,19 @@ class Runtime(Gathering):
         self._by_id = {}
 
     def add(self, params: Sequence[ManagedParam]) -> None:
-        """Take over the parameters of one ``gtp_shard`` call, perhaps from another runtime. The outermost call comes
-        last."""
-        weights = [param for param in params if isinstance(param, ShardedWeight)]
-        self.weights += weights
-        self._add_gatherables(weights)
+        """Take over the parameters of one ``gtp_shard`` call, perhaps from another runtime; of the outermost last."""
         self.forget_objects()
+        self._num_calls += 1
         for param in params:
             param.on_replaced = self.forget_objects
             if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)
+            elif isinstance(param, ShardedWeight):
+                self.weights.append(param)
+                for target in param.gatherables:
+                    target.index, target.call = len(self.gatherables), self._num_calls
+                    self.gatherables.append(target)
 
     @property
     def is_materializing(self) -> bool:
@@ -130,8 +132,7 @@ class Runtime(Gathering):
         self._begin_chain(chain)
 
     def note_backward(self, entry: Entry | None = None) -> None:
-        """Something happens in a backward, e.g. the output of an ``entry`` gets its gradient. If it is the first thing,
-        begin the backward."""
+        """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
         if self.recording is not None:
             return  # the backward of a block that is recorded is not one of this runtime
         if self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None:
@@ -164,8 +165,7 @@ class Runtime(Gathering):
         self.publish(self.params)
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
-        """In the last backward: complete the gradients of ``params`` now. An outer ``fully_shard`` calls this before it
-        reads them."""
+        """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
         if not self.is_last_backward:
             return
         try:
@@ -209,8 +209,7 @@ class Runtime(Gathering):
         self._forget_gradients()
 
     def forget_recording(self) -> None:
-        """After a failed recording into a CUDA graph: its gathers and reductions never ran, so nobody can wait for
-        them."""
+        """After a failed recording into a CUDA graph: nobody can wait for its collectives, because they never ran."""
         self.comm.forget_recording()
         for target in self.gatherables:
             target.pending.clear()
