@@ -7,10 +7,11 @@ reduce-scatter on the scatter stream, which adds this rank's rows to the gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,12 +23,12 @@ from .._comm.context import CommContext
 from .._comm.debug import poison, profiler_range
 from .._comm.reduce_scatter import Scattering, Sending, can_travel_together, make_scattering, sum_dtype
 from .._comm.send_ring import Place, SendRing
+from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
-from .._params.sharded_weight import ShardedWeight
+from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
-from .gradient_protocols import BlockRecording, UnequalReplicas, Written
-from .whole_gradients import all_reduce_in_order, reduce_whole
+from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +43,24 @@ class _Gradient:
     share: float = 1.0  # its factor in the sum over unequal replicas
     place: Place | None = None  # from where copy engines fetch it, if the ring has room
     bundle: object | None = None  # gradients of one bundle travel together
+
+
+class Written(NamedTuple):
+    """A gradient that a recorded block leaves in a buffer."""
+
+    weight: ShardedWeight
+    buffer: Tensor
+    bundle: int | None  # gradients with the same number travel together
+
+
+class BlockRecording(Protocol):
+    """Replaces gathers and reductions while a pass of a block is recorded: ``graphs.record_block.Recording``."""
+
+    def acquire(self, target: Gatherable) -> Gathered: ...  # the weight where the graph will read it
+    def target(self, weight: ShardedWeight) -> Tensor: ...  # a buffer for the gradient of a use
+    def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor: ...  # a copy of a gradient, in the same dtype
+    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None: ...
+    def together(self) -> AbstractContextManager[None]: ...  # bundles the gradients that are submitted in it
 
 
 class Gradients:

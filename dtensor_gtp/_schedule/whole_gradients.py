@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,22 @@ from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import sum_dtype
+from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from ..policy import ReduceScatterKind
-from .gradient_protocols import UnequalReplicas, WholeBucket
+
+WholeBucket = list[tuple[WholeParam, Tensor]]
+
+
+class UnequalReplicas(Protocol):
+    """Sums gradients with replicas that may have another number of ranks: ``elastic.sync.ReplicaSync``."""
+
+    def share(self, factor: float | None) -> float: ...  # of this replica's gradient in the sum over replicas
+    def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor: ...  # for the average over this replica
+    def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None: ...  # reduced rows; accumulated later
+    def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None: ...
+    def finish(self) -> None: ...  # all sums, on the compute stream
+    def reset(self) -> None: ...  # forget gradients that are not summed yet
 
 
 def reduce_whole(
