@@ -1,10 +1,9 @@
 """Weights that code reads as attributes of modules.
 
 [Note: frames]
-Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Other code reads a parameter as a
-module attribute and gets the full weight. The *frame*, the innermost running ``forward`` of a module that contains
-sharded weights, holds the weight until it ends. Autograd saves a handle of the weight, which gathers again in backward.
-A reference that lives longer keeps its memory and its right values.
+Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Other code reads the full weight as a
+module attribute. The *frame*, the innermost running ``forward`` of a module with sharded weights, holds it to its end.
+Autograd saves a handle that gathers again in backward. A reference that lives longer keeps memory and right values.
 """
 
 from __future__ import annotations

@@ -20,11 +20,8 @@ _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
 
 def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None:
     """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result. Ranks need not have
-    all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones.
-
-    Args:
-        params: Of all meshes, in the same order on all ranks.
-        device: Where the backends of the meshes expect tensors.
+    all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones. ``params``
+    have the same order on all ranks.
 
     Raises:
         RuntimeError: This rank or another one cannot begin, or the values of a parameter differ. Raised on all ranks
@@ -38,16 +35,14 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None
     compared = dict(sorted(compared.items(), key=lambda item: item[0].size()))
     everything = [param for of_mesh in compared.values() for param in of_mesh]
     error: RuntimeError | None = None
-    digests: list[Tensor | int] = [0] * len(everything)
+    digests = torch.zeros(len(everything), dtype=torch.int64, device=device)
     try:
         _check_materialized(params, device)
-        digests = [_digest_of(param) for param in everything]
+        for index, param in enumerate(everything):
+            digests[index] = _digest_of(param)
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
-    numbers = torch.zeros(len(everything), dtype=torch.int64, device=device)
-    for index, number in enumerate(digests):
-        numbers[index] = number
-    result = _compare(compared, torch.tensor([-1 if error is None else dist.get_rank()], device=device), numbers)
+    result = _compare(compared, torch.tensor([-1 if error is None else dist.get_rank()], device=device), digests)
     if error is not None:
         raise error
     if type(result) is not Tensor:
@@ -108,7 +103,12 @@ def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
 
 def _check_materialized(params: Sequence[ManagedParam], device: torch.device) -> None:
     """Refuse parameters that are on the meta device, have no memory, or are not those that ``gtp_shard`` registered."""
-    meta = [param for param in params if _is_meta(param)]
+    meta = []
+    for param in params:
+        param.follow(param.sites[0])
+        registered = param.sites[0].module._parameters[param.sites[0].name]
+        if registered is not None and compat.local_tensor(registered).is_meta:  # type: ignore[arg-type]
+            meta.append(param)
     if not meta:
         for param in params:
             param.check_memory()
@@ -120,9 +120,3 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
         f"at the first forward (rank {dist.get_rank()}). Materialize them with "
         f"module.to_empty(device='{device.type}') and initialize them, or load a state dict."
     )
-
-
-def _is_meta(param: ManagedParam) -> bool:
-    param.follow(param.sites[0])
-    registered = param.sites[0].module._parameters[param.sites[0].name]
-    return registered is not None and compat.local_tensor(registered).is_meta  # type: ignore[arg-type]

@@ -113,10 +113,6 @@ class Gathering(KeepAndFree):
             self.comm.begin_pass(weight.groups)
             weight.kept = self._take_prefetched(weight) or self._gather([weight])[0]
 
-    def _begin_chain(self, chain: Chain) -> None:
-        chain.begin()
-        self._fill(chain)
-
     def _advance(self, target: Gatherable) -> None:
         """Record a use, and launch the next gathers of the plan."""
         chain = self._backward_chain if self._is_in_backward else self._forward_chain
@@ -125,9 +121,9 @@ class Gathering(KeepAndFree):
         lane = target.lane
         launches = chain.advance(target.index, lane)
         if launches is None:
-            fqn = target.weight.fqn
-            logger.debug("use of %s was not expected next; %d deviations so far", fqn, chain.num_deviations)
-            self._drop_prefetched(chain, target)
+            text = "use of %s was not expected next; %d deviations so far"
+            logger.debug(text, target.weight.fqn, chain.num_deviations)
+            self._drop_unexpected(chain, target)
             self._fill(chain, None if lane == 0 else (lane,))
             return
         if self._gaps:
@@ -186,16 +182,18 @@ class Gathering(KeepAndFree):
             self._discard(gathered)
         return None
 
-    def _drop_prefetched(self, chain: Chain | None = None, used: Gatherable | None = None) -> None:
-        """Drop gathers in flight, but not those that ``chain`` expects or companions of ``used``, the weight in use. If
-        that is not in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now."""
-        expected: Counter[int] = Counter()
-        if chain is not None:
-            expected.update(chain.plan.uses[position] for positions in chain.expected() for position in positions)
-        if used is not None:
-            expected.update(other.index for other in used.companions)
+    def _drop_prefetched(self) -> None:
         for target in self.gatherables:
-            if target.pending and (used is None or used.lane in (0, target.lane)):
+            if target.pending:
+                self._drop_pending(target, 0)
+
+    def _drop_unexpected(self, chain: Chain, used: Gatherable) -> None:
+        """Drop gathers in flight that ``chain`` does not expect, but keep companions of ``used``, the weight in use. If
+        that is not in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now."""
+        expected = Counter(chain.plan.uses[position] for positions in chain.expected() for position in positions)
+        expected.update(other.index for other in used.companions)
+        for target in self.gatherables:
+            if target.pending and used.lane in (0, target.lane):
                 self._drop_pending(target, expected[target.index])
 
     def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
@@ -210,9 +208,9 @@ class Gathering(KeepAndFree):
             self._discard(target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
-        """At the begin of a forward, let the ranks agree on statistics of quantized shards that have changed. If streams
-        beside compute can do it, each mesh agrees with its first gathers. Otherwise all agree at once, because later
-        compute or the host would wait for ranks of other meshes, which gather other weights by then."""
+        """At the begin of a forward, let the ranks agree on statistics of changed quantized shards. Each mesh does so with
+        its first gathers, if streams beside compute can do it. Otherwise all agree at once: later, compute or the host
+        would wait for ranks of other meshes, which gather other weights by then."""
         self._to_agree.clear()
         self._agreeing.clear()
         changed = []

@@ -20,8 +20,8 @@ from .reduce_gradients import BlockRecording
 
 
 class KeepAndFree:
-    """Knows the order of uses in each kind of pass. Keeps gathered weights as the policy and the user ask, and frees all
-    others after their last use."""
+    """Knows the order of uses in each kind of pass. Keeps gathered weights as the policy and the user ask, and frees
+    all others after their last use."""
 
     is_initialized = False
 
@@ -113,12 +113,10 @@ class KeepAndFree:
             return True
         if weight.fixed is not None:
             return False  # see [Note: fixed buffers]
-        flags = weight.flags
         if self._is_in_backward:
-            return not flags.reshard_after_backward
-        if target.index in self._kept_until_backward:
-            return True
-        return not flags.reshard_after_forward and weight.for_backward is target
+            return not weight.flags.reshard_after_backward
+        is_asked_for = not weight.flags.reshard_after_forward and weight.for_backward is target
+        return is_asked_for or target.index in self._kept_until_backward
 
     def _choose_kept(self, entry: Entry) -> None:
         """At the begin of a forward, choose the weights that stay for its backward."""

@@ -1,8 +1,7 @@
 """Tells runtimes which parameters an optimizer may have written to.
 
-Fused and foreach optimizers do not change the versions of the tensors that they write to, so steps are counted. One
-hook serves all runtimes of the process: torch iterates over its hooks, and if the garbage collector removed a runtime
-with a hook of its own in the meantime, the optimizer's step would fail.
+Fused and foreach optimizers do not change the versions of tensors, so steps are counted. One hook serves all runtimes:
+if each had a hook, and the garbage collector removed one while torch iterates over them, the step would fail.
 """
 
 from __future__ import annotations

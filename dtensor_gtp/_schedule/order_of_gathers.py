@@ -1,7 +1,7 @@
 """The plan of gathers, as plain data. No torch in here.
 
-A *use* is one consumption of a weight and is named by the weight's index. The uses of one pass, in order, are the plan
-of the next pass of the same kind. Each use is checked against the plan: a pass that deviates is slower, but right.
+A *use* is one consumption of a weight, named by the weight's index. The uses of a pass, in order, are the plan of the
+next pass of the same kind. A pass that deviates from its plan is slower, but right.
 
 [Note: what is gathered when]
 The uses of a plan are divided into *lanes*, one for each mesh. Lane 0 is the mesh of the outermost call. The ranks of a
@@ -9,16 +9,14 @@ mesh use its weights and those of lane 0 alike, but each rank may use other weig
 is launched, dropped or kept in a lane may depend on uses of that lane and of lane 0 only. Each lane has a cursor.
 
 In lane 0 a use is gathered ahead if it is one of the next ``depth`` uses, or if the weights used before it are smaller
-than ``nbytes`` or than its own weight. Compute and gathers both take time in proportion to bytes. So the gather of a
-large weight (a head) begins early enough to be hidden, and small weights do not fill the window.
+than ``nbytes`` or than its own weight. Compute and gathers both take time in proportion to bytes. So a large weight (a
+head) is gathered early enough, and small weights do not fill the window. Other lanes look ahead by blocks, the
+consecutive uses of one ``gtp_shard`` call. A use is gathered when the use at the same place in the previous block
+happens; in the first block, as many uses ahead as blocks are apart. A lane with one block is planned as lane 0 is.
 
-Other lanes look ahead by blocks. A block is the consecutive uses of one ``gtp_shard`` call. A use is gathered when the
-use at the same place in the previous block happens. Uses of the first block are gathered as many uses ahead as blocks
-are apart. If the pass has one block only, the lane is planned as lane 0 is, but on the uses of both.
-
-Consecutive uses of a lane that weigh at most ``together_nbytes`` are one launch, which begins when its first use is
-due. Nothing hides the gathers at the begin of a pass. So a launch is at most as large as all launches before it, or as
-large as what is gathered in less time than a collective takes to start.
+Consecutive uses of a lane that weigh at most ``together_nbytes`` are one launch, when the first is due. Nothing hides
+gathers at the begin of a pass. So a launch is at most as large as all launches before it, or as large as what is
+gathered in less time than a collective takes to start.
 """
 
 from __future__ import annotations
@@ -56,9 +54,8 @@ class Window:
     def __str__(self) -> str:
         if self.depth == 0:
             return "nothing ahead"
-        text = f"{self.depth} uses" if self.depth > 1 else "1 use"
-        if self.nbytes:
-            text += f" or {format_nbytes(self.nbytes)}"
+        text = f"{self.depth} use{'s' * (self.depth > 1)}"
+        text += f" or {format_nbytes(self.nbytes)}" if self.nbytes else ""
         together = f", together up to {format_nbytes(self.together_nbytes)}" if self.together_nbytes else ""
         return f"{text} ahead{together}"
 
@@ -209,9 +206,8 @@ def choose_kept(
     """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
 
     Those that backward uses first are kept, up to ``budget`` bytes: at its begin the least compute hides a gather, and
-    they are kept for the shortest time. The ranks of a mesh must choose alike, although they may use other weights of
-    other meshes. So lane 0 chooses first, and the other lanes share what it leaves in equal parts. ``sizes`` and
-    ``lanes`` are those of each weight, by index; a size of 0 says that the weight cannot be kept.
+    they are kept for the shortest time. The ranks of a mesh must choose alike, so lane 0 chooses first, and the other
+    lanes share what it leaves in equal parts. ``sizes`` and ``lanes`` are by weight; 0 bytes: it cannot be kept.
     """
     candidates = set(forward.uses)
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]

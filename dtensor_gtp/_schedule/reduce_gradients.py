@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm import collectives
-from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import poison, profiler_range
 from .._comm.reduce_scatter import Scattering, Sending, can_travel_together, make_scattering, sum_dtype
@@ -33,12 +32,11 @@ from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
 
 @dataclass(eq=False, slots=True)
 class _Gradient:
-    """A gradient from its submission to its place in ``.grad``. It keeps the settings of its submission, because the
-    user may change them for the next gradient."""
+    """A gradient, with the settings of its submission: the user may change them for the next one."""
 
     weight: ShardedWeight
     buffer: Tensor | None  # the full gradient of this rank; None after the launch, or if an op has summed it over gtp
-    scale: ReduceScale
+    scale: collectives.ReduceScale
     requires_all_reduce: bool  # whether it is summed over replicas now
     share: float = 1.0  # its factor in the sum over unequal replicas
     place: Place | None = None  # from where copy engines fetch it, if the ring has room
@@ -200,7 +198,7 @@ class Gradients:
         else:
             self._launch([gradient])
 
-    def _scale(self, weight: ShardedWeight) -> ReduceScale:
+    def _scale(self, weight: ShardedWeight) -> collectives.ReduceScale:
         dtype = sum_dtype(self._kind, weight.reduce_dtype)
         return collectives.reduce_scale(dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
 
@@ -209,7 +207,7 @@ class Gradients:
         is_small = self._bundle is not None or weight.sent_nbytes < self._together_nbytes
         return is_small and can_travel_together(self._kind, weight.layout.world)
 
-    def _launch_others(self, weight: ShardedWeight, scale: ReduceScale) -> None:
+    def _launch_others(self, weight: ShardedWeight, scale: collectives.ReduceScale) -> None:
         """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``, may join them."""
         waiting = self._waiting.get(weight.groups.scatter_name)
         if waiting is None:

@@ -98,15 +98,14 @@ class Runtime(Gathering):
         return bool(self.reads.frames) or compat.current_graph_task_id() != -1
 
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool], method: str = "forward") -> Frame:
-        """A forward of ``module``, or another method that counts as one, begins. ``needs_hooks`` gets the number of
-        optimizer steps and says whether saved weights become handles."""
+        """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights become handles."""
         if not self.is_materializing:
             self._begin_forward(Entry(module, method))
         needs_handles = torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled()
         return self.reads.push(needs_handles)
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
-        """The forward has ended; ``is_complete`` is False if it raised."""
+        """End a forward; ``is_complete`` is False if it raised."""
         self.reads.pop(frame)
         if not self.reads.frames and self._forward_chain is not None:
             self._drop_prefetched()
@@ -129,7 +128,8 @@ class Runtime(Gathering):
         chain = self._chain(entry, is_backward=False, is_grad_enabled=torch.is_grad_enabled())
         self._forward_chain = chain
         self._choose_kept(entry)
-        self._begin_chain(chain)
+        chain.begin()
+        self._fill(chain)
 
     def note_backward(self, entry: Entry | None = None) -> None:
         """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
@@ -143,8 +143,9 @@ class Runtime(Gathering):
         end = partial(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
-        self._backward_chain = self._chain(entry, is_backward=True)
-        self._begin_chain(self._backward_chain)
+        self._backward_chain = chain = self._chain(entry, is_backward=True)
+        chain.begin()
+        self._fill(chain)
 
     def watch_saved(self, saved: SavedWeights) -> None:
         """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""

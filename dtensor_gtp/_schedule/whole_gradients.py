@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._comm import collectives
-from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import sum_dtype
@@ -68,17 +67,17 @@ def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -
         for (param, grad), part in zip(bucket, parts, strict=True):
             param.accumulate(part.view(grad.shape))
 
-    work = None
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
         comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
         if scale.predivide is not None:
             wire.div_(scale.predivide)
-        if active:
-            work = collectives.all_reduce(wire, scale, active[0], comm.has_streams)
+        work = collectives.all_reduce(wire, scale, active[0], comm.has_streams) if active else None
         comm.reduction_launched(work, complete, (flat,))
 
 
-def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
+def all_reduce_in_order(
+    tensor: Tensor, scale: collectives.ReduceScale, group: dist.ProcessGroup, comm: CommContext
+) -> None:
     """All-reduce on the current stream. Without streams, wait for the result."""
     work = collectives.all_reduce(tensor, scale, group, comm.has_streams)
     if work is not None and not comm.has_streams:
