@@ -21,12 +21,8 @@ _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
 def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None:
     """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result. Ranks need not have
     all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones. ``params``
-    have the same order on all ranks.
-
-    Raises:
-        RuntimeError: This rank or another one cannot begin, or the values of a parameter differ. Raised on all ranks
-            of the largest mesh that connects them.
-    """
+    have the same order on all ranks. Raises RuntimeError on all ranks of the largest mesh that connects them, if a rank
+    cannot begin or the values of a parameter differ."""
     compared: dict[DeviceMesh, list[ManagedParam]] = {}
     for param in params:
         of_mesh = compared.setdefault(param.mesh, [])

@@ -208,9 +208,9 @@ class Gathering(KeepAndFree):
             self._discard(target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
-        """At the begin of a forward, let the ranks agree on statistics of changed quantized shards. Each mesh does so with
-        its first gathers, if streams beside compute can do it. Otherwise all agree at once: later, compute or the host
-        would wait for ranks of other meshes, which gather other weights by then."""
+        """At the begin of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does
+        so in its first gathers, if that runs on streams beside compute. Otherwise all do so at once: later, compute or
+        the host would wait for ranks of other meshes, which gather other weights by then."""
         self._to_agree.clear()
         self._agreeing.clear()
         changed = []

@@ -27,14 +27,9 @@ class ChainKey(NamedTuple):
     is_backward: bool = False
 
 
-_PLAN_WIDTH = 120  # columns of a printed plan
-
-
 class Chain:
-    """The order of uses of one kind of pass: the plan of the last pass, and the uses of the current one.
-
-    Recomputed forwards (activation checkpointing) are part of the backward, in the order in which they happen.
-    """
+    """The order of uses of one kind of pass: the plan of the last pass, and the uses of the current one. Backward
+    includes the forwards that it recomputes (activation checkpointing)."""
 
     def __init__(self, window: Window, traits: Callable[[], Sequence[Traits]]) -> None:
         self.window = window
@@ -118,8 +113,6 @@ def format_plan(name: str, chain: Chain, names: Sequence[str]) -> str:
         if step and chain.window.depth == 0:
             launched = f"gather {names[plan.uses[step - 1]]}"
         if step or launched:
-            # The names of many weights in one launch take several lines.
-            lines += textwrap.wrap(
-                f"  {use:<44} {launched}", _PLAN_WIDTH, subsequent_indent=" " * 54, break_long_words=False
-            )
+            text = f"  {use:<44} {launched}"  # several lines, if many weights are in one launch
+            lines += textwrap.wrap(text, width=120, subsequent_indent=" " * 54, break_long_words=False)
     return "\n".join(lines)

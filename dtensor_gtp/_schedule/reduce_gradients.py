@@ -85,8 +85,7 @@ class Gradients:
 
     @contextmanager
     def beside_dgrad(self, job: Callable[[], None] | None) -> Iterator[None]:
-        """Run ``job``, which computes and submits the gradient of a layer's weight, before or after (as the policy
-        says) the context, which computes the gradient of the layer's input."""
+        """Run ``job``, which submits the wgrad of a layer, before or after the context, which computes its dgrad."""
         if job is not None and self._wgrad_first:
             job()
         yield
@@ -125,16 +124,13 @@ class Gradients:
         self._comm.note_compute()
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
-        ring = self._ring_of(weight)
-        if ring is None or not weight.flags.requires_gradient_sync:
-            return weight.send_buffer(), False
-        self._launch_others(weight, self._scale(weight))
-        buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
-        if buffer is None:
-            return weight.send_buffer(), False
-        if self._comm.debug.poison:
-            poison(buffer)
-        return buffer, False
+        ring, buffer = self._ring_of(weight), None
+        if ring is not None and weight.flags.requires_gradient_sync:
+            self._launch_others(weight, self._scale(weight))
+            buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
+            if buffer is not None and self._comm.debug.poison:
+                poison(buffer)
+        return weight.send_buffer() if buffer is None else buffer, False
 
     def _ring_of(self, weight: ShardedWeight) -> SendRing | None:
         """The ring from which copy engines fetch the gradient; None if they do not."""
@@ -142,8 +138,7 @@ class Gradients:
         return self._comm.send_ring(weight.groups) if is_fetched else None
 
     def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
-        """Take a full gradient in the shape of the weight. If it ``is_owned``, nobody else reads it, so it may be sent
-        without a copy and written to."""
+        """Take a full gradient in the weight's shape. If ``is_owned``, nobody else reads it: it need not be copied."""
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
             self._comm.note_compute()
@@ -244,7 +239,7 @@ class Gradients:
         if not compat.is_profiling():
             self._reduce_scatter(together)
             return
-        with profiler_range("GTP::reduce_scatter", _names(together)):
+        with profiler_range("GTP::reduce_scatter", ", ".join(each.weight.fqn for each in together)):
             self._reduce_scatter(together)
 
     def _reduce_scatter(self, together: list[_Gradient]) -> None:
@@ -256,7 +251,7 @@ class Gradients:
         scattering = make_scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, sending)
         with comm.reducing():
             if comm.is_debugged:
-                comm.before_collective("reduce_scatter", _names(together), weight.groups)
+                comm.before_collective("reduce_scatter", ", ".join(each.weight.fqn for each in together), weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
             keep = (*scattering.keep(), *_earlier_rows(together))
             for gradient in together:
@@ -274,9 +269,8 @@ class Gradients:
         return Sending(ring, places), [*held, *places]  # the copies to the new places read the old ones
 
     def add_rows(self, weight: ShardedWeight, rows: Tensor) -> None:
-        """Take the rows of this rank of a gradient that an op has summed over the gtp axis, and do what follows a
-        reduce-scatter; without gradient sync, in a later microbatch. ``rows`` have the shape of a slot and the dtype
-        of the sum or a wider one, and nobody else reads them."""
+        """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
+        reduce-scatter. They have the dtype of the sum or a wider one, and nobody else reads them."""
         flags, scale = weight.flags, self._scale(weight)
         # As the reduce-scatter would do.
         divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
@@ -315,18 +309,8 @@ class Gradients:
 
     def complete(self, params: Sequence[ManagedParam]) -> None:
         """Reduce all gradients of ``params``, wait for them on the current stream and move them into ``.grad``."""
-        self._flush([param for param in params if isinstance(param, ShardedWeight)])
-        whole = [param for param in params if isinstance(param, WholeParam)]
-        reduce_whole(whole, self._kind, self._comm, self.replicas)
-        self._comm.end_backward()
-        if self.replicas is not None:
-            self.replicas.finish()
-        for param in params:
-            param.publish_grad()
-
-    def _flush(self, weights: Iterable[ShardedWeight]) -> None:
-        """Reduce the gradients of earlier microbatches, of weights that the last microbatch did not use."""
-        synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
+        # Earlier microbatches left gradients of weights that the last microbatch did not use.
+        synced = [p for p in params if isinstance(p, ShardedWeight) and p.flags.requires_gradient_sync]
         for weight in synced:
             if weight.unsharded_grad is not None:
                 self.submit(weight, weight.unsharded_grad)
@@ -335,13 +319,19 @@ class Gradients:
             self._comm.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
         for weight in synced:
             slot = weight.unreplicated_grad
-            if slot is None or not weight.flags.requires_all_reduce:
-                continue
-            weight.unreplicated_grad = None
-            factor = weight.flags.gradient_divide_factor
-            scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
-            share = 1.0 if self.replicas is None else self.replicas.share(factor)
-            self._complete_later(_Gradient(weight, None, scale, True, share), slot)
+            if slot is not None and weight.flags.requires_all_reduce:
+                weight.unreplicated_grad = None
+                factor = weight.flags.gradient_divide_factor
+                scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
+                share = 1.0 if self.replicas is None else self.replicas.share(factor)
+                self._complete_later(_Gradient(weight, None, scale, True, share), slot)
+        whole = [param for param in params if isinstance(param, WholeParam)]
+        reduce_whole(whole, self._kind, self._comm, self.replicas)
+        self._comm.end_backward()
+        if self.replicas is not None:
+            self.replicas.finish()
+        for param in params:
+            param.publish_grad()
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
@@ -349,10 +339,6 @@ class Gradients:
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()
-
-
-def _names(gradients: Iterable[_Gradient]) -> str:
-    return ", ".join(gradient.weight.fqn for gradient in gradients)
 
 
 def _earlier_rows(gradients: Iterable[_Gradient]) -> list[Tensor]:

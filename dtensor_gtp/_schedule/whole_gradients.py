@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._comm import collectives
+from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import sum_dtype
@@ -63,8 +64,7 @@ def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -
             all_reduce_in_order(wire, scale, group, comm)
         if scale.postdivide is not None:
             wire.div_(scale.postdivide)
-        parts = flat.split([grad.numel() for _, grad in bucket])
-        for (param, grad), part in zip(bucket, parts, strict=True):
+        for (param, grad), part in zip(bucket, flat.split([grad.numel() for _, grad in bucket]), strict=True):
             param.accumulate(part.view(grad.shape))
 
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
@@ -75,9 +75,7 @@ def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -
         comm.reduction_launched(work, complete, (flat,))
 
 
-def all_reduce_in_order(
-    tensor: Tensor, scale: collectives.ReduceScale, group: dist.ProcessGroup, comm: CommContext
-) -> None:
+def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
     """All-reduce on the current stream. Without streams, wait for the result."""
     work = collectives.all_reduce(tensor, scale, group, comm.has_streams)
     if work is not None and not comm.has_streams:
