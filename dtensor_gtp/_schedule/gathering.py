@@ -59,7 +59,7 @@ class Gathering(KeepAndFree):
     def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(comm, schedule, debug)
         self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
-        # Since the last forward began: weights whose ranks have to agree on statistics, by mesh; meshes that began to.
+        # Weights whose ranks have yet to agree on statistics in this forward, by mesh; meshes that agreed on some.
         self._to_agree: dict[Groups, list[ShardedWeight]] = {}
         self._agreeing: set[Groups] = set()
 

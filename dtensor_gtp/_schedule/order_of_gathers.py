@@ -12,7 +12,7 @@ In lane 0 a use is gathered ahead if it is one of the next ``depth`` uses, or if
 than ``nbytes`` or than its own weight. Compute and gathers both take time in proportion to bytes. So a large weight (a
 head) is gathered early enough, and small weights do not fill the window. Other lanes look ahead by blocks, the
 consecutive uses of one ``gtp_shard`` call. A use is gathered when the use at the same place in the previous block
-happens; in the first block, as many uses ahead as blocks are apart. A lane with one block is planned as lane 0 is.
+happens; in the first block, as many uses ahead as blocks are apart. A single block looks ahead as lane 0, over both.
 
 Consecutive uses of a lane that weigh at most ``together_nbytes`` are one launch, when the first is due. Nothing hides
 gathers at the begin of a pass. So a launch is at most as large as all launches before it, or as large as what is
@@ -206,7 +206,7 @@ def choose_kept(
 
     Those that backward uses first are kept, up to ``budget`` bytes: at its begin the least compute hides a gather, and
     they are kept for the shortest time. The ranks of a mesh must choose alike, so lane 0 chooses first, and the other
-    lanes share what it leaves in equal parts. ``sizes`` and ``lanes`` are by weight; 0 bytes: it cannot be kept."""
+    lanes share the rest in equal parts. ``sizes`` and ``lanes`` are by weight index; a size of 0 is never kept."""
     candidates = set(forward.uses)
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
     kept = set()

@@ -68,7 +68,7 @@ class Gradients:
         self._comm = comm
         self._kind = schedule.reduce_scatter
         self._wgrad_first = schedule.wgrad_first
-        self._together_nbytes = schedule.coalesce_grad_nbytes  # consecutive gradients of this size are one launch
+        self._together_nbytes = schedule.coalesce_grad_nbytes  # consecutive gradients of up to this size are one launch
         # By scatter group: ranks of different meshes may use different weights, so each mesh launches its own.
         self._waiting: dict[str, list[_Gradient]] = {}
         self._bundle: object | None = None

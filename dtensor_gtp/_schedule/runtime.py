@@ -78,7 +78,7 @@ class Runtime(Gathering):
         self._by_id = {}
 
     def add(self, params: Sequence[ManagedParam]) -> None:
-        """Take over the parameters of one ``gtp_shard`` call, perhaps from another runtime; of the outermost last."""
+        """Take over the parameters of one ``gtp_shard`` call. The outermost call must come last."""
         self.forget_objects()
         self._num_calls += 1
         for param in params:
