@@ -2,7 +2,7 @@
 
 [Note: frames]
 Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Other code reads the full weight as a
-module attribute. The *frame*, the innermost running ``forward`` of a module with sharded weights, holds it while it runs.
+module attribute. The innermost running ``forward`` of a module with sharded weights, its *frame*, holds it to the end.
 Autograd saves a handle that gathers again in backward. A reference that lives longer keeps memory and right values.
 """
 

@@ -12,7 +12,8 @@ In lane 0 a use is gathered ahead if it is one of the next ``depth`` uses, or if
 than ``nbytes`` or than its own weight. Compute and gathers both take time in proportion to bytes. So a large weight (a
 head) is gathered early enough, and small weights do not fill the window. Other lanes look ahead by blocks, the
 consecutive uses of one ``gtp_shard`` call. A use is gathered when the use at the same place in the previous block
-happens; in the first block, as many uses ahead as blocks are apart. A single block looks ahead as lane 0, over both.
+happens; in the first block, as many uses ahead as blocks are apart. If there is only one block, its uses are planned by
+the rule of lane 0, which then counts the uses of both lanes.
 
 Consecutive uses of a lane that weigh at most ``together_nbytes`` are one launch, when the first is due. Nothing hides
 gathers at the begin of a pass. So a launch is at most as large as all launches before it, or as large as what is
