@@ -1,11 +1,9 @@
-"""Weights that code reads as attributes of modules: held by a frame, and what autograd saves of them.
+"""Weights that code reads as attributes of modules.
 
 [Note: frames]
-Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Any other code reads a parameter as a
-module attribute, and the attribute is then the full weight, held until the *frame* ends in which it was read: the
-innermost running ``forward`` of a module that contains sharded weights. What autograd saves of such a weight is
-replaced by a handle that gathers again in backward. A reference that escapes all of this keeps its memory alive and its
-values right; it only costs memory.
+Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Other code reads the full weight as a
+module attribute. The innermost running ``forward`` of a module with sharded weights, its *frame*, holds it to the end.
+Autograd saves a handle that gathers again in backward. A reference that lives longer keeps memory and right values.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from .reduce_gradients import Gradients
 class Frame:
     """One running forward of a module, and the weights it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, saved: SavedWeights | None = None) -> None:
+        self.saved = saved
         self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
         self.held: list[tuple[ShardedWeight, Gathered]] = []
-        self.saved: SavedWeights | None = None
         self.reads_weights = False
 
 
 class GathersForReads(GathersAgain, Protocol):
-    """The runtime, as attribute reads see it."""
+    """The runtime: gathers weights and takes gradients."""
 
     grads: Gradients
 
@@ -45,11 +43,7 @@ class GathersForReads(GathersAgain, Protocol):
 
 
 class AttributeReads:
-    """The frames of one runtime, and what they have read.
-
-    Args:
-        runtime: Gathers, and takes gradients.
-    """
+    """The frames of one runtime, and what they have read."""
 
     def __init__(self, runtime: GathersForReads) -> None:
         self._runtime = runtime
@@ -59,10 +53,9 @@ class AttributeReads:
 
     def push(self, saves_handles: bool) -> Frame:
         """Begin a frame. With ``saves_handles``, autograd saves handles of the weights that are read in it."""
-        frame = Frame()
+        frame = Frame(SavedWeights(self._runtime) if saves_handles else None)
         self.frames.append(frame)
-        if saves_handles:
-            frame.saved = SavedWeights(self._runtime)
+        if frame.saved is not None:
             frame.saved.push()
         return frame
 
@@ -76,12 +69,8 @@ class AttributeReads:
 
     @contextmanager
     def apart(self, *, is_forward: bool) -> Iterator[None]:
-        """A frame of its own for a pass of a block that is recorded, which ends with it. Nothing that is read inside is
-        what was read outside, or outlives it: a recording's weights are fixed buffers, and no gathers.
-
-        Args:
-            is_forward: Whether saved weights become handles, for each of which the recorded backward asks.
-        """
+        """A frame for a pass of a block that is recorded. It shares no reads with code outside, because a recording
+        reads fixed buffers instead of gathers. Only the forward saves handles, which the recorded backward asks for."""
         frame = self.push(is_forward)
         outside, self.saved_in_backward = self.saved_in_backward, []
         try:
@@ -92,7 +81,7 @@ class AttributeReads:
             self.saved_in_backward = outside
 
     def has_foreign_saved_hooks(self) -> bool:
-        """Whether saved-tensor hooks are active that are not those of frames."""
+        """Whether saved-tensor hooks are active that do not belong to frames."""
         hooks = compat.top_saved_tensors_hooks()
         for frame in reversed(self.frames):
             if hooks is not None and frame.saved is not None and frame.saved.is_packing(hooks):
@@ -100,7 +89,7 @@ class AttributeReads:
         return hooks is not None
 
     def read(self, param: ManagedParam) -> Tensor:
-        """The value of a parameter that is read as a module attribute in a forward or backward."""
+        """The value of a module attribute in a forward or backward."""
         if isinstance(param, WholeParam):
             return param.value()
         assert isinstance(param, ShardedWeight)
@@ -110,20 +99,17 @@ class AttributeReads:
         if value is None or version != param.version:  # an optimizer may step in the middle of a forward
             if not self.frames and compat.current_graph_task_id() != -1:
                 self._runtime.note_backward()
-            value = self._materialize(param, frame, is_differentiable)
+            if is_differentiable:
+                check_differentiable(param)
+            gathered = self._runtime.acquire(param)
+            self._runtime.leave_fixed(param, gathered)
+            frame.held.append((param, gathered))
+            frame.reads_weights = True
+            if frame.saved is not None:
+                frame.saved.watch(param, gathered)
+            value = self._value(param, gathered, is_differentiable)
             frame.values[(param, is_differentiable)] = param.version, value
         return value
-
-    def _materialize(self, weight: ShardedWeight, frame: Frame, is_differentiable: bool) -> Tensor:
-        if is_differentiable:
-            check_differentiable(weight)
-        gathered = self._runtime.acquire(weight)
-        self._runtime.leave_fixed(weight, gathered)
-        frame.held.append((weight, gathered))
-        frame.reads_weights = True
-        if frame.saved is not None:
-            frame.saved.watch(weight, gathered)
-        return self._value(weight, gathered, is_differentiable)
 
     def read_pinned(self, weight: ShardedWeight) -> Tensor:
         """The value of a weight that the user has unsharded, outside of any forward."""
@@ -141,7 +127,7 @@ class AttributeReads:
         return value
 
     def release_read_in_backward(self) -> None:
-        """Release what was read as an attribute or for saved tensors, and not released by its last use."""
+        """Release the weights that this backward has read and still holds."""
         self._close(self.in_backward)
         self._release_saved()
 
@@ -158,7 +144,7 @@ class AttributeReads:
 
 
 class _Materialize(torch.autograd.Function):
-    """The full weight as a differentiable function of its shard: gather, and reduce-scatter of the gradient."""
+    """The full weight as a differentiable function of its shard. Its backward reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, runtime: GathersForReads, weight: ShardedWeight, gathered: Gathered) -> Tensor:
@@ -172,7 +158,7 @@ class _Materialize(torch.autograd.Function):
         ctx.runtime.note_backward()
         if weight.tp_spec is not None:
             grad = compat.local_tensor(grad.redistribute(placements=weight.tp_spec.placements))  # type: ignore[attr-defined]
-        # A sum node may hand one gradient to several inputs; with more than one rank it is only read.
+        # Autograd may give one gradient to several inputs. With more than one rank we only read it.
         is_owned = weight.layout.world > 1 and weight.reduce_dtype != torch.float16
         ctx.runtime.grads.add_full(weight, grad, is_owned and weight.flags.requires_gradient_sync)
         return None, None, None, None

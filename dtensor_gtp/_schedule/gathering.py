@@ -1,24 +1,37 @@
-"""Uses of weights: each acquires a gathered weight and releases it.
+"""Uses of weights, and the gathers that are launched ahead of them.
 
 [Note: uses and holds]
-A *use* acquires a gathered weight and releases it; the last release frees the buffer. Between the two the weight is
-*live*. Gathers that were launched for uses to come are *pending*. A gathered weight without a use may be *kept*.
+A *use* acquires a gathered weight and releases it. In between the weight is *live*. The last release frees the buffer,
+or the weight stays in memory without a use: it is *kept*. Gathers that were launched for uses to come are *pending*.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .._comm.debug import profiler_range
+from .. import _torch_compat as compat
+from .._comm.collectives import Groups
+from .._comm.context import CommContext
+from .._comm.debug import DebugFlags, profiler_range
+from .._params import gather
 from .._params.gathered import Gathered
+from .._params.managed_param import ManagedParam
+from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .prefetch import Prefetch
+from ..policy import SchedulePolicy
+from .keep_and_free import KeepAndFree
+from .order_of_uses import Chain
+
+logger = logging.getLogger(__name__)
 
 
 class Use:
-    """A use of a weight, as a context. A class, because a generator takes the host several times as long."""
+    """A use of a weight, as a context. It is a class because a generator is several times slower on the host."""
 
     __slots__ = ("_gathered", "_gathering", "_range", "_target")
 
@@ -40,17 +53,18 @@ class Use:
         self._gathering.release(self._target, self._gathered)
 
 
-class Gathering(Prefetch):
-    """The gathers of one runtime."""
+class Gathering(KeepAndFree):
+    """Launches the gathers of one runtime, ahead of uses or at a use."""
 
-    is_initialized = False
-
-    def ensure_initialized(self) -> None:
-        """In the first forward: check that there is something to run on, and make the communicators."""
-        raise NotImplementedError
+    def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
+        super().__init__(comm, schedule, debug)
+        self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
+        # Weights whose ranks have yet to agree on statistics in this forward, by mesh; meshes that agreed on some.
+        self._to_agree: dict[Groups, list[ShardedWeight]] = {}
+        self._agreeing: set[Groups] = set()
 
     def acquire(self, target: Gatherable) -> Gathered:
-        """Begin a use: the full weight, ready on the current stream. Launches the gathers that the plan has next."""
+        """Begin a use: the full weight, ready on the current stream. Launch the next gathers of the plan."""
         if self.recording is not None:
             return self.recording.acquire(target)
         gathered, comm = target.live, self.comm
@@ -72,7 +86,7 @@ class Gathering(Prefetch):
         return gathered
 
     def using(self, target: Gatherable) -> Use:
-        """A use that ends with the context, whose value is the full weight."""
+        """A use that ends with the context. The context's value is the full weight."""
         return Use(self, target)
 
     def release(self, target: Gatherable, gathered: Gathered) -> None:
@@ -98,3 +112,128 @@ class Gathering(Prefetch):
             weight.check_readable()
             self.comm.begin_pass(weight.groups)
             weight.kept = self._take_prefetched(weight) or self._gather([weight])[0]
+
+    def _advance(self, target: Gatherable) -> None:
+        """Record a use, and launch the next gathers of the plan."""
+        chain = self._backward_chain if self._is_in_backward else self._forward_chain
+        if chain is None:
+            return
+        lane = target.lane
+        launches = chain.advance(target.index, lane)
+        if launches is None:
+            text = "use of %s was not expected next; %d deviations so far"
+            logger.debug(text, target.weight.fqn, chain.num_deviations)
+            self._drop_unexpected(chain, target)
+            self._fill(chain, None if lane == 0 else (lane,))
+            return
+        if self._gaps:
+            self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
+        for launch in launches:
+            self._prefetch(chain, launch.positions)
+
+    def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:
+        """Launch all gathers that the plan expects to be in flight by now, in these lanes or all."""
+        self._gaps = set() if lanes is None else self._gaps.difference(lanes)
+        for positions in chain.expected(lanes):
+            self._prefetch(chain, positions)
+
+    def _prefetch(self, chain: Chain, positions: Sequence[int]) -> None:
+        """Launch one gather of the weights that are neither in memory nor in flight for these uses of the plan."""
+        missing, uses = [], chain.plan.uses
+        for position in positions:
+            target = self.gatherables[uses[position]]
+            if target.weight.is_cut_again and not target.weight.is_readable:
+                self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
+            elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
+                missing.append(target)
+        if missing:
+            for target, gathered in zip(missing, self._gather(missing), strict=True):
+                target.pending.append(gathered)
+
+    def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
+        if self._stays(target):
+            return target.is_absent
+        available = len(target.pending) + (target.kept is not None)
+        return available == 0 or available < chain.num_expected(target.index, position)
+
+    def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
+        """Launch one gather of shards that are present."""
+        if not (compat.num_dispatch_modes() or self._to_agree):
+            return gather.launch(targets, self.comm)
+        # Policies of activation checkpointing see all ops, but a recomputation may launch other gathers.
+        with compat.unseen_by_checkpoint_policies():
+            self._agree(targets)
+            return gather.launch(targets, self.comm)
+
+    def _gather_now(self, target: Gatherable) -> Gathered:
+        """Gather for a use that nothing was launched for, together with its companions."""
+        others = [other for other in target.companions if other is not target and other.is_absent]
+        others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
+        first, *rest = self._gather([target, *others])
+        for other, gathered in zip(others, rest, strict=True):
+            other.pending.append(gathered)
+        return first
+
+    def _take_prefetched(self, target: Gatherable) -> Gathered | None:
+        while target.pending:
+            gathered = target.pending.popleft()
+            if target.weight.is_fresh(gathered):
+                return gathered
+            self._discard(gathered)
+        return None
+
+    def _drop_prefetched(self) -> None:
+        for target in self.gatherables:
+            if target.pending:
+                self._drop_pending(target, 0)
+
+    def _drop_unexpected(self, chain: Chain, used: Gatherable) -> None:
+        """Drop gathers in flight that ``chain`` does not expect, but keep companions of ``used``, the weight in use. If
+        that is not in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now."""
+        expected = Counter(chain.plan.uses[position] for positions in chain.expected() for position in positions)
+        expected.update(other.index for other in used.companions)
+        for target in self.gatherables:
+            if target.pending and used.lane in (0, target.lane):
+                self._drop_pending(target, expected[target.index])
+
+    def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
+        """Drop gathers in flight whose shards are about to be freed."""
+        for param in params:
+            for target in param.gatherables if isinstance(param, ShardedWeight) else ():
+                self._drop_pending(target, 0)
+
+    def _drop_pending(self, target: Gatherable, num_left: int) -> None:
+        while len(target.pending) > num_left:
+            self._gaps.add(target.lane)  # if this pass interrupts another one, that one gathers again
+            self._discard(target.pending.pop())
+
+    def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
+        """At the begin of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does
+        so in its first gathers, if that runs on streams beside compute. Otherwise all do so at once: later, compute or
+        the host would wait for ranks of other meshes, which gather other weights by then."""
+        self._to_agree.clear()
+        self._agreeing.clear()
+        changed = []
+        for weight in weights:
+            if isinstance(wire := weight.wire, QuantizedWire) and wire.begin_forward():
+                if wire.is_within_mesh and weight.groups.casts_shards:
+                    self._to_agree.setdefault(weight.groups, []).append(weight)
+                else:
+                    changed.append(weight)
+        agree_on_amax(changed, self.comm)
+
+    def _agree(self, targets: Sequence[Gatherable]) -> None:
+        """Before a gather, let the ranks of the mesh agree on statistics, on the stream of casts. The first gather
+        agrees on the weights that it sends only, so that it does not wait for others; the second one on all others."""
+        groups = targets[0].weight.groups
+        waiting = self._to_agree.get(groups, [])
+        sent = {target.weight for target in targets}
+        if sent.isdisjoint(waiting):
+            return
+        later: list[ShardedWeight] = []
+        if groups not in self._agreeing:
+            waiting, later = [w for w in waiting if w in sent], [w for w in waiting if w not in sent]
+        self._to_agree[groups] = later
+        self._agreeing.add(groups)
+        with self.comm.packing(groups):
+            agree_on_amax(waiting, self.comm)

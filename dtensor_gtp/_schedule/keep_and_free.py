@@ -1,31 +1,89 @@
-"""Which gathered weights stay in memory after a use, and when their buffers are freed."""
+"""The weights and passes of one runtime: which gathered weights stay in memory, and when their buffers are freed."""
 
 from __future__ import annotations
 
 import torch
 
 from .. import _torch_compat as compat
+from .._comm.collectives import Groups
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags, poison
 from .._params.gathered import Gathered
+from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
-from .order_of_gathers import choose_kept
-from .order_of_uses import Entry
-from .passes import Passes
+from .first_forward import agree_to_begin
+from .order_of_gathers import Plan, Traits, Window, choose_kept
+from .order_of_uses import Chain, ChainKey, Entry
+from .reduce_gradients import BlockRecording
 
 
-class KeepAndFree(Passes):
-    """Keeps gathered weights as the policy and the user say, and frees all others after their last use."""
+class KeepAndFree:
+    """Knows the order of uses in each kind of pass. Keeps gathered weights as the policy and the user ask, and frees
+    all others after their last use."""
+
+    is_initialized = False
 
     def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
-        super().__init__(comm, schedule, debug)
-        # Of the running forward: what ``keep_nbytes`` keeps, and what ``keep_last`` keeps if it is the last use.
+        self.comm = comm
+        self.schedule = schedule
+        self.debug = debug
+        self.weights: list[ShardedWeight] = []
+        self.whole: list[WholeParam] = []
+        self.gatherables: list[Gatherable] = []  # of the weights; plans name them by index
+        self.chains: dict[ChainKey, Chain] = {}
+        self.recording: BlockRecording | None = None  # set while a block is recorded
+        self._window = Window(
+            schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
+        )
+        self._num_calls = 0  # of ``gtp_shard``
+        self._is_in_backward = False
+        self._forward_chain: Chain | None = None
+        self._backward_chain = Chain(self._window, self._traits)  # until the first backward
+        # In the running forward: weights that ``keep_nbytes`` keeps; weights that ``keep_last`` keeps if used last.
         self._kept_until_backward: frozenset[int] = frozenset()
         self._kept_if_last: frozenset[int] = frozenset()
 
+    @property
+    def params(self) -> list[ManagedParam]:
+        return [*self.weights, *self.whole]
+
+    def ensure_initialized(self) -> None:
+        """In the first forward, on all ranks alike: check that all ranks can run, and make the communicators."""
+        if self.is_initialized:
+            return
+        with compat.unseen_by_checkpoint_policies():
+            agree_to_begin(self.params, self.comm.device)
+        for param in self.params:
+            param.groups = self.comm.groups(param.mesh)
+        lanes: dict[Groups, int] = {}
+        for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
+            target.lane = lanes.setdefault(target.weight.groups, len(lanes))
+        self.is_initialized = True
+
+    def _traits(self) -> list[Traits]:
+        """Of each gatherable, for plans: the same on all ranks of its mesh."""
+        return [
+            Traits(t.nbytes, t.lane, t.call, t.companions[0].index if t.companions else -1) for t in self.gatherables
+        ]
+
+    def _chain(self, entry: Entry | None, *, is_backward: bool, is_grad_enabled: bool = True) -> Chain:
+        key = ChainKey(entry, is_grad_enabled, is_backward)
+        if key not in self.chains:
+            self.chains[key] = Chain(self._window, self._traits)
+        return self.chains[key]
+
+    def _turning_point(self, entry: Entry | None) -> tuple[Plan, Plan, tuple[int, ...]]:
+        """The plans of a forward of ``entry`` and of its backward, and the weights that are last in the forward and
+        first in the backward, on all ranks of their mesh. Only ``keep_last`` decides whether those are kept."""
+        forward, backward = (self._chain(entry, is_backward=is_backward).plan for is_backward in (False, True))
+        first = ((lane, backward.first(lane)) for lane in backward.lanes)
+        turning = tuple(use for lane, use in first if use is not None and use == forward.last(lane))
+        return forward, backward, turning
+
     def kept_until_backward(self, entry: Entry | None) -> tuple[int, ...]:
-        """What ``keep_nbytes`` keeps from a forward of ``entry`` to its backward."""
+        """The weights that ``keep_nbytes`` keeps from a forward of ``entry`` to its backward."""
         if not self.schedule.keep_nbytes:
             return ()
         forward, backward, turning = self._turning_point(entry)
@@ -38,33 +96,30 @@ class KeepAndFree(Passes):
         return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
 
     def kept_from_forward(self, entry: Entry | None) -> frozenset[int]:
-        """All that is kept from a forward of ``entry`` to its backward, for reports."""
+        """All weights that are kept from a forward of ``entry`` to its backward, for reports."""
         _, _, turning = self._turning_point(entry)
-        asked = (
-            target.index
-            for target in self.gatherables
-            if target.weight.is_pinned
-            or (not target.weight.flags.reshard_after_forward and target.weight.for_backward is target)
-        )
         last = turning if self.schedule.keep_last else ()
+        asked = (
+            t.index
+            for t in self.gatherables
+            if t.weight.is_pinned or (not t.weight.flags.reshard_after_forward and t.weight.for_backward is t)
+        )
         return frozenset((*self.kept_until_backward(entry), *last, *asked))
 
     def _stays(self, target: Gatherable) -> bool:
-        """Whether the weight stays gathered after each of its uses in this pass."""
+        """Whether the weight stays gathered after all of its uses in this pass."""
         weight = target.weight
         if weight.is_pinned:
             return True
         if weight.fixed is not None:
             return False  # see [Note: fixed buffers]
-        flags = weight.flags
         if self._is_in_backward:
-            return not flags.reshard_after_backward
-        if target.index in self._kept_until_backward:
-            return True
-        return not flags.reshard_after_forward and weight.for_backward is target
+            return not weight.flags.reshard_after_backward
+        is_asked_for = not weight.flags.reshard_after_forward and weight.for_backward is target
+        return is_asked_for or target.index in self._kept_until_backward
 
     def _choose_kept(self, entry: Entry) -> None:
-        """At the begin of a forward: what stays for its backward, if one follows."""
+        """At the begin of a forward, choose the weights that stay for its backward."""
         self._kept_until_backward = self._kept_if_last = frozenset()
         if not torch.is_grad_enabled():
             return
@@ -78,7 +133,7 @@ class KeepAndFree(Passes):
     def _is_kept_after_use(self, target: Gatherable) -> bool:
         if self._stays(target):
             return True
-        # The last weight of the forward is the first of backward: nothing would hide a gather between the two.
+        # If the last weight of a forward is the first of its backward, nothing would hide a gather in between.
         if target.index not in self._kept_if_last or self._is_in_backward or target.weight.fixed is not None:
             return False
         chain = self._forward_chain
@@ -92,21 +147,20 @@ class KeepAndFree(Passes):
         return None
 
     def _end_keeps(self) -> None:
-        """Keep a weight from a forward to its backward at most, unless the user asks for more: between passes shards
-        may be written to without a trace (``.data``, foreach functions, ``dcp.load``)."""
+        """Drop kept weights at the end of a backward, unless the user asks to keep them. Between passes, writes to
+        shards may leave no trace (``.data``, foreach functions, ``dcp.load``)."""
         for target in self.gatherables:
-            if target.kept is None:
-                continue
-            weight = target.weight
-            if weight.is_cut_again or not (weight.is_pinned or not weight.flags.reshard_after_backward):
-                self._drop_kept(target)
+            if target.kept is not None:
+                weight = target.weight
+                if weight.is_cut_again or not (weight.is_pinned or not weight.flags.reshard_after_backward):
+                    self._drop_kept(target)
 
     def wait_kept(self, weight: ShardedWeight) -> None:
         if weight.kept is not None:
             self.comm.wait(weight.kept.done)
 
     def drop_kept(self, weight: ShardedWeight) -> None:
-        """Keep nothing that was made of a shard."""
+        """Drop everything that was made of a shard."""
         for target in weight.gatherables:
             self._drop_kept(target)
         weight.edition += 1
@@ -119,27 +173,27 @@ class KeepAndFree(Passes):
             self._discard(kept)
 
     def _discard(self, gathered: Gathered) -> None:
-        """Free the buffer of a gather that nobody uses, which may still run."""
-        # Its memory must not be reused, nor the shard be written, while the gather runs.
+        """Free the buffer of a gather that nobody uses."""
+        # While the gather runs, its memory must not be reused and nobody may write to the shard.
         self.comm.wait_to_drop(gathered.done, gathered.buffer)
         self._free(gathered)
 
     def _free(self, gathered: Gathered) -> None:
-        """Drop a buffer that this runtime no longer needs; poison it if nobody else holds it either."""
+        """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
         if self.debug.poison and not gathered.is_alias:
             gathered.forget()
-            # Two owners are ours: the buffer, and the Python object of its storage.
+            # We are two of the owners: the buffer, and the Python object of its storage.
             if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2:
                 with compat.unseen_by_checkpoint_policies():
                     poison(gathered.buffer)
 
     def place(self, weight: ShardedWeight, gathered: Gathered) -> None:
-        """Bring the weight of a recorded block, which is in use, to where the graph of the block reads it."""
+        """Bring a weight in use to the fixed buffer, where the graph of a recorded block reads it."""
         assert weight.fixed is not None
         fixed = weight.fixed.gathered
         if not gathered.is_in(fixed):
-            # The fixed buffer was taken when the weight was gathered. Now a gather for later may have it, or a gather
-            # for eager code that has passed nothing on (see ``leave_fixed``): move those.
+            # A gather for a later use may have the fixed buffer, or one for eager code that did not pass the weight on
+            # (see ``leave_fixed``). Move those to other buffers.
             for target in self.gatherables:
                 for other in (*target.pending, *filter(None, (target.kept, target.live))):
                     if other is not gathered and other.is_in(fixed):
@@ -148,7 +202,6 @@ class KeepAndFree(Passes):
             fixed.copy_(gathered.buffer)
 
     def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
-        """Copy the weight out of the fixed buffer before eager code keeps it: the next replay overwrites that
-        buffer."""
+        """Copy the weight out of the fixed buffer before eager code keeps it: the next replay overwrites the buffer."""
         if weight.fixed is not None and self.recording is None and gathered.is_in(weight.fixed.gathered):
             gathered.move(weight.new_buffer(), weight.layout)

@@ -1,8 +1,7 @@
 """Tells runtimes which parameters an optimizer may have written to.
 
-Fused and foreach optimizers leave no trace in the tensors that they write to, so their steps are counted. One hook
-serves all runtimes of the process: torch goes through its hooks while they run, and one that the garbage collector
-removed at that moment, with the runtime that it belongs to, would break the optimizer's step.
+Fused and foreach optimizers do not change the versions of tensors, so steps are counted. One hook serves all runtimes:
+if each had a hook, and the garbage collector removed one while torch iterates over them, the step would fail.
 """
 
 from __future__ import annotations
@@ -17,51 +16,40 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Watcher(Protocol):
-    """A runtime."""
+    """A runtime, or another object that follows optimizer steps."""
 
-    def note_step(self, updated: set[int]) -> None:
-        """Called with the ids of an optimizer's parameters after each of its steps."""
+    def note_step(self, updated: set[int]) -> None: ...  # after each step, with the ids of the optimizer's parameters
 
 
 class OptimizerSteps:
-    """The hook, and who wants to know. Does not keep them alive."""
+    """The hook, and the ``watchers`` that it tells about steps."""
 
     def __init__(self) -> None:
-        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        # Parameters that are registered nowhere any more, by their ids, with their names.
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        # By id: parameters that no module registers any more, and their names.
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
         register_optimizer_step_post_hook(torch.compiler.disable(self._note_step))
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for one in updated & self._replaced.keys():
-            self._refuse(optimizer, one)
-        for watcher in self._watchers:
+        for key in updated & self._replaced.keys():
+            param, fqn = self._replaced[key]
+            if (shape := getattr(param(), "shape", None)) is not None:
+                raise RuntimeError(
+                    f"A {type(optimizer).__name__} optimizer has stepped parameter '{fqn}' of shape {tuple(shape)} to "
+                    "no effect, because fully_shard has put another one in its place. Create the optimizer after "
+                    "fully_shard."
+                )
+        for watcher in self.watchers:
             watcher.note_step(updated)
 
     def note_replaced(self, param: nn.Parameter, fqn: str) -> None:
-        """``fully_shard`` has put another parameter in the place of this one: to step it has no effect."""
-        number, replaced = id(param), self._replaced
-        replaced[number] = weakref.ref(param, lambda _: replaced.pop(number, None)), fqn
-
-    def _refuse(self, optimizer: torch.optim.Optimizer, number: int) -> None:
-        param, fqn = self._replaced[number]
-        if (shape := getattr(param(), "shape", None)) is not None:
-            raise RuntimeError(
-                f"A {type(optimizer).__name__} optimizer has stepped parameter '{fqn}' of shape {tuple(shape)} to no "
-                "effect, because fully_shard has put another one in its place. Create the optimizer after fully_shard."
-            )
-
-    def tell(self, watcher: Watcher) -> None:
-        """Tell ``watcher`` from now on."""
-        self._watchers.add(watcher)
-
-    def forget(self, watcher: Watcher) -> None:
-        """Tell ``watcher`` no more."""
-        self._watchers.discard(watcher)
+        """``fully_shard`` has put another parameter in the place of this one, so refuse steps of this one."""
+        key, replaced = id(param), self._replaced
+        replaced[key] = weakref.ref(param, lambda _: replaced.pop(key, None)), fqn
 
 
 @functools.cache
 def optimizer_steps() -> OptimizerSteps:
-    """The one of this process: torch has one list of such hooks."""
+    """The only one of this process, as torch has one list of such hooks."""
     return OptimizerSteps()

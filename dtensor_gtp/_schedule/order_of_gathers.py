@@ -1,34 +1,23 @@
-"""The plan of gathers, as plain data.
+"""The plan of gathers, as plain data. No torch in here.
 
-A *use* is one consumption of a weight and is named by the weight's index. A chain records the uses of one pass in the
-order in which they happen, and takes them as the plan of the next pass. The order is re-checked at every use. A pass
-that deviates is never wrong, only slower: a cursor moves to where the plan meets reality again; a use that the plan
-does not have is gathered on demand and moves nothing.
-
-There is one chain for each kind of pass: the forward of each outermost module, with and without gradients, and the
-backward. Recomputation in backward (activation checkpointing) is part of the backward chain, in the order in which the
-backward really interleaves it.
+A *use* is one consumption of a weight, named by the weight's index. The uses of a pass, in order, are the plan of the
+next pass of the same kind. A pass that deviates from its plan is slower, but right.
 
 [Note: what is gathered when]
-The uses of a plan are divided into *lanes*, one for each mesh, in which gathers are launched in order of use. Ranks of
-a mesh use its weights alike, and those of the outermost call, but perhaps other experts. So what is launched, dropped
-or kept of a lane follows from uses of that lane and of the outermost one alone: each has a cursor of its own.
+The uses of a plan are divided into *lanes*, one for each mesh. Lane 0 is the mesh of the outermost call. The ranks of a
+mesh use its weights and those of lane 0 alike, but each rank may use other weights of other meshes (experts). So what
+is launched, dropped or kept in a lane may depend on uses of that lane and of lane 0 only. Each lane has a cursor.
 
-In the lane of the outermost call a use is gathered ahead if it is one of the next ``depth`` uses, or if the uses before
-it weigh less than ``nbytes``, or than itself: compute takes time in proportion to the bytes of the weights that it
-uses, and so do gathers, so a window in bytes is a window in time, into which small weights do not count as much as big
-ones, and a very large one (a head) is begun as many bytes ahead as it takes to hide it.
+In lane 0 a use is gathered ahead if it is one of the next ``depth`` uses, or if the weights used before it are smaller
+than ``nbytes`` or than its own weight. Compute and gathers both take time in proportion to bytes. So a large weight (a
+head) is gathered early enough, and small weights do not fill the window. Other lanes look ahead by blocks, the
+consecutive uses of one ``gtp_shard`` call. A use is gathered when the use at the same place in the previous block
+happens; in the first block, as many uses ahead as blocks are apart. If there is only one block, its uses are planned by
+the rule of lane 0, which then counts the uses of both lanes.
 
-Other lanes (experts on a mesh of their own) look whole blocks ahead, a block being the consecutive uses of one
-``gtp_shard`` call: a use is gathered when the use at its place in the block before happens. Where there is no block
-before, it is gathered as many uses ahead as blocks are apart; with a single block in the pass, as in the first lane,
-but counting the uses of both.
-
-Consecutive uses of a lane that together weigh at most ``together_nbytes`` are one launch, begun when the first of them
-is due. At the begin of a pass nothing hides a gather, so the first launches are no larger than what was launched before
-them, or than what is gathered in less time than a collective takes to start.
-
-No torch in here.
+Consecutive uses of a lane that weigh at most ``together_nbytes`` are one launch, when the first is due. Nothing hides
+gathers at the begin of a pass. So a launch is at most as large as all launches before it, or as large as what is
+gathered in less time than a collective takes to start.
 """
 
 from __future__ import annotations
@@ -41,120 +30,79 @@ from typing import NamedTuple
 
 from .._comm.debug import format_nbytes
 
-# A link of 300 GB/s moves it in 14 of the 20 microseconds that a collective takes to start.
-_QUICK_NBYTES = 4 << 20
+_QUICK_NBYTES = 4 << 20  # a link of 300 GB/s moves it in 14 us; a collective takes 20 us to start
 
 
 class Traits(NamedTuple):
-    """What a plan must know of a weight.
+    """What a plan must know of a weight."""
 
-    Args:
-        nbytes: Bytes of the gathered weight.
-        lane: Number of its mesh; 0 is that of the outermost call.
-        call: Number of the ``gtp_shard`` call that manages it.
-        bundle: Weights of one bundle (not -1) travel together whatever they weigh.
-    """
-
-    nbytes: int
-    lane: int = 0
-    call: int = 0
-    bundle: int = -1
+    nbytes: int  # of the gathered weight
+    lane: int = 0  # number of its mesh
+    call: int = 0  # number of the ``gtp_shard`` call that manages it
+    bundle: int = -1  # weights of one bundle (not -1) travel together, however large they are
 
 
 @dataclass(frozen=True)
 class Window:
-    """How far ahead weights are gathered, see [Note: what is gathered when].
+    """How far ahead weights are gathered, see [Note: what is gathered when]."""
 
-    Args:
-        depth: Uses ahead at least; 0 gathers nothing ahead.
-        nbytes: Bytes ahead at least.
-        together_nbytes: Bytes up to which gathers are one launch.
-        num_blocks: Blocks ahead in lanes other than the first; 0 treats them as the first.
-    """
-
-    depth: int
-    nbytes: int = 0
-    together_nbytes: int = 0
-    num_blocks: int = 1
+    depth: int  # uses ahead at least; 0 gathers nothing ahead
+    nbytes: int = 0  # bytes ahead at least
+    together_nbytes: int = 0  # bytes up to which gathers are one launch
+    num_blocks: int = 1  # blocks ahead in lanes other than 0; 0 plans them as lane 0
 
     def __str__(self) -> str:
         if self.depth == 0:
             return "nothing ahead"
-        text = f"{self.depth} uses" if self.depth > 1 else "1 use"
-        if self.nbytes:
-            text += f" or {format_nbytes(self.nbytes)}"
+        text = f"{self.depth} use{'s' * (self.depth > 1)}"
+        text += f" or {format_nbytes(self.nbytes)}" if self.nbytes else ""
         together = f", together up to {format_nbytes(self.together_nbytes)}" if self.together_nbytes else ""
         return f"{text} ahead{together}"
 
 
 class Launch(NamedTuple):
-    """Gathers that are launched together.
+    """Gathers that are launched together."""
 
-    Args:
-        step: After how many uses of the pass.
-        positions: The uses that they are for, as positions in the plan.
-    """
-
-    step: int
-    positions: tuple[int, ...]
+    step: int  # after how many uses of the pass
+    positions: tuple[int, ...]  # in the plan, of the uses that the gathers are for
 
 
 class Plan:
-    """The uses of a pass in order, and what is launched when.
-
-    ``lanes`` are the positions of each lane; a launch is begun by a use of its own lane or of the first.
-
-    Args:
-        uses: Indices of weights.
-        traits: Of each weight, by index.
-        window: How far to look ahead.
-    """
+    """The uses of a pass in order, as indices of weights (and of ``traits``), and what is launched when."""
 
     def __init__(self, uses: Sequence[int] = (), traits: Sequence[Traits] = (), window: Window = Window(0)) -> None:
         self.uses = tuple(uses)
-        self.lanes: dict[int, list[int]] = {}
-        self._places: list[tuple[int, int]] = []  # of each position: its lane, and which of it
+        self.lanes: dict[int, list[int]] = {}  # the positions of each lane
+        self.places: list[tuple[int, int]] = []  # by position: its lane, and how many of the lane are before it
         for position, use in enumerate(self.uses):
             own = self.lanes.setdefault(traits[use].lane, [])
-            self._places.append((traits[use].lane, len(own)))
+            self.places.append((traits[use].lane, len(own)))
             own.append(position)
         self.uses_of = {lane: tuple(self.uses[p] for p in positions) for lane, positions in self.lanes.items()}
-        # By step; one more than there are uses.
-        self.launches: list[tuple[Launch, ...]] = [()] * (len(self.uses) + 1)
+        self.launches: list[tuple[Launch, ...]] = [()] * (len(self.uses) + 1)  # by step
         self._launch_of: dict[int, Launch] = {}
-        launches = _plan_launches(self.uses, self.lanes, traits, window) if window.depth else []
-        for launch in launches:
+        for launch in _plan_launches(self.uses, self.lanes, traits, window) if window.depth else ():
             self.launches[launch.step] += (launch,)
             self._launch_of.update(dict.fromkeys(launch.positions, launch))
 
-    def place(self, position: int) -> tuple[int, int]:
-        """The lane of a position, and how many of the lane are before it."""
-        return self._places[position]
-
     def first(self, lane: int) -> int | None:
-        """The first use of the lane, if none of the outermost lane is before it."""
-        positions = [self.lanes[one][0] for one in {0, lane} if one in self.lanes]
-        return self._if_of(lane, min(positions, default=None))
+        """The first use of the lane, if none of lane 0 comes before it."""
+        return self._use_at(min((self.lanes[key][0] for key in {0, lane} & self.lanes.keys()), default=None), lane)
 
     def last(self, lane: int) -> int | None:
-        """The last use of the lane, if none of the outermost lane is behind it."""
-        positions = [self.lanes[one][-1] for one in {0, lane} if one in self.lanes]
-        return self._if_of(lane, max(positions, default=None))
+        """The last use of the lane, if none of lane 0 comes after it."""
+        return self._use_at(max((self.lanes[key][-1] for key in {0, lane} & self.lanes.keys()), default=None), lane)
 
-    def _if_of(self, lane: int, position: int | None) -> int | None:
-        return self.uses[position] if position is not None and self._places[position][0] == lane else None
+    def _use_at(self, position: int | None, lane: int) -> int | None:
+        return self.uses[position] if position is not None and self.places[position][0] == lane else None
 
     def cursors(self, step: int) -> dict[int, int]:
         """How many uses of each lane are among the first ``step``."""
         return {lane: bisect_left(positions, step) for lane, positions in self.lanes.items()}
 
     def window(self, cursors: Mapping[int, int], lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
-        """What has been launched for uses to come, as positions; as launched together.
-
-        Args:
-            cursors: How many uses of each lane there were.
-            lanes: Which ones; None for all.
-        """
+        """Positions of the uses to come, in these lanes or all, whose gathers have been launched: one tuple a launch.
+        ``cursors``: how many uses of each lane there were."""
         found: dict[Launch, list[int]] = {}
         for lane, positions in self.lanes.items():
             if lanes is not None and lane not in lanes:
@@ -168,11 +116,11 @@ class Plan:
         return [tuple(positions) for _, positions in sorted(found.items())]
 
     def num_past(self, lane: int, cursors: Mapping[int, int]) -> int:
-        """How many uses of a lane are past, or were left out: the outermost lane is beyond them."""
+        """How many uses of a lane happened, or were left out because lane 0 is already beyond them."""
         return max(cursors.get(lane, 0), bisect_left(self.lanes[lane], self._step(0, cursors)))
 
     def _step(self, lane: int, cursors: Mapping[int, int]) -> int:
-        """How far the plan is where a lane stands."""
+        """The step of the plan that a lane has reached."""
         cursor = cursors.get(lane, 0)
         return self.lanes[lane][cursor - 1] + 1 if cursor else 0
 
@@ -182,40 +130,41 @@ def _plan_launches(
 ) -> list[Launch]:
     """All launches of a pass, in order."""
     launches: list[Launch] = []
+    used = [traits[use] for use in uses]
     for lane, positions in lanes.items():
-        # What the ranks of the lane's mesh do alike, and which of that are its own.
+        # Positions that all ranks of the lane's mesh have in common. Blocks of the lane, as indices of ``alike``.
         alike = positions if lane == 0 else sorted([*lanes.get(0, ()), *positions])
-        own = [bisect_left(alike, position) for position in positions]
-        blocks = [list(block) for _, block in groupby(own, lambda number: traits[uses[alike[number]]].call)]  # noqa: B023
+        blocks = [[bisect_left(alike, p) for p in block] for _, block in groupby(positions, lambda p: used[p].call)]
+        own = [index for block in blocks for index in block]
         borders: set[int] = set()
         if lane == 0 or window.num_blocks == 0:
-            steps = _steps_by_size([traits[uses[position]].nbytes for position in positions], window)
-            # From the number of uses of the lane to that of those alike.
-            steps = [0 if step == 0 else own[step - 1] + 1 for step in steps]
+            steps = _steps_by_size([used[position].nbytes for position in positions], window)
+            steps = [0 if step == 0 else own[step - 1] + 1 for step in steps]  # count in ``alike`` as well
         elif len(blocks) == 1:
-            of_all = _steps_by_size([traits[uses[position]].nbytes for position in alike], window)
-            steps = [of_all[number] for number in own]
+            steps_of_alike = _steps_by_size([used[position].nbytes for position in alike], window)
+            steps = [steps_of_alike[index] for index in own]
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
             borders.update(alike[block[0]] for block in blocks)
-        steps = [0 if step == 0 else alike[step - 1] + 1 for step in steps]
-        launches += _put_together(uses, positions, steps, borders, traits, window.together_nbytes)
+        due = {position: alike[step - 1] + 1 if step else 0 for position, step in zip(positions, steps, strict=True)}
+        launches += _put_together(uses, traits, due, borders, window.together_nbytes)
     return sorted(launches)
 
 
 def _steps_by_size(sizes: list[int], window: Window) -> list[int]:
-    """For each use, after how many uses it is due."""
+    """After how many uses each use is due."""
     begins = list(accumulate(sizes, initial=0))
     steps = []
     for position, size in enumerate(sizes):
         reach = max(window.nbytes, size) if window.nbytes else 0
         by_bytes = bisect_right(begins, begins[position] - reach)
         steps.append(min(by_bytes, max(position - window.depth + 1, 0)))
-    # What is used earlier is launched no later.
+    # A use is launched no later than those that follow it.
     return list(accumulate(reversed(steps), min))[::-1]
 
 
 def _steps_by_block(blocks: list[list[int]], num_ahead: int) -> list[int]:
+    """After how many uses each use is due, if it looks ``num_ahead`` blocks ahead."""
     stride = blocks[1][0] - blocks[0][0]
     steps = []
     for number, block in enumerate(blocks):
@@ -229,18 +178,13 @@ def _steps_by_block(blocks: list[list[int]], num_ahead: int) -> list[int]:
 
 
 def _put_together(
-    uses: tuple[int, ...],
-    positions: list[int],
-    steps: list[int],
-    borders: set[int],
-    traits: Sequence[Traits],
-    limit: int,
+    uses: tuple[int, ...], traits: Sequence[Traits], due: Mapping[int, int], borders: set[int], limit: int
 ) -> list[Launch]:
-    """The launches of one lane: as many consecutive uses of different weights in one as ``limit`` bytes allow, but none
-    across ``borders``, positions at which a block begins."""
+    """The launches of one lane, whose positions are ``due`` at these steps: each takes consecutive uses of different
+    weights of up to ``limit`` bytes, but does not cross ``borders``, the positions at which a block begins."""
     launches: list[Launch] = []
-    total = before = 0  # bytes of the launch that is made up, and of those before it
-    for position, step in zip(positions, steps, strict=True):
+    total = before = 0  # bytes of the launch that is being put together, and of those before it
+    for position, step in due.items():
         nbytes, bundle = traits[uses[position]].nbytes, traits[uses[position]].bundle
         total += nbytes
         if launches and position not in borders:
@@ -261,15 +205,9 @@ def choose_kept(
 ) -> tuple[int, ...]:
     """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
 
-    Those that backward uses first, as far as ``budget`` bytes go: at its begin there is the least compute to hide a
-    gather, and they were used last in the forward, so that they are kept for the shortest time. The ranks of a mesh
-    must choose alike, whatever each of them has used of others: so those of the outermost call come before all others,
-    and other meshes share in equal parts what these leave.
-
-    Args:
-        sizes: Bytes of each weight in memory, by index; 0 for those that the choice does not concern.
-        lanes: The lane of each weight, by index; 0 is that of the outermost call.
-    """
+    Those that backward uses first are kept, up to ``budget`` bytes: at its begin the least compute hides a gather, and
+    they are kept for the shortest time. The ranks of a mesh must choose alike, so lane 0 chooses first, and the other
+    lanes share the rest in equal parts. ``sizes`` and ``lanes`` are by weight index; a size of 0 is never kept."""
     candidates = set(forward.uses)
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
     kept = set()

@@ -1,4 +1,4 @@
-"""The order in which the weights of a pass are used: what was seen last time, and where this time stands."""
+"""The order in which a pass uses weights: recorded in one pass, expected in the next."""
 
 from __future__ import annotations
 
@@ -13,31 +13,23 @@ from .order_of_gathers import Launch, Plan, Traits, Window
 
 
 class Entry(NamedTuple):
-    """What code outside of the sharded modules calls: an outermost module, or a method of it beside its forward."""
+    """What code outside of the sharded modules calls: the forward of an outermost module, or another method of it."""
 
     module: nn.Module
     method: str = "forward"
 
 
 class ChainKey(NamedTuple):
-    """Which order of uses: that of one entry's forward or backward; stages of a pipeline may share a runtime. The entry
-    is None in a backward that no module's output announced."""
+    """Names a kind of pass. Stages of a pipeline may share a runtime, so each entry has passes of its own."""
 
-    entry: Entry | None
+    entry: Entry | None  # None for a backward that did not begin at the output of a module
     is_grad_enabled: bool
     is_backward: bool = False
 
 
-_PLAN_WIDTH = 120  # columns of a printed plan
-
-
 class Chain:
-    """Order of uses of one kind of pass: what was seen last time, and where this time stands.
-
-    Args:
-        window: How far to look ahead.
-        traits: Gives what a plan must know of each weight, by index.
-    """
+    """The order of uses of one kind of pass: the plan of the last pass, and the uses of the current one. Backward
+    includes the forwards that it recomputes (activation checkpointing)."""
 
     def __init__(self, window: Window, traits: Callable[[], Sequence[Traits]]) -> None:
         self.window = window
@@ -47,19 +39,13 @@ class Chain:
         self.begin()
 
     def begin(self) -> None:
-        """Start a pass."""
-        # Uses so far, as long as all came as planned. From the first deviation on: which uses there were, and how many
-        # of each lane.
-        self._num_as_planned = 0
-        self._observed: list[int] | None = None
+        """Start a pass. A pass that did not end (an exception) leaves the plan as it was."""
+        self._num_as_planned = 0  # uses before the first deviation
+        self._observed: list[int] | None = None  # all uses; None until the first deviation
         self._cursors_after_deviation: dict[int, int] = {}
 
     def advance(self, use: int, lane: int = 0) -> Sequence[Launch] | None:
-        """Record a use.
-
-        Returns:
-            What is to be launched now that the plan begins with this use; None if the plan did not expect it.
-        """
+        """Record a use. Gives the launches that follow it in the plan, or None if the plan did not expect the use."""
         number, plan = self._num_as_planned, self.plan
         if self._observed is None:
             if number < len(plan.uses) and plan.uses[number] == use:
@@ -70,7 +56,7 @@ class Chain:
         return self._advance_in_lane(self._observed, use, lane)
 
     def _advance_in_lane(self, observed: list[int], use: int, lane: int) -> Sequence[Launch] | None:
-        """After a deviation, or in another order of lanes: the plan counts in the lane of the use alone."""
+        """After a deviation, or if lanes mix in another order: follow the plan in the lane of this use alone."""
         observed.append(use)
         cursors = self._cursors_after_deviation
         uses, cursor = self.plan.uses_of.get(lane, ()), cursors.get(lane, 0)
@@ -78,53 +64,42 @@ class Chain:
             cursors[lane] = cursor + 1
             return self.plan.launches[self.plan.lanes[lane][cursor] + 1]
         self.num_deviations += 1
-        # Uses of the plan in between, if it is found, did not happen this time.
-        if use in uses[cursor:]:
+        if use in uses[cursor:]:  # this pass has left out the uses before it
             cursors[lane] = uses.index(use, cursor) + 1
         return None
 
     @property
     def _cursors(self) -> dict[int, int]:
-        """How many uses there were of each lane, or were left out."""
+        """How many uses of each lane happened or were left out."""
         return self.plan.cursors(self._num_as_planned) if self._observed is None else self._cursors_after_deviation
 
     def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
-        """All that should be in memory or in flight for uses to come, as positions, as launched together; of some
-        lanes, or of all."""
+        """Positions of the uses to come, in these lanes or all, whose weights should be in memory or in flight by now;
+        one tuple a launch."""
         return self.plan.window(self._cursors, lanes)
 
     def num_expected(self, use: int, position: int) -> int:
         """How many of the uses to come, up to ``position``, are ``use``."""
-        lane, number = self.plan.place(position)
+        lane, number = self.plan.places[position]
         return self.plan.uses_of[lane][self.plan.num_past(lane, self._cursors) : number + 1].count(use)
 
     def is_at_end(self, lane: int = 0) -> bool:
-        """Whether the plan has uses of a lane, and expects none of it or of the outermost one any more in this pass."""
+        """Whether all planned uses of a lane and of lane 0 have happened. False if the plan does not have the lane."""
         lanes, cursors = self.plan.lanes, self._cursors
-        return lane in lanes and all(cursors.get(one, 0) == len(lanes.get(one, ())) for one in {0, lane})
+        return lane in lanes and all(cursors.get(key, 0) == len(lanes.get(key, ())) for key in {0, lane})
 
     def end(self) -> None:
-        """The pass is complete: what was seen is the plan of the next one."""
+        """The pass is complete: its uses are the plan of the next one."""
         number, uses = self._num_as_planned, self.plan.uses
         observed = uses[:number] if self._observed is None else tuple(self._observed)
         if observed != uses:
             self.plan = Plan(observed, self._traits(), self.window)
         self.begin()
 
-    def cancel(self) -> None:
-        """The pass broke off (an exception): keep the plan."""
-        self.begin()
-
 
 def format_plan(name: str, chain: Chain, names: Sequence[str]) -> str:
-    """The plan as text: one line a use, with the gathers that are launched when it has begun, ``+`` between those that
-    travel together.
-
-    Args:
-        name: Heading.
-        chain: Whose plan.
-        names: Fully qualified parameter names, by index.
-    """
+    """The plan as text, under the heading ``name``: one line for each use, with the gathers that are launched when it
+    has begun; ``+`` joins the weights of one launch. ``names`` are parameter names, by index."""
     plan, traits = chain.plan, chain._traits()
     lines = [f"{name}: {len(plan.uses)} uses, {chain.window}"]
     for step, launches in enumerate(plan.launches):
@@ -138,8 +113,6 @@ def format_plan(name: str, chain: Chain, names: Sequence[str]) -> str:
         if step and chain.window.depth == 0:
             launched = f"gather {names[plan.uses[step - 1]]}"
         if step or launched:
-            # Small weights may all travel together: their names take several lines.
-            lines += textwrap.wrap(
-                f"  {use:<44} {launched}", _PLAN_WIDTH, subsequent_indent=" " * 54, break_long_words=False
-            )
+            text = f"  {use:<44} {launched}"  # several lines, if many weights are in one launch
+            lines += textwrap.wrap(text, width=120, subsequent_indent=" " * 54, break_long_words=False)
     return "\n".join(lines)

@@ -1,90 +1,83 @@
 """Reduces gradients of sharded weights behind compute, and moves them into ``.grad`` at the end of backward.
 
-An op writes a full gradient into a buffer that ``target`` gives and calls ``submit``, which reduce-scatters it on the
-scatter stream and adds the rows of this rank to those of the same backward.
+An op gets a buffer from ``target``, writes the full gradient into it and calls ``submit``. That launches a
+reduce-scatter on the scatter stream, which adds this rank's rows to the gradients of earlier uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm import collectives
-from .._comm.collectives import ReduceScale
 from .._comm.context import CommContext
 from .._comm.debug import poison, profiler_range
 from .._comm.reduce_scatter import Scattering, can_travel_together, sum_dtype
 from .._comm.send_ring import Place, SendRing
+from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
-from .._params.sharded_weight import ShardedWeight
+from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
-from ..policy import ReduceScatterKind
-from .gradient_protocols import BlockRecording, UnequalReplicas, Written
-from .whole_gradients import all_reduce_in_order, reduce_whole
+from ..policy import SchedulePolicy
+from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
 
 
+@dataclass(eq=False, slots=True)
 class _Gradient:
-    """A gradient on its way: the full one of this rank until its launch, then this rank's rows of the sum.
+    """A gradient, with the settings of its submission: the user may change them for the next one."""
 
-    Args:
-        weight: Whose.
-        buffer: The full gradient; None if an op has summed it over the gtp axis.
-        scale: What the reduction multiplies with. Fixed here, as the rest is: the user may change it for the next one.
-        requires_all_reduce: Whether replicas are summed now.
-        share: What the gradient of this replica counts in the sum over unequal ones.
-        place: From where copy engines fetch it, if it has room there.
-        bundle: Gradients of one bundle travel together.
-    """
+    weight: ShardedWeight
+    buffer: Tensor | None  # the full gradient of this rank; None after the launch, or if an op has summed it over gtp
+    scale: collectives.ReduceScale
+    requires_all_reduce: bool  # whether it is summed over replicas now
+    share: float = 1.0  # its factor in the sum over unequal replicas
+    place: Place | None = None  # from where copy engines fetch it, if the ring has room
+    bundle: object | None = None  # gradients of one bundle travel together
 
-    __slots__ = ("buffer", "bundle", "place", "requires_all_reduce", "scale", "share", "weight")
 
-    def __init__(
-        self,
-        weight: ShardedWeight,
-        buffer: Tensor | None,
-        scale: ReduceScale,
-        requires_all_reduce: bool,
-        share: float = 1.0,
-        place: Place | None = None,
-        bundle: object | None = None,
-    ) -> None:
-        self.weight, self.buffer, self.scale = weight, buffer, scale
-        self.requires_all_reduce, self.share, self.place, self.bundle = requires_all_reduce, share, place, bundle
+class Written(NamedTuple):
+    """A gradient that a recorded block leaves in a buffer."""
+
+    weight: ShardedWeight
+    buffer: Tensor
+    bundle: int | None  # gradients with the same number travel together
+
+
+class BlockRecording(Protocol):
+    """Replaces gathers and reductions while a pass of a block is recorded: ``graphs.record_block.Recording``."""
+
+    def acquire(self, target: Gatherable) -> Gathered: ...  # the weight where the graph will read it
+    def target(self, weight: ShardedWeight) -> Tensor: ...  # a buffer for the gradient of a use
+    def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor: ...  # a copy of a gradient, in the same dtype
+    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None: ...
+    def together(self) -> AbstractContextManager[None]: ...  # bundles the gradients that are submitted in it
 
 
 class Gradients:
-    """Reduces the gradients of one runtime.
+    """Reduces the gradients of one runtime."""
 
-    Args:
-        comm: Streams and groups.
-        kind: How gradients are reduce-scattered.
-        together_nbytes: Gradients that are computed one after the other travel in one launch up to this size.
-        wgrad_first: Whether a layer computes the gradient of its weight before that of its input.
-    """
-
-    def __init__(
-        self, comm: CommContext, kind: ReduceScatterKind, together_nbytes: int = 0, wgrad_first: bool = True
-    ) -> None:
+    def __init__(self, comm: CommContext, schedule: SchedulePolicy) -> None:
         self._comm = comm
-        self._kind = kind
-        self._wgrad_first = wgrad_first
-        self._together_nbytes = together_nbytes
-        # By scatter group: each mesh for itself, because its ranks may have used what other ranks have not.
+        self._kind = schedule.reduce_scatter
+        self._wgrad_first = schedule.wgrad_first
+        self._together_nbytes = schedule.coalesce_grad_nbytes  # consecutive gradients of up to this size are one launch
+        # By scatter group: ranks of different meshes may use different weights, so each mesh launches its own.
         self._waiting: dict[str, list[_Gradient]] = {}
         self._bundle: object | None = None
-        # Set if the mesh is one of several replicas of unequal sizes.
-        self.replicas: UnequalReplicas | None = None
+        self.replicas: UnequalReplicas | None = None  # set if the mesh is one of several replicas of unequal sizes
         self._postponed: list[Callable[[], None]] | None = None
-        self.recording: BlockRecording | None = None  # of the block that is recorded now
+        self.recording: BlockRecording | None = None  # set while a block is recorded
 
     def compute(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which computes and submits the gradient of a weight: now, or after a backward that postpones."""
+        """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``, leave it for later."""
         if self._postponed is None:
             job()
         else:
@@ -92,8 +85,7 @@ class Gradients:
 
     @contextmanager
     def beside_dgrad(self, job: Callable[[], None] | None) -> Iterator[None]:
-        """Run ``job``, which computes and submits the gradient of a layer's weight, before what runs in the context
-        (the gradient of the layer's input), or after it if the policy says so."""
+        """Run ``job``, which submits the wgrad of a layer, before or after the context, which computes its dgrad."""
         if job is not None and self._wgrad_first:
             job()
         yield
@@ -102,17 +94,16 @@ class Gradients:
 
     @contextmanager
     def postponing(self) -> Iterator[list[Callable[[], None]]]:
-        """Backward in this context leaves its jobs for later, in the list that this gives."""
-        postponed: list[Callable[[], None]] = []
-        self._postponed = postponed
+        """Collect the jobs of a backward in this context in a list, instead of running them."""
+        self._postponed = []
         try:
-            yield postponed
+            yield self._postponed
         finally:
             self._postponed = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Gradients that are submitted in this context travel in one launch, if their kind of reduction can."""
+        """Launch the gradients that are submitted in this context together, if their kind of reduction can."""
         if self.recording is not None:
             with self.recording.together():
                 yield
@@ -124,38 +115,30 @@ class Gradients:
             self._bundle = None
         for name, waiting in list(self._waiting.items()):
             if waiting[0].bundle is bundle:
-                self._launch_waiting_in(name)
+                self._launch(self._waiting.pop(name))
 
     def target(self, weight: ShardedWeight) -> tuple[Tensor, bool]:
-        """A gradient buffer, and whether it holds a gradient already, to which the new one is to be added."""
+        """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one is to be added."""
         if self.recording is not None:
             return self.recording.target(weight), False
         self._comm.note_compute()
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
-        ring = self._ring_of(weight)
-        if ring is None or not weight.flags.requires_gradient_sync:
-            return weight.send_buffer(), False
-        self._launch_others(weight, self._scale(weight))
-        buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
-        if buffer is None:
-            return weight.send_buffer(), False
-        if self._comm.debug.poison:
-            poison(buffer)
-        return buffer, False
+        ring, buffer = self._ring_of(weight), None
+        if ring is not None and weight.flags.requires_gradient_sync:
+            self._launch_others(weight, self._scale(weight))
+            buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
+            if buffer is not None and self._comm.debug.poison:
+                poison(buffer)
+        return weight.send_buffer() if buffer is None else buffer, False
 
     def _ring_of(self, weight: ShardedWeight) -> SendRing | None:
-        """From where copy engines fetch the gradient."""
+        """The ring from which copy engines fetch the gradient; None if they do not."""
         is_fetched = self._kind == "copy_engine" and weight.layout.world > 1
         return self._comm.send_ring(weight.groups) if is_fetched else None
 
     def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
-        """Take a full gradient that autograd or an op has computed.
-
-        Args:
-            grad: Shape of the gathered weight.
-            is_owned: Nobody else reads ``grad``, so that it may be sent as it is and written to.
-        """
+        """Take a full gradient in the weight's shape. If ``is_owned``, nobody else reads it: it need not be copied."""
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
             self._comm.note_compute()
@@ -171,9 +154,8 @@ class Gradients:
         self.submit(weight, buffer)
 
     def _can_send(self, weight: ShardedWeight, grad: Tensor) -> bool:
-        """Whether a gradient can be submitted without a copy: the scattering casts it, and moves the sharded dim to the
-        front, if need be."""
-        layout, is_recorded = weight.layout, self.recording is not None  # recorded for microbatches of any kind
+        """Whether a gradient needs no copy now. The scattering can cast it and move the sharded dim to the front."""
+        layout, is_recorded = weight.layout, self.recording is not None  # a recording serves all kinds of microbatches
         if (weight.unsharded_grad is not None and not is_recorded) or not grad.is_contiguous():
             return False
         if grad.shape[layout.dim] != layout.buffer_shape[0]:
@@ -181,17 +163,13 @@ class Gradients:
         is_cast = grad.dtype != weight.reduce_dtype
         if layout.dim == 0 and not is_cast:
             return True
-        # Microbatches are summed in the dtype of the reduction; an all-reduce over replicas takes contiguous tensors.
+        # Sums of microbatches have the dtype of the reduction. An all-reduce over replicas takes contiguous tensors.
         has_replicas = self.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
         return not has_replicas and (weight.flags.requires_gradient_sync or is_recorded or not is_cast)
 
     def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
-        """Reduce-scatter a gradient behind compute, or keep it for a later microbatch.
-
-        Args:
-            buffer: Of the layout's ``buffer_shape``, not necessarily contiguous; in ``reduce_dtype``, or another one if
-                gradients are synced.
-        """
+        """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
+        layout's ``buffer_shape``, perhaps not contiguous, and ``reduce_dtype`` (with gradient sync, any dtype)."""
         if self.recording is not None:
             self.recording.submit(weight, buffer)
             return
@@ -206,7 +184,7 @@ class Gradients:
             buffer = self.replicas.weigh_full(buffer, flags.gradient_divide_factor)
         scale = self._scale(weight)
         ring = self._ring_of(weight)
-        if ring is None or not ring.has_offered(buffer):  # else ``target`` has done this
+        if ring is None or not ring.has_offered(buffer):  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
         gradient = _Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
@@ -215,30 +193,30 @@ class Gradients:
         else:
             self._launch([gradient])
 
-    def _scale(self, weight: ShardedWeight) -> ReduceScale:
+    def _scale(self, weight: ShardedWeight) -> collectives.ReduceScale:
         dtype = sum_dtype(self._kind, weight.reduce_dtype)
         return collectives.reduce_scale(dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
 
     def _may_wait(self, weight: ShardedWeight) -> bool:
-        """Whether its gradient may travel with others."""
+        """Whether a gradient may wait for others, to travel with them."""
         is_small = self._bundle is not None or weight.sent_nbytes < self._together_nbytes
         return is_small and can_travel_together(self._kind, weight.layout.world)
 
-    def _launch_others(self, weight: ShardedWeight, scale: ReduceScale) -> None:
-        """Launch the gradients that wait in the scatter group, unless that of ``weight``, which comes next, may travel
-        with them."""
+    def _launch_others(self, weight: ShardedWeight, scale: collectives.ReduceScale) -> None:
+        """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``, may join them."""
         waiting = self._waiting.get(weight.groups.scatter_name)
         if waiting is None:
             return
-        first, nbytes = waiting[0], weight.sent_nbytes + sum(gradient.weight.sent_nbytes for gradient in waiting)
-        is_alike = (first.weight.groups, first.weight.reduce_dtype) == (weight.groups, weight.reduce_dtype)
+        first, other = waiting[0], waiting[0].weight
+        is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
+        nbytes = weight.sent_nbytes + sum(gradient.weight.sent_nbytes for gradient in waiting)
         fits = self._bundle is not None or nbytes <= self._together_nbytes
         if not (is_alike and fits and self._may_wait(weight)):
-            self._launch_waiting_in(weight.groups.scatter_name)
+            self._launch(self._waiting.pop(weight.groups.scatter_name))
 
     def submit_recorded(self, written: Sequence[Written]) -> None:
-        """Reduce the gradients that a recorded block has left in these buffers."""
+        """Reduce the gradients that the replay of a recorded block has written to these buffers."""
         for bundle, members in groupby(written, lambda gradient: gradient.bundle):
             with self._comm.unbounded(), nullcontext() if bundle is None else self.together():
                 for weight, buffer, _ in members:
@@ -248,23 +226,20 @@ class Gradients:
         if weight.unsharded_grad is not None or not weight.flags.requires_gradient_sync:
             self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
             return
-        # The next replay overwrites the buffer: copy what would become the gradient, or wait for other gradients.
-        is_passing = weight.layout.world > 1 and not self._may_wait(weight)
-        self.submit(weight, buffer if is_passing else buffer.clone())
+        # The next replay overwrites the buffer. So copy a gradient that waits for others, or that becomes ``.grad``.
+        is_sent_at_once = weight.layout.world > 1 and not self._may_wait(weight)
+        self.submit(weight, buffer if is_sent_at_once else buffer.clone())
 
     def launch_waiting(self) -> None:
         """Launch the gradients that wait for others to travel with."""
         for name in list(self._waiting):
-            self._launch_waiting_in(name)
-
-    def _launch_waiting_in(self, name: str) -> None:
-        self._launch(self._waiting.pop(name))
+            self._launch(self._waiting.pop(name))
 
     def _launch(self, together: list[_Gradient]) -> None:
         if not compat.is_profiling():
             self._reduce_scatter(together)
             return
-        with profiler_range("GTP::reduce_scatter", _names(together)):
+        with profiler_range("GTP::reduce_scatter", ", ".join(each.weight.fqn for each in together)):
             self._reduce_scatter(together)
 
     def _reduce_scatter(self, together: list[_Gradient]) -> None:
@@ -276,35 +251,30 @@ class Gradients:
         scattering = Scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, ring, places)
         with comm.reducing():
             if comm.is_debugged:
-                comm.before_collective("reduce_scatter", _names(together), weight.groups)
+                comm.before_collective("reduce_scatter", ", ".join(each.weight.fqn for each in together), weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
             keep = (*scattering.keep(), *_earlier_rows(together))
             for gradient in together:
-                gradient.buffer = None  # ``keep`` holds it for as long as it is read
+                gradient.buffer = None  # ``keep`` holds it while the collective reads it
             comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
 
     def _places(
         self, ring: SendRing, together: list[_Gradient], fulls: list[Tensor]
-    ) -> tuple[Sequence[Place], Sequence[Place]]:
-        """From where copy engines fetch the gradients, and all places that must live until they have."""
+    ) -> tuple[list[Place], list[Place]]:
+        """From where copy engines fetch the gradients, and all places that must live until they have done so."""
         held = [gradient.place for gradient in together if gradient.place is not None]
         if len(held) == len(together):
             return held, held
         with self._comm.scattering():
             self._comm.wait_finished()
             places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
-        return places, [*held, *places]  # the old places are read until then
+        return places, [*held, *places]  # the copies to the new places read the old ones
 
     def add_rows(self, weight: ShardedWeight, rows: Tensor) -> None:
-        """Take a gradient that an op has summed over the gtp axis: of this rank's rows, for the tokens of all ranks.
-
-        It goes through all that follows a reduce-scatter. Without gradient sync it waits for a later microbatch.
-
-        Args:
-            rows: Shape of a slot, in the dtype of the sum or a wider one; nobody else reads it.
-        """
+        """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
+        reduce-scatter. They have the dtype of the sum or a wider one, and nobody else reads them."""
         flags, scale = weight.flags, self._scale(weight)
-        # What the reduce-scatter would divide by.
+        # As the reduce-scatter would do.
         divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
         slot = (rows if divisor is None else rows.div_(divisor)).to(sum_dtype(self._kind, weight.reduce_dtype))
         is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
@@ -321,7 +291,7 @@ class Gradients:
             self._complete(gradient, slot)
 
     def _complete(self, gradient: _Gradient, slot: Tensor) -> None:
-        """What follows the reduce-scatter, on its stream: replicas, division, accumulation."""
+        """After the reduce-scatter, on its stream: sum over replicas, divide and accumulate."""
         weight, scale = gradient.weight, gradient.scale
         if weight.unreplicated_grad is not None:
             slot += weight.unreplicated_grad
@@ -334,36 +304,31 @@ class Gradients:
             all_reduce_in_order(slot, scale, replicate, self._comm)
         if scale.postdivide is not None:
             slot /= scale.postdivide
-        if self.replicas is not None:  # the slot is the mean of this replica alone
+        if self.replicas is not None:  # the slot is the mean over this replica only
             self.replicas.add(weight, slot, gradient.share)
         else:
             weight.accumulate(weight.layout.shard_of_rows(slot))
 
-    def flush(self, weights: Iterable[ShardedWeight]) -> None:
-        """Reduce what earlier microbatches left of weights that the last one did not use."""
-        synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
+    def complete(self, params: Sequence[ManagedParam]) -> None:
+        """Reduce all gradients of ``params``, wait for them on the current stream and move them into ``.grad``."""
+        # Earlier microbatches left gradients of weights that the last microbatch did not use.
+        synced = [p for p in params if isinstance(p, ShardedWeight) and p.flags.requires_gradient_sync]
         for weight in synced:
             if weight.unsharded_grad is not None:
                 self.submit(weight, weight.unsharded_grad)
         self.launch_waiting()
         if not self._comm.has_streams:
-            self._comm.retire_all()  # which sets and clears ``unreplicated_grad``
+            self._comm.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
         for weight in synced:
             slot = weight.unreplicated_grad
-            if slot is None or not weight.flags.requires_all_reduce:
-                continue
-            weight.unreplicated_grad = None
-            factor = weight.flags.gradient_divide_factor
-            scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
-            share = 1.0 if self.replicas is None else self.replicas.share(factor)
-            self._complete_later(_Gradient(weight, None, scale, True, share), slot)
-
-    def reduce_whole(self, params: Iterable[WholeParam]) -> None:
-        reduce_whole(params, self._kind, self._comm, self.replicas)
-
-    def publish(self, params: Iterable[ManagedParam]) -> None:
-        """Wait for all reductions on the current stream and move their results into ``.grad``."""
-        self.launch_waiting()
+            if slot is not None and weight.flags.requires_all_reduce:
+                weight.unreplicated_grad = None
+                factor = weight.flags.gradient_divide_factor
+                scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
+                share = 1.0 if self.replicas is None else self.replicas.share(factor)
+                self._complete_later(_Gradient(weight, None, scale, True, share), slot)
+        whole = [param for param in params if isinstance(param, WholeParam)]
+        reduce_whole(whole, self._kind, self._comm, self.replicas)
         self._comm.end_backward()
         if self.replicas is not None:
             self.replicas.finish()
@@ -371,17 +336,13 @@ class Gradients:
             param.publish_grad()
 
     def abandon(self) -> None:
-        """After an exception: wait for what was launched, forget its results."""
+        """After an exception: wait for the launched reductions and forget their results."""
         self._waiting.clear()
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()
 
 
-def _names(gradients: Iterable[_Gradient]) -> str:
-    return ", ".join(gradient.weight.fqn for gradient in gradients)
-
-
 def _earlier_rows(gradients: Iterable[_Gradient]) -> list[Tensor]:
-    """Rows that earlier reductions have left: the communication stream adds them to the results of these."""
+    """Rows of earlier reductions, which the communication stream adds to the results of these."""
     return [rows for gradient in gradients if (rows := gradient.weight.unreplicated_grad) is not None]

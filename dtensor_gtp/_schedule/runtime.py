@@ -1,11 +1,11 @@
-"""The runtime of one root module: who uses which weight, in which pass, and where its gradient goes."""
+"""The runtime of one root module: begins and ends its forwards and backwards."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,7 +20,6 @@ from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
-from . import first_forward
 from .attribute_reads import AttributeReads, Frame
 from .gathering import Gathering
 from .optimizer_steps import optimizer_steps
@@ -31,54 +30,37 @@ logger = logging.getLogger(__name__)
 
 
 class Call(Protocol):
-    """One ``gtp_shard`` call, and the runtime that serves it."""
+    """One ``gtp_shard`` call."""
 
     params: list[ManagedParam]
     runtime: Runtime
 
 
-class _EndOfBackward:
-    """Runs ``finish`` at the end of a backward. Autograd alone holds it: if it is gone, that backward has failed."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def __call__(self) -> None:
-        self._finish()
-
-
 class Runtime(Gathering):
-    """Runtime of a root module and everything below it.
-
-    Args:
-        device: Device of the shards.
-        schedule: Policy of the root.
-        debug: Debugging aids.
-    """
+    """Runtime of a root module and everything below it."""
 
     def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(CommContext(device, schedule, debug), schedule, debug)
         self.device = device
-        self.grads = Gradients(self.comm, schedule.reduce_scatter, schedule.coalesce_grad_nbytes, schedule.wgrad_first)
-        self.calls: list[Call] = []  # that it serves
-        self.weights: list[ShardedWeight] = []
-        self.whole: list[WholeParam] = []
+        self.grads = Gradients(self.comm, schedule)
+        self.calls: list[Call] = []  # the calls that it serves
         self.is_last_backward = True
         self.num_steps = 0  # optimizer steps on parameters of this runtime
         self.reads = AttributeReads(self)
-        self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
-        # For optimizer steps: parameters by the ids of their objects; empty: to be made.
+        # Autograd alone holds the callback: if it is gone, that backward has failed.
+        self._end_of_backward: weakref.ref[partial[None]] | None = None
+        # Parameters by the ids of their objects, for optimizer steps; ``note_step`` makes it anew if it is empty.
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
-        optimizer_steps().tell(self)
+        optimizer_steps().watchers.add(self)
 
     def note_step(self, updated: set[int]) -> None:
-        """An optimizer has written to the parameters with these ids: perhaps one of very many optimizers."""
+        """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
         if not self._by_id:
             self._by_id = {id(param.param): param for param in self.params}
-            # An optimizer holds what an outer fully_shard has made of our parameters.
+            # Of these parameters, optimizers hold the objects that an outer fully_shard has made.
             self._is_cut_again = any(param.is_cut_again for param in self.params)
-        written = [self._by_id[one] for one in updated & self._by_id.keys()]
+        written = [self._by_id[key] for key in updated & self._by_id.keys()]
         self.num_steps += bool(written) or self._is_cut_again
         for param in written:
             if isinstance(param, ShardedWeight):
@@ -88,52 +70,49 @@ class Runtime(Gathering):
                 torch.autograd.graph.increment_version(param.leaf)
 
     def close(self) -> None:
-        """Another runtime has taken over all that this one served."""
-        optimizer_steps().forget(self)
+        """Another runtime has taken over all calls of this one."""
+        optimizer_steps().watchers.discard(self)
 
     def forget_objects(self) -> None:
-        """Other parameter objects have come in the place of some, or an outer ``fully_shard`` now manages them."""
+        """Some parameter objects were replaced, or an outer ``fully_shard`` now manages them."""
         self._by_id = {}
 
     def add(self, params: Sequence[ManagedParam]) -> None:
-        """Take over the parameters of one ``gtp_shard`` call, also of a nested one that had a runtime of its own; those
-        of the outermost call come last."""
-        weights = [param for param in params if isinstance(param, ShardedWeight)]
-        self.weights += weights
-        self._add_gatherables(weights)
+        """Take over the parameters of one ``gtp_shard`` call. The outermost call must come last."""
         self.forget_objects()
+        self._num_calls += 1
         for param in params:
             param.on_replaced = self.forget_objects
             if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)
-
-    @property
-    def params(self) -> list[ManagedParam]:
-        return [*self.weights, *self.whole]
+            elif isinstance(param, ShardedWeight):
+                self.weights.append(param)
+                for target in param.gatherables:
+                    target.index, target.call = len(self.gatherables), self._num_calls
+                    self.gatherables.append(target)
 
     @property
     def is_materializing(self) -> bool:
-        """Whether a parameter read as a module attribute is the full weight: in a forward, and in backward."""
+        """Whether module attributes are full weights now, as in a forward or backward."""
         return bool(self.reads.frames) or compat.current_graph_task_id() != -1
 
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool], method: str = "forward") -> Frame:
-        """A forward of ``module``, or another method of it that counts as one, begins; saved weights become handles if
-        ``needs_hooks`` of the number of steps."""
+        """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights become handles."""
         if not self.is_materializing:
             self._begin_forward(Entry(module, method))
         needs_handles = torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled()
         return self.reads.push(needs_handles)
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
-        """The forward has ended; ``is_complete`` is False if it raised."""
+        """End a forward; ``is_complete`` is False if it raised."""
         self.reads.pop(frame)
         if not self.reads.frames and self._forward_chain is not None:
             self._drop_prefetched()
             if is_complete:
                 self._forward_chain.end()
             else:
-                self._forward_chain.cancel()
+                self._forward_chain.begin()
                 self._end_keeps()
             self._forward_chain = None
 
@@ -149,43 +128,31 @@ class Runtime(Gathering):
         chain = self._chain(entry, is_backward=False, is_grad_enabled=torch.is_grad_enabled())
         self._forward_chain = chain
         self._choose_kept(entry)
-        self._begin_chain(chain)
-
-    def ensure_initialized(self) -> None:
-        """First forward: check that there is something to run on, and make the communicators, on all ranks alike."""
-        if self.is_initialized:
-            return
-        with compat.unseen_by_checkpoint_policies():
-            first_forward.agree_to_begin(self.params, self.device)
-        for param in self.params:
-            param.groups = self.comm.groups(param.mesh)
-        self._number_lanes()
-        self.is_initialized = True
+        chain.begin()
+        self._fill(chain)
 
     def note_backward(self, entry: Entry | None = None) -> None:
-        """Called by whatever happens first in a backward, as the gradient of what an ``entry`` returned: its chain
-        begins, and its end is awaited."""
+        """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
         if self.recording is not None:
-            return  # of a block, which is no backward of this runtime
-        if self._is_in_backward:
-            if self._end_of_backward is not None and self._end_of_backward() is not None:
-                return
-            # A backward that raised, and this is another one, without a forward in between.
-            self._abandon_backward()
+            return  # the backward of a block that is recorded is not one of this runtime
+        if self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None:
+            return
+        self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         self.comm.begin_pass()
-        end = _EndOfBackward(self._finish_backward)
+        end = partial(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
-        self._backward_chain = self._chain(entry, is_backward=True)
-        self._begin_chain(self._backward_chain)
+        self._backward_chain = chain = self._chain(entry, is_backward=True)
+        chain.begin()
+        self._fill(chain)
 
     def watch_saved(self, saved: SavedWeights) -> None:
-        """``saved`` holds gathered weights in this backward; they are released at its end at the latest."""
+        """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""
         self.reads.saved_in_backward.append(saved)
 
     def _finish_backward(self) -> None:
-        """End of backward, on the caller's stream: all gradients are in ``.grad`` when this returns."""
+        """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         self.reads.release_read_in_backward()
         self._drop_prefetched()
         self._end_keeps()
@@ -194,72 +161,37 @@ class Runtime(Gathering):
         self.complete_gradients()
 
     def complete_gradients(self) -> None:
-        """Reduce what is left to reduce; all gradients are in ``.grad`` when this returns, after the last backward."""
+        """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
         self.grads.launch_waiting()
-        if self.is_last_backward:
-            with self._forgetting_on_error():
-                self.grads.flush(self.weights)
-                self.grads.reduce_whole(self.whole)
-                self.grads.publish(self.params)
+        self.publish(self.params)
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
-        """Complete the gradients of ``params`` now, within backward: an outer ``fully_shard`` is about to read them."""
-        if self.is_last_backward:
-            with self._forgetting_on_error():
-                self.grads.flush([param for param in params if isinstance(param, ShardedWeight)])
-                self.grads.reduce_whole([param for param in params if isinstance(param, WholeParam)])
-                self.grads.publish(params)
-
-    @contextmanager
-    def _forgetting_on_error(self) -> Iterator[None]:
-        """If a user's hook raises, the gradients that were not yet handed out are not those of a later backward."""
+        """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
+        if not self.is_last_backward:
+            return
         try:
-            yield
-        except BaseException:
+            self.grads.complete(params)
+        except BaseException:  # of a user's hook: a later backward must not add to these gradients
             self._forget_gradients()
             raise
 
     def _forget_gradients(self) -> None:
-        """After an exception: wait for what was launched, and drop all that no ``.grad`` has."""
+        """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
         self.grads.abandon()
         for param in self.params:
             param.reset_grads()
 
     @property
     def has_gradients_in_flight(self) -> bool:
-        """Whether backwards that were not the last one have left gradients that are to be added to those of the
-        next."""
+        """Whether earlier backwards, none of them the last one, have left gradients for the next one to add to."""
         of_whole = (grad for param in self.whole for grad in (param.leaf.grad, param._wide_local_grad))
         reduced = (param.reduced for param in self.params)
         return self.comm.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
 
     def drop_broken_backward(self) -> None:
-        """Forget a backward that raised before its end, if that was the last one: its prefetches and gradients are
-        void."""
-        if self._is_in_backward:
-            self._abandon_backward()
-
-    def abandon(self) -> None:
-        """After an exception: forget a backward that broke off, and gradients in flight."""
-        self.drop_broken_backward()
-        self._forget_gradients()
-
-    def forget_recording(self) -> None:
-        """After a recording into a CUDA graph that failed: what it has gathered and reduced was never computed, and
-        cannot be waited for."""
-        self.comm.forget_recording()
-        for target in self.gatherables:
-            target.pending.clear()
-            target.live = target.kept = None
-        for weight in self.weights:
-            weight.num_updates += 1  # what others still hold of the recording is not fresh
-            self.drop_kept(weight)
-        self._is_in_backward = False
-        self.reads.release_read_in_backward()
-        self._backward_chain.cancel()
-        self.abandon()
-
-    def _abandon_backward(self) -> None:
+        """If the last backward raised before its end, drop its prefetched weights and its gradients."""
+        if not self._is_in_backward:
+            return
         sums = (grad for weight in self.weights for grad in (weight.unsharded_grad, weight.unreplicated_grad))
         has_earlier = self.has_gradients_in_flight or any(grad is not None for grad in sums)
         others = ", with those of earlier microbatches that were not synced" if has_earlier else ""
@@ -268,6 +200,25 @@ class Runtime(Gathering):
         self._is_in_backward = False
         self._forget_gradients()
         self.reads.release_read_in_backward()
-        self._backward_chain.cancel()
+        self._backward_chain.begin()
         self._drop_prefetched()
         self._end_keeps()
+
+    def abandon(self) -> None:
+        """After an exception: drop a backward that did not complete, and gradients in flight."""
+        self.drop_broken_backward()
+        self._forget_gradients()
+
+    def forget_recording(self) -> None:
+        """After a failed recording into a CUDA graph: nobody can wait for its collectives, because they never ran."""
+        self.comm.forget_recording()
+        for target in self.gatherables:
+            target.pending.clear()
+            target.live = target.kept = None
+        for weight in self.weights:
+            weight.num_updates += 1  # so that nobody reuses a gather of the recording
+            self.drop_kept(weight)
+        self._is_in_backward = False
+        self.reads.release_read_in_backward()
+        self._backward_chain.begin()
+        self.abandon()

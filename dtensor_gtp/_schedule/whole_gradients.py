@@ -1,50 +1,62 @@
-"""Reduces the gradients of parameters that stay whole: at the end of backward, coalesced."""
+"""All-reduces the gradients of parameters that stay whole, coalesced, at the end of backward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._comm.collectives import Groups, ReduceScale, reduce_scale
+from .._comm.collectives import ReduceScale, reduce_scale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import sum_dtype
+from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from ..policy import ReduceScatterKind
-from .gradient_protocols import UnequalReplicas, WholeBucket
+
+WholeBucket = list[tuple[WholeParam, Tensor]]
+
+
+class UnequalReplicas(Protocol):
+    """Sums gradients with replicas that may have another number of ranks: ``elastic.sync.ReplicaSync``."""
+
+    def share(self, factor: float | None) -> float: ...  # of this replica's gradient in the sum over replicas
+    def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor: ...  # for the average over this replica
+    def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None: ...  # reduced rows; accumulated later
+    def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None: ...
+    def finish(self) -> None: ...  # all sums, on the compute stream
+    def reset(self) -> None: ...  # forget gradients that are not summed yet
 
 
 def reduce_whole(
     params: Iterable[WholeParam], kind: ReduceScatterKind, comm: CommContext, replicas: UnequalReplicas | None
 ) -> None:
-    """All-reduce the local gradients of whole parameters, in one call for each mesh, dtype and divide factor."""
+    """All-reduce local gradients, in one call for each mesh, dtype and divide factor."""
     buckets: dict[tuple[Any, ...], WholeBucket] = {}
     for param in params:
-        grad = param.take_local_grad()
-        if grad is None:
+        if (grad := param.take_local_grad()) is None:
             continue
-        if not (param.flags.requires_gradient_sync and param.flags.requires_all_reduce):
+        flags = param.flags
+        if flags.requires_gradient_sync and flags.requires_all_reduce:
+            buckets.setdefault((param.groups, grad.dtype, flags.gradient_divide_factor), []).append((param, grad))
+        else:
             param.unsynced_grad = grad
-            continue
-        buckets.setdefault((param.groups, grad.dtype, param.flags.gradient_divide_factor), []).append((param, grad))
-    for (groups, dtype, factor), bucket in buckets.items():
+    for (_, dtype, factor), bucket in buckets.items():
         if replicas is not None:
             replicas.reduce_whole(dtype, factor, bucket)
         else:
-            _reduce_bucket(groups, sum_dtype(kind, dtype), factor, bucket, comm)
+            _reduce_bucket(bucket, sum_dtype(kind, dtype), comm)
 
 
-def _reduce_bucket(
-    groups: Groups, dtype: torch.dtype, factor: float | None, bucket: WholeBucket, comm: CommContext
-) -> None:
+def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -> None:
+    first, groups = bucket[0][0], bucket[0][0].groups
+    scale = reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
     flat = torch.cat([grad.reshape(-1) for _, grad in bucket]).to(dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
-    scale = reduce_scale(dtype, bucket[0][0].num_ranks, factor)
     active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
 
     def complete() -> None:
@@ -52,22 +64,19 @@ def _reduce_bucket(
             all_reduce_in_order(wire, scale, group, comm)
         if scale.postdivide is not None:
             wire.div_(scale.postdivide)
-        parts = flat.split([grad.numel() for _, grad in bucket])
-        for (param, grad), part in zip(bucket, parts, strict=True):
+        for (param, grad), part in zip(bucket, flat.split([grad.numel() for _, grad in bucket]), strict=True):
             param.accumulate(part.view(grad.shape))
 
-    work = None
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
         comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
         if scale.predivide is not None:
             wire.div_(scale.predivide)
-        if active:
-            work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams)
+        work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams) if active else None
         comm.reduction_launched(work, complete, (flat,))
 
 
 def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
-    """All-reduce on the current stream; without streams, wait for it."""
+    """All-reduce on the current stream. Without streams, wait for the result."""
     work = compat.all_reduce(tensor, scale.op, group, not comm.has_streams)
     if work is not None and not comm.has_streams:
         work.wait()

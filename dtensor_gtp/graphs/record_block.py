@@ -32,7 +32,7 @@ from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import check_unmodified
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.gradient_protocols import Written
+from .._schedule.reduce_gradients import Written
 from .._schedule.runtime import Runtime
 from .record_step import versions_of, with_tensors
 from .recorder import CudaRecorder

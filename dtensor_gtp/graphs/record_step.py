@@ -45,7 +45,7 @@ class RecordedStep:
 
     def _record(self, step: Callable[[], Any], recorder: CudaRecorder) -> None:
         versions = versions_of(self._inputs)
-        optimizer_steps().tell(self)
+        optimizer_steps().watchers.add(self)
         try:
             self._replay, self._outputs = recorder.record(lambda: self._run(step))
         except Exception as error:
@@ -55,7 +55,7 @@ class RecordedStep:
                 "generators of its own, or leave gradients in flight (set_is_last_backward(False))."
             ) from error
         finally:
-            optimizer_steps().forget(self)
+            optimizer_steps().watchers.discard(self)
         self._check_recorded(versions)
 
     def _run(self, step: Callable[[], Any]) -> Any:

@@ -369,7 +369,7 @@ def test_others_are_launched_once_before_a_gradient_in_the_ring() -> None:
         comm.send_ring.return_value = ring
         comm.debug.poison = False
         weight.layout.world, weight.layout.buffer_shape = NUM_RANKS, other.shape
-        grads = Gradients(comm, "copy_engine", 1 << 20)
+        grads = Gradients(comm, SchedulePolicy(reduce_scatter="copy_engine", coalesce_grad_nbytes=1 << 20))
         with mock.patch.object(grads, "_launch_others") as launch, mock.patch.object(grads, "_scale"):
             buffer, _ = grads.target(weight)
             assert launch.call_count == 1

@@ -162,13 +162,13 @@ plan [0, 9, 1, 2, 3]""",
         run_pass(chain, [0, 1])
         self.assertEqual(chain.plan.uses, (0, 1))
 
-    def test_cancel_keeps_the_plan_of_the_last_complete_pass(self) -> None:
+    def test_begin_keeps_the_plan_of_the_last_complete_pass(self) -> None:
         chain = make_chain(depth=2)
         run_pass(chain, range(3))
         chain.begin()
         chain.advance(0)
         chain.advance(7)
-        chain.cancel()
+        chain.begin()
         self.assertEqual(chain.plan.uses, (0, 1, 2))
         self.assertEqual(expected_uses(chain), [0, 1])
 
