@@ -256,7 +256,7 @@ RUNTIME = [
     ),
     Bug(
         "more reductions in flight than allowed",
-        "_comm/streams.py",
+        "_comm/reductions_in_flight.py",
         "len(self._reductions) >= self._max_inflight",
         "len(self._reductions) > self._max_inflight",
         ("tests/distributed/test_gtp_shard_memory.py::TestMemory::test_reductions_in_flight_are_bounded",),

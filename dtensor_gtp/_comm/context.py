@@ -17,8 +17,9 @@ from .collectives import Groups, has_replicas
 from .copy_engine import CastingBackend, PeerCopies
 from .debug import DebugFlags, check_order
 from .gather_backends import choose_gather_backend, make_send_ring
+from .reductions_in_flight import ReductionsInFlight
 from .send_ring import SendRing
-from .streams import Done, Streams
+from .streams import Done
 
 logger = logging.getLogger(__name__)
 # A large gradient that travels alone: 4096 x 14336 elements in 16 bits.
@@ -26,7 +27,7 @@ _GRADIENT_NBYTES = 128 << 20
 _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
 
-class CommContext(Streams):
+class CommContext(ReductionsInFlight):
     """The one owner of streams, events, extra process groups and work in flight. ``schedule`` says how many reductions
     may be in flight, and which backends communicate."""
 

@@ -1,5 +1,4 @@
-"""Streams, events and reductions in flight of one device: who waits for whom. Only this file makes streams or calls
-``record_stream``.
+"""The streams and events of one device: who waits for whom. Only this file makes streams or calls ``record_stream``.
 
 [Note: streams and memory]
 Every buffer (gathered weight, gradient to send, reduced shard) is allocated on the compute stream: the stream that is
@@ -22,21 +21,13 @@ forward. "The compute stream" then means all streams that were current when the 
   tells the allocator. (A CUDA graph does not reuse such memory within the graph.)
 - A copy of a gathered weight (dequantized, contiguous) is made on the stream of its use. A weight that stays gathered
   for a use on another stream must be kept as it was gathered.
-
-[Note: kernels after an exchange]
-Copy engines exchange gradients without a kernel. The sum that follows is a kernel, which waits until a GEMM leaves SMs
-for it; on the scatter stream it would delay the next exchange. So everything after the exchange (sum, division,
-replicas, accumulation) runs on the *finish stream*, which waits for the scatter stream. It reads this rank's own addend
-in the send ring: call ``wait_finished`` before the scatter stream writes to the ring or the ring grows. For other kinds
-of reduction the finish stream is the scatter stream.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +36,6 @@ from torch import Tensor
 
 from ..policy import Waitable
 from .debug import DebugFlags, sleep
-from .send_ring import Place
 
 _HOST = nullcontext()
 _MAX_DELAY_US = 300
@@ -60,24 +50,10 @@ class Done(NamedTuple):
     origin: torch.Stream | None = None
 
 
-class Reduction(NamedTuple):
-    """A reduction in flight. ``complete`` runs on the host after the background work (None if streams order it).
-    ``origins`` are the compute streams that own the memory of ``keep``."""
-
-    done: Done
-    complete: Callable[[], None] | None
-    keep: Sequence[Tensor]  # the communication stream uses these
-    places: Sequence[Place] = ()  # peers read these
-    origins: tuple[torch.Stream, ...] = ()
-
-
 class Streams:
-    """The compute streams of the running pass, the scatter stream, and how streams wait for each other.
+    """The compute streams of the running pass, and how streams wait for each other."""
 
-    ``max_inflight`` reductions may be in flight before compute waits for the oldest.
-    """
-
-    def __init__(self, device: torch.device, debug: DebugFlags, max_inflight: int, has_finish_stream: bool) -> None:
+    def __init__(self, device: torch.device, debug: DebugFlags) -> None:
         self.device = device
         self.has_streams = device.type != "cpu"
         self.debug = debug
@@ -86,11 +62,6 @@ class Streams:
         self._fork_event = torch.Event(device) if self.has_streams else None
         self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
         self._is_recorded = False  # whether a CUDA graph records them
-        self._max_inflight = max_inflight
-        self._is_bounded = True
-        self._reductions: deque[Reduction] = deque()
-        self._scatter_stream = self._new_stream()
-        self._finish_stream = self._new_stream() if has_finish_stream else self._scatter_stream
         self._delays = None
         if debug.delay_seed is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -177,89 +148,3 @@ class Streams:
     def at_once(self) -> Done:
         """For a weight that the compute stream makes without a gather, as on an axis of one rank."""
         return Done(None, None, self._compute_stream()) if self.has_streams else Done()
-
-    def scattering(self) -> AbstractContextManager[Any]:
-        """Run on the scatter stream, after all compute streams: for any collective of the scatter group."""
-        stream = self._scatter_stream
-        fork = self._fork(stream)
-        if stream is not None:
-            for other in self._other_compute_streams():
-                stream.wait_event(other.record_event())
-        return fork
-
-    def scatter_done(self, work: Waitable | None) -> Done:
-        """When the collective that was just launched on the scatter stream is complete."""
-        return Done(work=work) if self._scatter_stream is None else Done(self._scatter_stream.record_event())
-
-    def reducing(self) -> AbstractContextManager[Any]:
-        """Launch a reduction in this context, on the scatter stream. Bounds how many are in flight."""
-        while self._is_bounded and len(self._reductions) >= self._max_inflight:
-            self._retire_oldest()
-        return self.scattering()
-
-    @contextmanager
-    def unbounded(self) -> Iterator[None]:
-        """Launch any number of reductions in this context: a recorded block launches all of its own together."""
-        self._is_bounded = False
-        try:
-            yield
-        finally:
-            self._is_bounded = True
-
-    def reduction_launched(
-        self, work: Waitable | None, complete: Callable[[], None], keep: Sequence[Tensor], places: Sequence[Place] = ()
-    ) -> None:
-        """Call within ``reducing``, after the launch of the collective. ``complete()`` works on the result (sum,
-        replicas, division, accumulation): now, on the finish stream; without streams when the reduction is retired.
-        ``keep`` and ``places`` stay alive until it is retired."""
-        scatter, finish = self._scatter_stream, self._finish_stream
-        if scatter is None or finish is None:
-            self._reductions.append(Reduction(Done(work=work), complete, keep, places))
-            return
-        if finish is scatter:
-            complete()
-        else:
-            finish.wait_event(scatter.record_event())
-            with finish:
-                self.delay()
-                complete()
-        self._reductions.append(Reduction(Done(finish.record_event()), None, keep, places, tuple(self._computing)))
-
-    def _retire_oldest(self) -> None:
-        reduction = self._reductions.popleft()
-        self._wait_for(reduction)
-        if reduction.complete is not None:
-            reduction.complete()
-
-    def _wait_for(self, reduction: Reduction) -> None:
-        """Make all compute streams wait, so that each of them may reuse the memory of ``keep``."""
-        self.wait(reduction.done)
-        if (event := reduction.done.event) is not None:
-            for other in {*reduction.origins, *self._other_compute_streams()} - {self._computing[-1]}:
-                other.wait_event(event)
-
-    def wait_finished(self) -> None:
-        """Make the scatter stream (without streams: the host) wait for the finish stream, see the last note above."""
-        if self._scatter_stream is None:
-            self.retire_all()
-        elif self._scatter_stream is not self._finish_stream and self._reductions:
-            # Compute has waited for all earlier ones, and the scatter stream for compute.
-            last = self._reductions[-1].done.event
-            assert last is not None
-            self._scatter_stream.wait_event(last)
-
-    def retire_users(self, buffers: Sequence[Tensor]) -> None:
-        """Retire reductions, oldest first, until none in flight uses these buffers."""
-        used = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-        while any(buffer.untyped_storage().data_ptr() in used for each in self._reductions for buffer in each.keep):
-            self._retire_oldest()
-
-    def retire_all(self) -> None:
-        """Make compute wait for every reduction in flight, and drop their buffers."""
-        while self._reductions:
-            self._retire_oldest()
-
-    @property
-    def is_reducing(self) -> bool:
-        """Whether there are reductions that compute has not waited for."""
-        return bool(self._reductions)

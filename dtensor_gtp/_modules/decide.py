@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
-from .._params.managed_param import ManagedParam, Site, check_tie, manager_of_replaced
+from .._params.managed_param import ManagedParam, Site
+from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
 from ..quant.master import place_quantized
 from ..quant.recipes import Recipe

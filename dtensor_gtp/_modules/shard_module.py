@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .. import _torch_compat as compat
 from .._dtensor import gradients, random_init
 from .._params.layout import WeightLayout
-from .._params.managed_param import ManagedParam, ReplacedParam, Site
+from .._params.managed_param import ManagedParam, Site
 from .._params.pack_planes import make_wire
 from .._params.sharded_weight import ShardedWeight
+from .._params.ties import ReplacedParam
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard

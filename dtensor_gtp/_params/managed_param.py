@@ -8,7 +8,6 @@ another library registers another parameter object there, ``follow`` takes it ov
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,7 +62,7 @@ class ManagedParam:
         self.flags = SyncFlags()
         self._mp_policy = mp_policy
         self._set_param(param)
-        self.replaced: ReplacedParam | None = None  # the parameter that gtp_shard replaced by ``param``
+        self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ``param``
         self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
         # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
@@ -266,32 +265,6 @@ class ManagedParam:
     def reset_grads(self) -> None:
         """Forget gradients of a backward that raised."""
         self.reduced = None
-
-
-class ReplacedParam(weakref.ref[nn.Parameter]):
-    """Leads from a parameter that ``gtp_shard`` has replaced to the manager of the new one: a module outside of the
-    sharded one may still hold the old parameter (a tied weight), and a later call on that module must find the tie."""
-
-    manager: ManagedParam
-
-
-def manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
-    """The manager of the parameter that replaced ``param`` in an earlier call."""
-    refs = (ref for ref in weakref.getweakrefs(param) if isinstance(ref, ReplacedParam))
-    return next((ref.manager for ref in refs), None)
-
-
-def check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
-    """Raise a ValueError if a later call shards a tied parameter over other ranks: its gradient has one average."""
-    before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))
-    if before != now:
-        raise ValueError(
-            f"gtp_shard expects a parameter that modules of two calls share to have the same ranks in both, but "
-            f"parameter '{fqn}' of shape {tuple(existing.param.shape)} is '{existing.fqn}' of an earlier call on ranks "
-            f"{before} of mesh axes {existing.mesh.mesh_dim_names}, and this call's mesh axes {mesh.mesh_dim_names} "
-            f"have ranks {now} (rank {dist.get_rank()}). Shard both modules over the same mesh, put tied weights on "
-            "one pipeline stage, or untie them and add up their gradients."
-        )
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor:
