@@ -8,6 +8,7 @@ another library registers another parameter object there, ``follow`` takes it ov
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
