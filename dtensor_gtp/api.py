@@ -23,6 +23,7 @@ from ._params.managed_param import ManagedParam, Site
 from ._params.sharded_weight import ShardedWeight
 from ._schedule.runtime import Runtime
 from .policy import SchedulePolicy
+from .report import sharding_report
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,7 @@ def gtp_shard(
     with torch.inference_mode(False):  # in inference mode, the shards could never be trained
         runtime = Runtime(device_of(mesh), schedule, debug)
         shard_module(module, arguments, decisions, unmanaged, runtime, GTPModule)
-    num_sharded, num_whole = len(runtime.weights), len(runtime.whole)
-    text = "gtp_shard: %s over mesh axes %s: %d parameters sharded, %d whole; sharding_report lists them"
-    logger.info(text, type(module).__name__, mesh.mesh_dim_names, num_sharded, num_whole)
+    logger.info("gtp_shard: %s\n%s", type(module).__name__, sharding_report(module))
     return module
 
 
