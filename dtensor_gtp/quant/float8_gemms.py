@@ -254,15 +254,15 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
 
     def _grouped(
         self,
-        rows: tuple[Tensor, Tensor],
+        left: Tensors,
         data_GRC: Tensor,
         scale_GR: Tensor,
         ends_G: Tensor,
         dtype: torch.dtype,
-        fast: bool,
+        use_fast_accum: bool,
     ) -> Tensor:
-        """Quantized rows (elements and scales) times the transpose of each group's matrix."""
-        left, left_scale = rows
+        """Quantized rows times the transpose of each group's matrix."""
+        left_data, left_scale = left
         if self.on_hardware:
             data_GCR = casts_for(data_GRC).row_major(data_GRC).mT
             result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]

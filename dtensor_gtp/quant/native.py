@@ -310,7 +310,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
             f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be written through a "
             f"view of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
         )
-    target.write(*quantize_parts([values.to(target.device).expand(target.shape)], [target.info]))
+    target.write(quantize_parts([values.to(target.device).expand(target.shape)], [target.info])[0])
     return target
 
 

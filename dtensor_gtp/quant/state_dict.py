@@ -43,8 +43,8 @@ class StateDictHooks:
             state_dict[key] = placed_like(value, local.master)
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make one native value of planes or of a high-precision weight. Functions for full state dicts put the module's
-        own values beside what is loaded: the parameter does not count, nor do its planes beside a weight."""
+        """Make one native value of planes or of a high-precision weight. Functions for full state dicts put the
+        module's own values beside what is loaded: the parameter does not count, nor do its planes beside a weight."""
         param, key, errors = module._parameters.get(self.name), prefix + self.name, args[-1]
         native = native_of(param)
         if param is None or native is None:
@@ -214,4 +214,4 @@ def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tenso
     if isinstance(local, NativeWeight):
         local = local.dequantized_to(torch.float32)
     info = native.info._replace(groups=groups_of(param, native.recipe))
-    return placed_like(param, native.like(*quantize_parts([local], [info])))
+    return placed_like(param, native.like(quantize_parts([local], [info])[0]))

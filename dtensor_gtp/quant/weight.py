@@ -195,9 +195,9 @@ def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> No
         return
     raise NotImplementedError(
         f"fully_shard cuts a weight of shape {tuple(outer_size)} over {world} ranks into shards that are not alike and "
-        f"whole {shard.recipe.name} blocks of {block} rows (this one has shape {tuple(shard.shape)}). Choose a number of "
-        f"rows that is a multiple of {block * world}, use gtp_shard, which cuts between blocks, or leave the weight out "
-        "of quantize_."
+        f"whole {shard.recipe.name} blocks of {block} rows (this one has shape {tuple(shard.shape)}). Choose a number "
+        f"of rows that is a multiple of {block * world}, use gtp_shard, which cuts between blocks, or leave the weight "
+        "out of quantize_."
     )
 
 
