@@ -46,9 +46,8 @@ class RanksLostError(RuntimeError):
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
         named = [f"rank {rank} ({place}) {reasons[rank]}" for rank, place in lost.items()]
-        super().__init__(
-            f"{'; '.join(named)}. Hold the state and regroup without what is gone, or start again from a checkpoint."
-        )
+        remedy = "Hold the state and regroup without what is gone, or start again from a checkpoint."
+        super().__init__(f"{'; '.join(named)}. {remedy}")
 
 
 class RankWatch:
@@ -92,10 +91,9 @@ class RankWatch:
             self._listener.stop()
         self.layout, self.rank, self.generation = layout, rank, generation
         self._num_commits = 0
+        name = f"dtensor_gtp_watch_{generation}"
         # A client for each thread: a client serves one request at a time, and some requests wait.
-        self._own, store = (
-            compat.PrefixStore(f"dtensor_gtp_watch_{generation}", compat.clone_store(self.store)) for _ in range(2)
-        )
+        self._own, store = (compat.PrefixStore(name, compat.clone_store(self.store)) for _ in range(2))
         self._pulse = _Pulse(self._own, self.limit)
         self._listener = _Listener(store, layout.num_ranks, rank, self.limit)
         self._is_lost = self._listener.is_lost
@@ -111,12 +109,9 @@ class RankWatch:
         """Wait until all ranks have the gradients of this step; if a rank is lost before, raise on all of them.
 
         Call it on all ranks right before ``optimizer.step()``, after all that communicates (``clip_grad_norm_``), where
-        the state is to be recovered from memory. A failure may leave some ranks with whole gradients and others
-        without (an aborted collective on a device leaves garbage and no error). If some updated and others did not,
-        only parts of two steps would be left. So the store holds one decision: all ranks that are left update, or none.
-
-        Raises:
-            RanksLostError: Ranks are gone or have closed their watches, and nobody updates.
+        the state is to be recovered from memory. A failure may leave whole gradients on some ranks only (an aborted
+        collective on a device leaves garbage and no error); if those updated, only parts of two steps would be left. So
+        the store holds one decision: all ranks that are left update, or none and all raise RanksLostError.
         """
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -164,8 +159,7 @@ class RankWatch:
         # A peer that is gone is found within the limit.
         if is_peer_lost(error) and clock.wait(self._is_lost, self.limit + 3 * self._interval):
             raise self._error() from error
-        # Nobody is gone: this rank is the one that raised. The others are told.
-        if not self._is_lost.is_set():
+        if not self._is_lost.is_set():  # nobody is gone: tell the others that this rank raised
             _report_lost(self._own, self.rank, f"raised {type(error).__name__}: {error}")
 
     def _error(self) -> RanksLostError:
@@ -184,8 +178,7 @@ class _Listener:
         self._neighbours = [(rank + step) % num_ranks for step in range(1, min(_NUM_NEIGHBOURS + 1, num_ranks))]
         self._pulse = _Pulse(store, limit)
         self._is_stopped = threading.Event()
-        # The first beat is there when the constructor returns.
-        store.set(self._own_beat, "0")
+        store.set(self._own_beat, "0")  # the first beat is there when the constructor returns
         self._thread = threading.Thread(target=self._run, name="dtensor_gtp watch", daemon=True)
         self._thread.start()
 
@@ -200,8 +193,7 @@ class _Listener:
                 self._store.set(self._own_beat, str(next(numbers)))
                 self._look()
         except RuntimeError:
-            # The store is gone, and with it the job.
-            self.is_lost.set()
+            self.is_lost.set()  # the store is gone, and with it the job
 
     def _look(self) -> None:
         for rank in self._neighbours:
@@ -218,8 +210,7 @@ class _Pulse:
 
     def __init__(self, store: compat.Store, limit: float) -> None:
         self._store, self._limit = store, limit
-        # Of each rank the last number and when it was seen first.
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[bytes, float]] = {}  # of each rank the last number and when it was seen first
 
     def is_alive(self, rank: int) -> bool:
         """Whether the number has changed, or was seen first, within the limit."""
@@ -232,8 +223,8 @@ class _Pulse:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether a collective or a store raised ``error`` because of another rank."""
-    is_told = isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
-    return is_told or isinstance(error, dist.DistError)
+    named = isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+    return named or isinstance(error, dist.DistError)
 
 
 def _report_lost(store: compat.Store, rank: int, reason: str) -> None:
@@ -255,11 +246,8 @@ def join(
 
     Args:
         store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
-        grace: How long to wait for that, and then as for :func:`regroup` if ranks are lost meanwhile.
+        grace: How long to wait for that before TimeoutError, and as for :func:`regroup` if ranks are lost meanwhile.
         limit: Of the :class:`RankWatch` that is made for this rank and returned, if the others have one.
-
-    Raises:
-        TimeoutError: Nobody took this process in.
     """
     waiting = waiting_store(store)
     ticket = waiting.add("tickets", 1)

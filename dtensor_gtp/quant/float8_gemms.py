@@ -241,7 +241,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         """Shape ``(num_rows, N)``; rows beyond the last group are not defined. Planes of ``weight`` have the shapes
         ``(num_groups, N, K)`` and ``(num_groups, N, 1)``; ``ends_G`` says where each group ends, int32."""
         data, scale = weight.planes
-        return self._grouped(self.cast_input(x_TK), data, scale.squeeze(-1), ends_G, dtype, use_fast_accum=True)
+        return self._grouped(self.cast_input(x_TK), data, scale.squeeze(-1), ends_G, dtype, is_forward=True)
 
     def grouped_grad_input(self, grad_TN: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
         """Shape ``(num_rows, K)``; rows beyond the last group are not defined."""
@@ -250,16 +250,10 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=data.shape[0] - 1)
         left = [*casts_for(grad_TN).cast_rows(grad_TN, factor=scale.squeeze(-1), group=group_T)]
         ones_GK = torch.ones((data.shape[0], data.shape[2]), dtype=torch.float32, device=data.device)
-        return self._grouped(left, data.mT, ones_GK, ends_G, dtype, use_fast_accum=False)
+        return self._grouped(left, data.mT, ones_GK, ends_G, dtype, is_forward=False)
 
     def _grouped(
-        self,
-        left: Tensors,
-        data_GRC: Tensor,
-        scale_GR: Tensor,
-        ends_G: Tensor,
-        dtype: torch.dtype,
-        use_fast_accum: bool,
+        self, left: Tensors, data_GRC: Tensor, scale_GR: Tensor, ends_G: Tensor, dtype: torch.dtype, *, is_forward: bool
     ) -> Tensor:
         """Quantized rows times the transpose of each group's matrix."""
         left_data, left_scale = left
@@ -267,7 +261,7 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
             data_GCR = casts_for(data_GRC).row_major(data_GRC).mT
             result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left_data, data_GCR, left_scale.view(-1), ScalingType.RowWise, scale_GR.contiguous(),
-                ScalingType.RowWise, offs=ends_G, output_dtype=dtype, use_fast_accum=use_fast_accum,
+                ScalingType.RowWise, offs=ends_G, output_dtype=dtype, use_fast_accum=is_forward,
             )  # fmt: skip
             return result
         output = left_scale.new_zeros(left_data.shape[0], data_GRC.shape[1], dtype=dtype)

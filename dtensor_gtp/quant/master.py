@@ -68,8 +68,8 @@ class MasterWeight(StoredWeight):
 
         if func in _PRODUCTS:
             raise NotImplementedError(
-                f"A weight with a recipe is used by {func}, which knows nothing of quantization, unlike F.linear and "
-                "F.embedding. Under tensor parallelism, call gtp_shard; else leave the weight out with filter_fn."
+                f"A weight with a recipe is used by {func}, which knows nothing of quantization. Use F.linear or "
+                "F.embedding. Under tensor parallelism, call gtp_shard on the module; else leave it out with filter_fn."
             )
         inner, options = compat.tree_map_only(MasterWeight, unwrap, (args, kwargs or {}))
         result = func(*inner, **options)
