@@ -91,9 +91,8 @@ def nonuniform_mesh(
         backend, timeout: For ``init_process_group``, if there is no process group.
 
     Raises:
-        TypeError, ValueError: Sizes, coordinates or replicas do not fit one another, the number of ranks, the blocks of
-            a weight, or memory. Raised on all ranks.
-        RuntimeError: Ranks got different arguments.
+        TypeError, ValueError: Arguments do not fit one another, the number of ranks, the blocks of a weight, or memory.
+        RuntimeError: Ranks got different arguments. All of these are raised on all ranks.
     """
 
     def check() -> ReplicaLayout:

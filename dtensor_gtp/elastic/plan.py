@@ -55,8 +55,7 @@ class Box(NamedTuple):
         common = self.intersect(other)
         if common is None:
             return [self]
-        left = []
-        offset, size = list(self.offset), list(self.size)
+        left, offset, size = [], list(self.offset), list(self.size)
         for dim, (start, length) in enumerate(zip(*common, strict=True)):
             for begin, end in ((offset[dim], start), (start + length, offset[dim] + size[dim])):
                 if begin < end:

@@ -57,8 +57,7 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
         if isinstance(value, DTensor):
             held.tensors[keys] = (_box_of(value), compat.local_tensor(value).detach())
         elif isinstance(value, Tensor) and value.device.type != "cpu":
-            # Unpickling puts a tensor on the device of the same index, which may be that of another rank.
-            held.plain[keys] = value.detach().cpu()
+            held.plain[keys] = value.detach().cpu()  # unpickling might put it on the device of another rank
         else:
             held.plain[keys] = copy.deepcopy(value)
     return held
@@ -240,10 +239,8 @@ def handover_path(environment: Mapping[str, str] | None = None, directory: Path 
     ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later: time enough to
     write what a rank holds to a file in host memory. The name holds the process of the launcher, which stays when
     workers are started again, and the local rank. Files of launchers that are gone are removed. Outside of ``torchrun``
-    the result is None.
-
-    By default ``environment`` is ``os.environ``, and ``directory`` is ``/dev/shm`` (memory) or the folder of temporary
-    files.
+    the result is None. By default ``environment`` is ``os.environ``, and ``directory`` is ``/dev/shm`` (memory) or the
+    folder of temporary files.
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in environment:

@@ -90,7 +90,8 @@ def regroup(
 
     Call it on each rank on which a collective raised, after :func:`hold_state`; or on all ranks between two steps, to
     take in those that wait (:func:`num_waiting`). It destroys all process groups, so build meshes and sharded modules
-    anew on ``nonuniform_mesh(replicas=survivors.replicas)``. Ranks that are lost meanwhile are left out in turn.
+    anew on ``nonuniform_mesh(replicas=survivors.replicas)``. Ranks that are lost meanwhile are left out in turn. Raises
+    RuntimeError if the others went on without this rank.
 
     Args:
         layout, rank: Of before: ``mesh.layout``, and this process's rank in it.
@@ -102,9 +103,6 @@ def regroup(
         backend, timeout: For ``init_process_group``; the backend of before by default.
         num_replicas: Replicas to have, if ranks join: a joining rank goes to the smallest one, an empty one included.
         watch: Tells who is alive; only those are waited for. Watches over the new ranks afterwards.
-
-    Raises:
-        RuntimeError: The others went on without this rank.
     """
     backend = backend or dist.get_backend()
     is_alive = None if watch is None else watch.is_alive

@@ -83,8 +83,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class BatchShare:
     """Samples ``start`` to ``stop`` (half-open) of a global batch, which one rank works on. Ranks of one tp group have
-    the same. ``counts`` are the samples of every data rank: one tuple for each replica, by gtp coordinate.
-    """
+    the same. ``counts`` are the samples of every data rank: one tuple for each replica, by gtp coordinate."""
 
     start: int
     stop: int
@@ -102,9 +101,8 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """All replicas: together they hold the ranks 0 to ``num_ranks - 1``, each once. Made by :func:`plan_replicas` or
-    :func:`replicas_of`; ``print(layout)`` shows them.
-    """
+    """All replicas, with the ranks 0 to ``num_ranks - 1``. Made by :func:`plan_replicas` or :func:`replicas_of`; they
+    show with ``print(layout)``."""
 
     replicas: tuple[Replica, ...]
 
@@ -163,8 +161,8 @@ class ReplicaLayout:
         return {rank: BatchShare(end - count, end, counts) for row, count, end in shares for rank in row}
 
     def __str__(self) -> str:
-        lines = [f"{count_of(len(self.replicas), 'replica')} of {count_of(self.num_ranks, 'rank')}"]
-        return "\n".join(lines + [f"  replica {index}  {replica}" for index, replica in enumerate(self.replicas)])
+        heading = f"{count_of(len(self.replicas), 'replica')} of {count_of(self.num_ranks, 'rank')}"
+        return "\n".join([heading, *(f"  replica {index}  {replica}" for index, replica in enumerate(self.replicas))])
 
 
 def plan_replicas(

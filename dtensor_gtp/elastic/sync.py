@@ -63,12 +63,8 @@ class ReplicaSync:
     def __init__(
         self, mesh: ElasticMesh, plan: SyncPlan, params: Sequence[ManagedParam], comm: CommContext, bucket_nbytes: int
     ) -> None:
-        self.mesh = mesh
-        self.plan = plan
-        self.num_all_reduces = 0
-        self._params = list(params)
-        self._comm = comm
-        self._bucket_nbytes = bucket_nbytes
+        self.mesh, self.plan, self.num_all_reduces = mesh, plan, 0
+        self._params, self._comm, self._bucket_nbytes = list(params), comm, bucket_nbytes
         self._place = mesh.place
         self._tp = mesh.layout.replicas[self._place.replica].tp
         self._world_name = mesh.world.get_group().group_name

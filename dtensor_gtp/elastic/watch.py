@@ -26,8 +26,8 @@ from .replicas import Place, ReplicaLayout
 
 logger = logging.getLogger(__name__)
 
-# Unless these are 0, torch's watchdog of NCCL ends a process in which a collective has failed (at once, or when it has
-# waited for a dump), or sleeps for a minute after the failure while leaving the process group waits for it.
+# Unless these are 0, torch's watchdog of NCCL ends a process in which a collective has failed, or sleeps for a minute
+# after the failure while leaving the process group waits for it.
 _WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _BEATS_PER_LIMIT = 6  # and looks at the beats of others
 _NUM_NEIGHBOURS = 2  # that each rank listens to: all ranks are found if at most so many neighbours fail together
@@ -61,17 +61,15 @@ class RankWatch:
         layout: Where each rank stands; assign :attr:`layout` when a mesh is made that places them otherwise.
         rank: This process's rank.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
-        limit: How long a rank may be silent, and so how long its Python may be held: start the device before (a tensor
-            on it will do), which takes seconds. NCCL's collectives are aborted within this time; those of other
-            backends end by the time limit of the process group.
+        limit: How long a rank may be silent, hence its Python be held: start the device (make a tensor) before. NCCL's
+            collectives are aborted within this time; those of others end by the process group's time limit.
         generation: How often there was a failure before.
     """
 
     def __init__(
         self, layout: ReplicaLayout, rank: int, store: compat.Store, *, limit: timedelta, generation: int = 0
     ) -> None:
-        self.store = store
-        self.limit = limit.total_seconds()
+        self.store, self.limit = store, limit.total_seconds()
         if self.limit <= 0:
             raise ValueError(f"RankWatch expects a positive limit, but got {limit}.")
         missing = [f"{name}=0" for name in _WATCHDOG if os.environ.get(name) != "0"]

@@ -22,10 +22,8 @@ class ComputePath(NamedTuple):
         reason = f" ({self.reason})" if self.reason else ""
         if self.gemms is None:
             return f"dequantized for the GEMM{reason}"
-        wgrad = ", wgrad not quantized" if self.gemms.high_precision_wgrad else ""
-        if self.gemms.on_hardware:
-            return f"float8 GEMMs{wgrad}"
-        return f"float8 GEMMs by reference arithmetic{reason}{wgrad}"
+        how = "" if self.gemms.on_hardware else f" by reference arithmetic{reason}"
+        return f"float8 GEMMs{how}{', wgrad not quantized' if self.gemms.high_precision_wgrad else ''}"
 
 
 def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> ComputePath:
@@ -86,5 +84,4 @@ def warn_dequantized(recipe: Recipe, fqn: str, reason: str) -> None:
 
 
 def _warn_once(message: str) -> None:
-    # Python shows one warning with one text from one place once.
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)  # Python shows one text from one place once

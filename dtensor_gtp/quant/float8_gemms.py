@@ -265,10 +265,8 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
             )  # fmt: skip
             return result
         output = left_scale.new_zeros(left_data.shape[0], data_GRC.shape[1], dtype=dtype)
-        begin = 0
-        for group, end in enumerate(ends_G.tolist()):
+        for group, (begin, end) in enumerate(itertools.pairwise([0, *ends_G.tolist()])):
             of_group = Operand(left_data[begin:end], left_scale[begin:end], Granularity.ROW)
             right = Operand(data_GRC[group], scale_GR[group].unsqueeze(-1), Granularity.ROW)
             output[begin:end] = product(of_group, right, dtype, on_hardware=False)
-            begin = end
         return output

@@ -57,7 +57,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         super().__init__(params, {})  # makes groups with lists of parameters of anything that an optimizer takes
         self._initial = dict(masters or {})
         self._masters: dict[nn.Parameter, nn.Parameter] = {}  # by native weight
-        # Versions of weight and master when the one was last made of the other.
+        # Of weight and master when one was last made of the other.
         self._versions: dict[nn.Parameter, tuple[_Version, _Version]] = {}
         members = [param for group in self.param_groups for param in group["params"]]
         names = {native.info.name for param in members if (native := native_of(param)) is not None}

@@ -227,10 +227,6 @@ def native_of(param: Tensor | None) -> NativeWeight | None:
     return local if isinstance(local, NativeWeight) else None
 
 
-def _same(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].like()
-
-
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].like(shape=torch.empty(args[0].shape, device="meta").view(args[1]).shape)
 
@@ -335,7 +331,7 @@ _FILLED = (aten.full_like.default, aten.ones_like.default, aten.zeros_like.defau
 _OTHERS = (aten.new_empty.default, aten.new_ones.default, aten.rand_like.default, aten.randn_like.default)
 _HANDLERS: MappingProxyType[Any, Callable[[Any, Any, Any], Any]] = MappingProxyType(
     {
-        **dict.fromkeys((aten.alias.default, aten.detach.default), _same),
+        **dict.fromkeys((aten.alias.default, aten.detach.default), lambda func, args, kwargs: args[0].like()),
         **dict.fromkeys(_COPIES, _copied),
         **dict.fromkeys((*_FILLED, *_OTHERS), _high_precision),
         **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),

@@ -86,8 +86,8 @@ def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: 
 
 
 class NativePlanes(nn.Module):
-    """Stands for the planes of the native parameter ``name`` of ``owner`` in the module tree: torch's functions for
-    distributed state dicts walk the tree by the names of the keys. It has no parameters, and no call."""
+    """The planes of the native parameter ``name`` of ``owner`` in the module tree: torch's functions for distributed
+    state dicts walk the tree by the names of the keys. It has no parameters, and no call."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class NativePlanes(nn.Module):
         native = native_of(param)
         if native is None:
             return {}
-        planes = {name: _as_bytes(tensor) for name, tensor in native.stored.items()}
+        planes = {name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in native.stored.items()}
         if isinstance(param, DTensor):
             for name, spec in native_planes(native.recipe).items():
                 planes[name] = compat.wrap_local(planes[name], _plane_spec(param, spec, planes[name].dtype))
@@ -128,10 +128,6 @@ class NativePlanes(nn.Module):
         owner, name = self.source
         native = native_of(owner._parameters.get(name))
         return "" if native is None else f"{name}: {native.recipe}, {', '.join(native.stored)}"
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def _plane_spec(param: DTensor, plane: PlaneSpec, dtype: torch.dtype) -> compat.DTensorSpec:
@@ -206,8 +202,7 @@ def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mappi
 
 
 def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tensor:
-    """Values, of the shape of ``param`` and on its mesh, as a native weight like it; collective where a scale runs over
-    the whole weight."""
+    """Values on the mesh of ``param`` as a native weight like it; collective for a scale of the whole weight."""
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
         value = value.redistribute(placements=param.placements)
     local = compat.local_part(value)
