@@ -72,11 +72,11 @@ def product(
     missing = -rows % ALIGNMENT if is_blockwise else 0
     if missing:
         left = left._replace(data=_pad_rows(left.data, missing), scale=_pad_rows(left.scale, missing))
-    left_data, right_data = (casts_for(operand.data).row_major(operand.data) for operand in (left, right))
     left_scale = left.scale.t().contiguous().t() if is_blockwise else left.scale
-    left_type, right_type = (ScalingType.__members__[operand.granularity.value] for operand in (left, right))
     result = scaled_mm(
-        left_data, right_data.t(), left_scale, left_type, _right_scale(right), right_type,
+        casts_for(left.data).row_major(left.data), casts_for(right.data).row_major(right.data).t(),
+        left_scale, ScalingType.__members__[left.granularity.value],
+        _right_scale(right), ScalingType.__members__[right.granularity.value],
         output_dtype=dtype, use_fast_accum=use_fast_accum and not is_blockwise,
     )  # fmt: skip
     return result[:rows] if missing else result
@@ -185,7 +185,7 @@ class RowwiseGEMMs(Float8GEMMs):
     can be. So the gradient is multiplied by them and quantized after the gather: ``g @ (s * q) = (g * s) @ q``."""
 
     granularity = weight_granularity = Granularity.ROW
-    wgrad_dtypes = (torch.bfloat16,)  # the only one by some devices' kernels
+    wgrad_dtypes = (torch.bfloat16,)  # some devices' kernels give no other
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_rows(input_MK)]

@@ -75,7 +75,7 @@ def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> lis
     results = []
     for value, info, amax in zip(values, infos, maxima, strict=True):
         quantized = info.recipe.quantize(value, Direction.ROWWISE, amax)
-        results.append(quantized if _stores_amax(info.recipe) else quantized._replace(amax=None))
+        results.append(quantized if _stores_amax(info.recipe) else Quantized(quantized.planes, None))
     return results
 
 

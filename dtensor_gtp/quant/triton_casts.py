@@ -85,11 +85,11 @@ class TritonCasts(Casts):
         block = min(triton.next_power_of_2(num_columns), _LONGEST_ROW)
         rows = max(_BLOCK // block, 1)
         result = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
-        given = [None if tensor is None else tensor.contiguous() for tensor in (factor, group)]
-        largest, found = None if amax is None else _as_bits(amax), result.view(torch.int32) if data is None else result
         kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
-            matrix, *given, largest, data, found, num_rows, num_columns, IS_SINGLE=num_columns <= block,
-            HARDWARE=self._has_float8, ROWS=rows, BLOCK=block, num_warps=rows * block // 1024,
+            matrix, None if factor is None else factor.contiguous(), None if group is None else group.contiguous(),
+            None if amax is None else _as_bits(amax), data, result.view(torch.int32) if data is None else result,
+            num_rows, num_columns, IS_SINGLE=num_columns <= block, HARDWARE=self._has_float8, ROWS=rows, BLOCK=block,
+            num_warps=rows * block // 1024,
         )  # fmt: skip
         return result
 
