@@ -162,7 +162,7 @@ def agree_on_survivors(
 def members_of(
     layout: ReplicaLayout, alive: Sequence[int], tickets: Sequence[int] = (), num_replicas: int = 1, generation: int = 1
 ) -> Membership:
-    """Count ``alive`` (ascending) anew, in the replicas of before. Who joins goes to the smallest replica, in turn."""
+    """Count ``alive`` (ascending) anew, in the replicas of before. Each that joins goes to the smallest replica."""
     new_rank = {old: new for new, old in enumerate(alive)}
     replicas = [[new_rank[r] for r in replica.ranks if r in new_rank] for replica in layout.replicas]
     replicas += [[] for _ in range(num_replicas - len(replicas))] if tickets else []

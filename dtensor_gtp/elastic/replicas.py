@@ -101,8 +101,8 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """All replicas, with the ranks 0 to ``num_ranks - 1``. Made by :func:`plan_replicas` or :func:`replicas_of`; they
-    show with ``print(layout)``."""
+    """All replicas, with the ranks 0 to ``num_ranks - 1``. Made by :func:`plan_replicas` or :func:`replicas_of`;
+    ``print(layout)`` shows them."""
 
     replicas: tuple[Replica, ...]
 
@@ -302,7 +302,7 @@ def _check_blocks(cut: Sequence[WeightSpec], tp: int) -> None:
         if rows % weight.tp_block_size or weight.num_tp_blocks < tp:
             raise ValueError(
                 f"nonuniform_mesh expects blocks of {weight.tp_block_size} rows (heads) to fill dim {weight.tp_dim} of "
-                f"weight '{weight.name}' of shape {weight.shape} and to be at least tp={tp}, but {rows} rows make "
+                f"weight '{weight.name}' of shape {weight.shape} and to number at least tp={tp}, but {rows} rows make "
                 f"{rows / weight.tp_block_size:g} blocks: no cut fits. Use a smaller tp or another block size."
             )
 

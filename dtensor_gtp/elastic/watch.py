@@ -61,8 +61,9 @@ class RankWatch:
         layout: Where each rank stands; assign :attr:`layout` when a mesh is made that places them otherwise.
         rank: This process's rank.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
-        limit: How long a rank may be silent, hence its Python be held: start the device (make a tensor) before. NCCL's
-            collectives are aborted within this time; those of others end by the process group's time limit.
+        limit: How long a rank may be silent, and its Python held: so make a tensor on the device before, because its
+            start takes seconds. NCCL's collectives are aborted within this time; those of other backends end by the
+            time limit of the process group.
         generation: How often there was a failure before.
     """
 

@@ -35,7 +35,7 @@ def _verdicts() -> dict[int, tuple[Casts, str]]:
 
 
 def casts_for(matrix: Tensor) -> Casts:
-    """What casts ``matrix``, or dequantizes it. Raises ValueError if ``DTENSOR_GTP_CASTS`` has another value."""
+    """What casts ``matrix``, or dequantizes it; ValueError if ``DTENSOR_GTP_CASTS`` is no choice of casts."""
     if torch.compiler.is_compiling() or type(matrix) not in (Tensor, nn.Parameter):
         return _REFERENCE  # traced by a compiler, or a subclass that only looks like a tensor on a GPU
     if not matrix.is_cuda or matrix.dtype not in _DTYPES or not _is_wanted():
