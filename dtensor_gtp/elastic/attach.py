@@ -27,21 +27,18 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     """Sum the gradients of ``module`` over all replicas of ``mesh``, from the next backward on.
 
     Call it once on the root after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` leaves in
-    ``.grad`` the mean over the whole batch, as it does on a (replicate, gtp) mesh: each rank sums the rows that it
-    holds with the ranks of other replicas that hold them, in buckets, behind backward. Replicas must hold equal values
-    (one seed, or one checkpoint): :meth:`ReplicaSync.check_values` compares them.
+    ``.grad`` the mean over the whole batch, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks of
+    other replicas that hold them, in buckets, behind backward. Replicas must hold equal values (one seed, or one
+    checkpoint): :meth:`ReplicaSync.check_values` of the handle that is returned compares them, and
+    :meth:`ReplicaSync.set_batch` takes the number of samples of each rank.
 
     Args:
         module, mesh: The module that ``gtp_shard`` was called on, and the mesh whose ``weights`` it was sharded over.
         bucket_nbytes: Gradients of one set of owners are sent when there are as many bytes.
 
-    Returns:
-        The handle to tell how many samples each rank has: see :meth:`ReplicaSync.set_batch`.
-
     Raises:
         TypeError, ValueError: ``module`` is not sharded over ``mesh.weights``, or an argument is out of range.
-        NotImplementedError: The module is inside of ``fully_shard``, cut over other axes than gtp and tp, or uses copy
-            engines.
+        NotImplementedError: ``fully_shard`` wraps it, other axes than gtp and tp cut it, or it uses copy engines.
         RuntimeError: Replicas have different models or policies. All of these are raised on all ranks.
     """
     if not isinstance(mesh, ElasticMesh):
@@ -67,11 +64,10 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     runtime, specs = agree_on_all_ranks(
         mesh.world, check, describe, caller="synchronize_replicas", expected="the same model and policies"
     )
-    known = _specs_with_cuts(specs, mesh)
+    known = list(zip(runtime.params, *_specs_with_cuts(specs, mesh), strict=True))
 
     def merge() -> list[WeightSpec]:
-        of_params = zip(runtime.params, *known, strict=True)
-        return [_merged(param, set(of_ranks), mesh) for param, *of_ranks in of_params]
+        return [_merged(param, set(of_ranks), mesh) for param, *of_ranks in known]
 
     merged = agree_on_all_ranks(mesh.world, merge, lambda found: [str(spec) for spec in found])
     sync = ReplicaSync(mesh, plan_sync(mesh.layout, merged), runtime.params, runtime.comm, bucket_nbytes)
@@ -88,12 +84,9 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
         )
     runtime = binding.group.runtime
     if runtime.grads.replicas is not None:
-        raise ValueError(
-            f"synchronize_replicas was called on this {type(module).__name__} already. Call it once, on the root."
-        )
+        raise ValueError(f"synchronize_replicas was called on this {type(module).__name__} already: call it once.")
     for name in ("gather_backend", "reduce_scatter"):
-        asked = getattr(runtime.schedule, name)
-        if asked in ("copy_engine", "auto"):
+        if (asked := getattr(runtime.schedule, name)) in ("copy_engine", "auto"):
             raise NotImplementedError(
                 f"synchronize_replicas does not support SchedulePolicy({name}='{asked}'): streams wait for the copy "
                 "engines of other ranks without a limit, and nothing ends that when a rank is lost. Use "
@@ -140,8 +133,7 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
     if isinstance(placement, Shard | GTPShard) and getattr(placement, "split_factor", 1) == 1:
         return placement.dim % param.param.ndim, getattr(placement, "block_size", 1)
     raise NotImplementedError(
-        f"synchronize_replicas supports Shard, GTPShard and Replicate on the tp axis, but '{param.fqn}' has "
-        f"{placement!r}."
+        f"synchronize_replicas supports Shard, GTPShard and Replicate on axis tp, but '{param.fqn}' has {placement!r}."
     )
 
 

@@ -52,12 +52,9 @@ class ElasticMesh:
     def rebalance_batch(self, global_batch: int) -> BatchShare:
         """This rank's samples of the ``global_batch`` samples of all replicas together; the same on all ranks.
 
-        Each replica gets a share in proportion to its ranks. Its gtp ranks get equal parts, up to one sample. The
-        shares of all replicas sum up to the batch exactly. Where ranks have unequal numbers, pass the share to
-        :meth:`ReplicaSync.set_batch`.
-
-        Raises:
-            ValueError: There are fewer samples than ranks that see different data.
+        Replicas get shares in proportion to their ranks, and gtp ranks of one replica equal parts, up to one sample.
+        The sum is exact. Where ranks have unequal numbers, pass the share to :meth:`ReplicaSync.set_batch`. Raises
+        ValueError if there are fewer samples than ranks that see different data.
         """
         return self.layout.batch_shares(global_batch)[dist.get_rank()]
 
@@ -78,10 +75,9 @@ def nonuniform_mesh(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> ElasticMesh:
-    """Build a mesh for each of several replicas that may have unequal sizes.
+    """Build a mesh for each of several replicas that may have unequal sizes. Call it on all ranks that are left.
 
-    The default process group is initialized if there is none, as :func:`init_weight_mesh` does it. It holds the ranks
-    that are left, and no others. Call it on all of them.
+    The default process group, of these ranks, is initialized if there is none, as :func:`init_weight_mesh` does it.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or another device type of torch.
@@ -95,9 +91,8 @@ def nonuniform_mesh(
         backend, timeout: For ``init_process_group``, if there is no process group.
 
     Raises:
-        TypeError, ValueError: Sizes, coordinates or replicas do not fit one another, the number of ranks, the blocks of
-            a weight, or memory. Raised on all ranks.
-        RuntimeError: Ranks got different arguments.
+        TypeError, ValueError: Arguments do not fit one another, the number of ranks, the blocks of a weight, or memory.
+        RuntimeError: Ranks got different arguments. All of these are raised on all ranks.
     """
 
     def check() -> ReplicaLayout:
@@ -124,14 +119,8 @@ def nonuniform_mesh(
     if not dist.is_initialized():
         start_process_group(device_type, backend, timeout, tuple(range(check().num_ranks)))
     world = world_mesh(device_type)
-    layout = agree_on_all_ranks(
-        world,
-        check,
-        lambda checked: [f"device_type={device_type!r}, {checked!r}"],
-        caller="nonuniform_mesh",
-        expected="the same arguments",
-        remedy="Pass the same everywhere.",
-    )
+    texts = {"caller": "nonuniform_mesh", "expected": "the same arguments", "remedy": "Pass the same everywhere."}
+    layout = agree_on_all_ranks(world, check, lambda checked: [f"{device_type=}, {checked!r}"], **texts)
     generation = compat.agreed_name(world.get_group(), device_of(world), "elastic")
     return ElasticMesh(layout, _replica_mesh(device_type, layout, world, generation), world, generation)
 
@@ -188,11 +177,7 @@ class RankMemory(NamedTuple):
 
 
 def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: MemoryModel) -> list[RankMemory]:
-    """The memory of every replica's fullest rank.
-
-    Raises:
-        ValueError: A replica is too small for its ranks' memory.
-    """
+    """The memory of every replica's fullest rank; ValueError if a replica is too small for it."""
     found = [_memory(layout, replica, weights, model) for replica in layout.replicas]
     for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
         if memory.total > model.budget:
@@ -206,8 +191,7 @@ def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: Me
 
 
 def _memory(layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpec], model: MemoryModel) -> RankMemory:
-    """Of the first rank, the fullest: it has the largest chunk of every weight."""
-    rank = replica.ranks[0]
+    rank = replica.ranks[0]  # the fullest: it has the largest chunk of every weight
     shards = sum(box_of_rank(weight, layout, rank).numel for weight in weights) * model.shard_nbytes
     # Gathered weights: tensor parallelism alone cuts them.
     gatherable = [replace(weight, dim=None) for weight in weights if weight.dim is not None]
@@ -227,10 +211,9 @@ def _memory(layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpe
 class ReplicaSavePlanner(DefaultSavePlanner):
     """``dcp.save(state, planner=ReplicaSavePlanner(mesh))``, also for ``dcp.async_save``: on all ranks.
 
-    Replicas of unequal sizes cut a weight at different rows. Their chunks overlap, and ``torch.distributed.checkpoint``
-    (DCP) refuses such a checkpoint. So only the ranks of the largest replica write sharded tensors, because each of
-    them has least to write. Everything else is written once for each key, as always. A load needs nothing: each rank
-    reads the rows that it holds. ``options`` are those of torch's ``DefaultSavePlanner``.
+    Replicas of unequal sizes cut a weight at different rows, and ``torch.distributed.checkpoint`` (DCP) refuses chunks
+    that overlap. So only the ranks of the largest replica, which have least to write, write sharded tensors. All else
+    is written once for each key, as always. A load needs nothing. ``options`` are those of ``DefaultSavePlanner``.
     """
 
     def __init__(self, mesh: ElasticMesh, **options: Any) -> None:

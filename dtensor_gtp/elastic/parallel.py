@@ -1,7 +1,7 @@
 """Tensor-parallel styles that cut at block boundaries: heads stay whole on any number of ranks.
 
-torch's styles cut rows as evenly as rows allow: 8 heads on 3 ranks would be cut within a head. These give each rank
-``ceil(blocks / tp)`` whole blocks, and the last ranks what is left.
+torch's styles would cut 8 heads on 3 ranks within a head. These give each rank ``ceil(blocks / tp)`` whole blocks, and
+the last ranks what is left.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class _BlockParallel(ParallelStyle):
 class BlockColwiseParallel(_BlockParallel):
     """``ColwiseParallel`` for ``nn.Linear`` whose output features are in blocks, e.g. heads. Its output is local.
 
-    A rank has ``ceil(blocks / tp)`` blocks, the last ones what is left, so the module around it must not expect a fixed
-    number of heads: ``x.view(batch, tokens, -1, head_dim)``. Under :func:`gtp_shard` the layer runs on local tensors;
-    without it DTensor gathers the weight.
+    Ranks may have unequal numbers of blocks, so the module around it must not expect a fixed number of heads:
+    ``x.view(batch, tokens, -1, head_dim)``. Under :func:`gtp_shard` the layer runs on local tensors; else DTensor
+    gathers the weight.
 
     Args:
         block_size: Features that stay together: ``head_dim``.
@@ -88,8 +88,7 @@ class BlockColwiseParallel(_BlockParallel):
 
 
 class BlockRowwiseParallel(_BlockParallel):
-    """``RowwiseParallel`` for ``nn.Linear`` whose input features are in blocks: takes what
-    :class:`BlockColwiseParallel` gives.
+    """``RowwiseParallel`` for ``nn.Linear`` after :class:`BlockColwiseParallel`: its input features are in blocks.
 
     Args:
         block_size: As that of the layers before, in features of this layer's input.

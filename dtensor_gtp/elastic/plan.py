@@ -1,11 +1,9 @@
 """Which rank holds which part of a tensor, and which ranks sum or send parts of it. Pure functions of sizes.
 
 Every rank of a replica holds a box of each weight: the rows (or columns) that tensor parallelism and gtp leave it. The
-edges of all boxes cut the weight into finer boxes, the *segments*. No replica cuts a segment, so it has one owner in
-each replica. The owners of a segment sum its gradient. Segments with the same owners travel in one flat bucket.
-
-Where tensor parallelism does not cut a weight, each rank of a tp axis holds a copy. Replicas with equally many copies
-sum them separately, copy by copy; else all holders sum together, each with its part of the replica's weight.
+edges of all boxes cut the weight into *segments*. Each segment has one owner in each replica, and its owners sum its
+gradient. Segments with the same owners travel in one flat bucket. Where tensor parallelism does not cut a weight, each
+rank of a tp axis holds a copy. Replicas with equally many copies sum them copy by copy; else all holders sum together.
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ class Box(NamedTuple):
         common = self.intersect(other)
         if common is None:
             return [self]
-        left = []
-        offset, size = list(self.offset), list(self.size)
+        left, offset, size = [], list(self.offset), list(self.size)
         for dim, (start, length) in enumerate(zip(*common, strict=True)):
             for begin, end in ((offset[dim], start), (start + length, offset[dim] + size[dim])):
                 if begin < end:
@@ -95,11 +92,7 @@ def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
 
 
 def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
-    """The segments of a weight that gtp cuts, in the order of their offsets.
-
-    Raises:
-        ValueError: The weight stays whole: all ranks sum it at once.
-    """
+    """The segments of a weight that gtp cuts, in the order of their offsets; ValueError if the weight stays whole."""
     if weight.dim is None:
         raise ValueError(f"segments_of expects a weight that gtp cuts, but '{weight.name}' stays whole.")
     boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
@@ -149,10 +142,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Which gradients are summed between whom. Made by :func:`plan_sync`; ``print(plan)`` shows it.
-
-    There is one bucket for each set of owners, in the order in which all ranks go through them.
-    """
+    """Which gradients are summed between whom: one bucket for each set of owners, in the order in which all ranks go
+    through them. Made by :func:`plan_sync`; ``print(plan)`` shows it."""
 
     layout: ReplicaLayout
     weights: tuple[WeightSpec, ...]
@@ -206,8 +197,7 @@ def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
     for index, weight in enumerate(weights):
         if weight.dim is None:
             continue
-        # Layers repeat: weights of one shape are cut alike.
-        cut = replace(weight, name="", nbytes=0)
+        cut = replace(weight, name="", nbytes=0)  # layers repeat: weights of one shape are cut alike
         if cut not in known:
             known[cut] = list(segments_of(weight, layout))
         for box, holders in known[cut]:
@@ -227,12 +217,10 @@ class Move(NamedTuple):
 def plan_moves(
     held: Mapping[int, Box], wanted: Mapping[int, Box], replica_of: Mapping[int, int]
 ) -> tuple[list[Move], list[tuple[int, Box]]]:
-    """Who sends which part of one tensor to whom.
+    """Who sends which part of one tensor to whom, and, as (target, box), what no rank holds. Arguments are by rank.
 
     Each part comes from the nearest rank that holds it: the target itself, a rank of its replica, then the replicas
-    after its own in turn, so that several replicas that are rebuilt do not all ask the same one. Arguments are by rank:
-    what it has (ranks without are left out), what it is to have, and its replica. Returns moves that give every rank
-    each element that it wants once, and, as (target, box), what no rank holds.
+    after its own in turn, so that several replicas that are rebuilt do not all ask the same one.
     """
     num_replicas = max(replica_of.values(), default=0) + 1
 

@@ -1,9 +1,8 @@
 """The state of a job goes from the memory of the ranks that are left to a new layout, without a checkpoint on disk.
 
 ``hold_state`` keeps what a rank has, and where it belongs in the logical tensors. When the ranks that are left (and
-new ones, which have nothing) have built their new mesh and model, ``recover_state`` fills it, as ``dcp.load`` would
-from disk. Each rank copies what it has, and each missing part is sent once. ``leave_state`` and ``take_state`` hand the
-state over to a new process.
+new ones) have built their new mesh and model, ``recover_state`` fills it, as ``dcp.load`` would from disk: each missing
+part is sent once. ``leave_state`` and ``take_state`` hand the state over to a new process.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
         if isinstance(value, DTensor):
             held.tensors[keys] = (_box_of(value), compat.local_tensor(value).detach())
         elif isinstance(value, Tensor) and value.device.type != "cpu":
-            # Unpickling puts a tensor on the device of the same index, which may be that of another rank.
-            held.plain[keys] = value.detach().cpu()
+            held.plain[keys] = value.detach().cpu()  # unpickling might put it on the device of another rank
         else:
             held.plain[keys] = copy.deepcopy(value)
     return held
@@ -72,7 +70,7 @@ class _Part(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others: what it holds and what it is to have."""
+    """What a rank tells the others."""
 
     step: int
     held: dict[Keys, tuple[Box, torch.dtype]]
@@ -90,8 +88,8 @@ def recover_state(
     Args:
         held: What this rank has, None if it is new.
         state: State of the job that was built on ``mesh``: as for ``dcp.load``, its tensors are written in place, other
-            values are replaced. A value that is no DTensor is kept by ranks that have it of the step that is taken; the
-            others get that of the lowest rank.
+            values are replaced. Ranks that have the step that is taken keep their values that are no DTensors; the
+            others get those of the lowest of these ranks.
         chunk_nbytes: Bytes that a rank exchanges at a time, about.
 
     Raises:
@@ -105,9 +103,8 @@ def recover_state(
         {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()},
         {keys: _Part(_box_of(value), tuple(value.shape), value.dtype) for keys, value in wanted.items()},
     )
-    # All reports in one exchange: then all ranks compute the same plan.
     reports: list[Any] = [None] * mesh.layout.num_ranks
-    dist.all_gather_object(reports, own, group=mesh.world.get_group())
+    dist.all_gather_object(reports, own, group=mesh.world.get_group())  # then all ranks compute the same plan
     step, moves = _latest_complete_step(reports, {rank: place.replica for rank, place in mesh.layout.places.items()})
     if held.step != step:
         held = HeldState(_NEW, {}, {})
@@ -133,8 +130,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
             held = {rank: tensors[keys] for rank, tensors in sources.items() if keys in tensors}
             _check_same_model(keys, part, list(held.values()))
             boxes = {rank: box for rank, (box, _) in held.items()}
-            # Layers repeat: tensors that are cut alike move alike.
-            cut = (tuple(wanted.items()), tuple(boxes.items()))
+            cut = (tuple(wanted.items()), tuple(boxes.items()))  # layers repeat: cut alike, tensors move alike
             if cut not in known_plans:
                 known_plans[cut] = plan_moves(boxes, wanted, replica_of)
             moves[keys], missing = known_plans[cut]
@@ -161,8 +157,7 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
         got = f"parts {boxes} of {sorted(map(str, dtypes))}" if held else "nothing of it"
         raise ValueError(
             f"recover_state expects the state of the same model, but the model on the new mesh has "
-            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the ranks that are left hold "
-            f"{got}."
+            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the ranks left hold {got}."
         )
 
 
@@ -241,13 +236,11 @@ def _box_of(tensor: DTensor) -> Box:
 def handover_path(environment: Mapping[str, str] | None = None, directory: Path | None = None) -> Path | None:
     """Where a worker of ``torchrun`` leaves its state for the worker that takes its place on this host.
 
-    ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later. That is time
-    enough to write what a rank holds to a file in host memory. Nothing is copied before a failure. The name holds the
-    process of the launcher, which stays when workers are started again, and the local rank. Files of launchers that are
-    gone are removed. Outside of ``torchrun`` the result is None.
-
-    By default ``environment`` is ``os.environ``, and ``directory`` is ``/dev/shm`` (memory); where there is none, it is
-    the folder of temporary files.
+    ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later: time enough to
+    write what a rank holds to a file in host memory. The name holds the process of the launcher, which stays when
+    workers are started again, and the local rank. Files of launchers that are gone are removed. Outside of ``torchrun``
+    the result is None. By default ``environment`` is ``os.environ``, and ``directory`` is ``/dev/shm`` (memory) or the
+    folder of temporary files.
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in environment:

@@ -1,9 +1,8 @@
 """The ranks that are left find each other again, in the same processes, and take in processes that wait to join.
 
 Each rank that noticed a failure writes its name into a store that no rank hosts. The first rank that sees the names of
-all that are alive writes a list of those that go on, and all follow this list. So a rank that hangs is left behind. If
-it wakes up later, it finds that it is not on the list. The beats of a :class:`RankWatch` tell who is alive. Without a
-watch, ranks that do not come within a time of grace are left behind.
+all that are alive writes a list of those that go on, and all follow it. A rank that hangs is left behind: when it wakes
+up, it is not on the list. A :class:`RankWatch` tells who is alive; without it, ranks have a time of grace to come.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ _LOG = logging.getLogger(__name__)
 class Survivors:
     """Who is left, in new ranks. ``rank`` is that of this process.
 
-    ``replicas`` are for ``nonuniform_mesh(replicas=...)``; an empty one is gone. ``dead`` are the ranks that are gone,
-    as they were counted before, and where they stood. ``joined`` are new ranks, which hold nothing. ``generation`` is
-    for the next :func:`regroup`.
+    ``replicas`` are for ``nonuniform_mesh(replicas=...)``; an empty one is gone. ``dead`` are old ranks that are gone,
+    and where they stood. ``joined`` are new ranks, which hold nothing. ``generation`` is for the next :func:`regroup`.
     """
 
     rank: int
@@ -70,9 +68,7 @@ class Membership(NamedTuple):
         return Survivors(rank, tuple(map(tuple, self.replicas)), dead, joined, self.generation)
 
 
-class Watch(Protocol):
-    """Tells who is alive: a ``RankWatch``."""
-
+class Watch(Protocol):  # a ``RankWatch``
     def is_alive(self, rank: int) -> bool: ...
 
     def move_to(self, layout: ReplicaLayout, rank: int, generation: int) -> None: ...
@@ -93,23 +89,20 @@ def regroup(
     """Leave the process groups of a job that lost ranks, and make one of those that are left and of those that join.
 
     Call it on each rank on which a collective raised, after :func:`hold_state`; or on all ranks between two steps, to
-    take in those that wait (:func:`num_waiting`). All process groups of before are destroyed. Meshes and sharded
-    modules of before are of no use afterwards: build them anew on ``nonuniform_mesh(replicas=survivors.replicas)``.
-    Ranks that are lost while the new group is made are left out in turn.
+    take in those that wait (:func:`num_waiting`). It destroys all process groups, so build meshes and sharded modules
+    anew on ``nonuniform_mesh(replicas=survivors.replicas)``. Ranks that are lost meanwhile are left out in turn. Raises
+    RuntimeError if the others went on without this rank.
 
     Args:
         layout, rank: Of before: ``mesh.layout``, and this process's rank in it.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
         generation: 0 at first, then ``survivors.generation``.
-        grace: How long to wait at most for ranks that do not come; ranks that come later are left behind. Without
-            ``watch`` all ranks that are gone are waited for that long. Then choose several times the time limit of the
-            process group: a rank without a connection to them notices only then, for each collective in flight.
+        grace: How long to wait at most for ranks that do not come; later ones are left behind. Without ``watch``, ranks
+            that are gone are waited for that long. Then choose several times the time limit of the process group: a
+            rank without a connection to them notices only then, for each collective in flight.
         backend, timeout: For ``init_process_group``; the backend of before by default.
         num_replicas: Replicas to have, if ranks join: a joining rank goes to the smallest one, an empty one included.
         watch: Tells who is alive; only those are waited for. Watches over the new ranks afterwards.
-
-    Raises:
-        RuntimeError: The others went on without this rank.
     """
     backend = backend or dist.get_backend()
     is_alive = None if watch is None else watch.is_alive
@@ -156,8 +149,7 @@ def agree_on_survivors(
         # A rank that has come and died since is found when the new group is made.
         absent = [other for other in range(layout.num_ranks) if not shared.check([f"alive/{other}"])]
         # Ask about all of them: a watch listens to a rank from the first question on.
-        awaited = absent if is_alive is None else [other for other in absent if is_alive(other)]
-        if not awaited:
+        if not (absent if is_alive is None else [other for other in absent if is_alive(other)]):
             break
         clock.sleep(POLL_SECONDS)
     if not shared.check(["members"]):
@@ -170,8 +162,7 @@ def agree_on_survivors(
 def members_of(
     layout: ReplicaLayout, alive: Sequence[int], tickets: Sequence[int] = (), num_replicas: int = 1, generation: int = 1
 ) -> Membership:
-    """Count ``alive`` (ascending) anew and put each rank into the replica that it was in. Then put those that join, one
-    after the other, into the smallest replica."""
+    """Count ``alive`` (ascending) anew, in the replicas of before. Each that joins goes to the smallest replica."""
     new_rank = {old: new for new, old in enumerate(alive)}
     replicas = [[new_rank[r] for r in replica.ranks if r in new_rank] for replica in layout.replicas]
     replicas += [[] for _ in range(num_replicas - len(replicas))] if tickets else []

@@ -1,7 +1,5 @@
-"""Which ranks form which replica, and as what (gtp, tp) grid. Plain arithmetic, no process groups.
-
-Failed ranks are left out and the others move up. Every rank that is left works: no replica is cut down to the size of
-another.
+"""Which ranks form which replica, and as what (gtp, tp) grid: plain arithmetic. Failed ranks are left out and the
+others move up. Every rank that is left works: no replica is cut down to the size of another.
 """
 
 from __future__ import annotations
@@ -85,8 +83,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class BatchShare:
     """Samples ``start`` to ``stop`` (half-open) of a global batch, which one rank works on. Ranks of one tp group have
-    the same. ``counts`` are the samples of every data rank: one tuple for each replica, by gtp coordinate.
-    """
+    the same. ``counts`` are the samples of every data rank: one tuple for each replica, by gtp coordinate."""
 
     start: int
     stop: int
@@ -104,9 +101,8 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """All replicas: together they hold the ranks 0 to ``num_ranks - 1``, each once. Made by :func:`plan_replicas` or
-    :func:`replicas_of`; ``print(layout)`` shows them.
-    """
+    """All replicas, with the ranks 0 to ``num_ranks - 1``. Made by :func:`plan_replicas` or :func:`replicas_of`;
+    ``print(layout)`` shows them."""
 
     replicas: tuple[Replica, ...]
 
@@ -135,11 +131,8 @@ class ReplicaLayout:
 
     def batch_counts(self, global_batch: int) -> tuple[tuple[int, ...], ...]:
         """Samples of each data rank: one tuple for each replica, by gtp coordinate. Each replica gets a number in
-        proportion to its ranks. Ranks of a replica differ by one sample at most, and the sum is exact.
-
-        Raises:
-            TypeError, ValueError: ``global_batch`` is no int, or there are fewer samples than data ranks.
-        """
+        proportion to its ranks. Ranks of a replica differ by one sample at most, and the sum is exact. TypeError or
+        ValueError if ``global_batch`` is no int or smaller than the number of data ranks."""
         check_size("rebalance_batch", "global_batch", global_batch)
         if global_batch < self.num_data_ranks:
             raise ValueError(
@@ -168,8 +161,8 @@ class ReplicaLayout:
         return {rank: BatchShare(end - count, end, counts) for row, count, end in shares for rank in row}
 
     def __str__(self) -> str:
-        lines = [f"{count_of(len(self.replicas), 'replica')} of {count_of(self.num_ranks, 'rank')}"]
-        return "\n".join(lines + [f"  replica {index}  {replica}" for index, replica in enumerate(self.replicas)])
+        heading = f"{count_of(len(self.replicas), 'replica')} of {count_of(self.num_ranks, 'rank')}"
+        return "\n".join([heading, *(f"  replica {index}  {replica}" for index, replica in enumerate(self.replicas))])
 
 
 def plan_replicas(
@@ -183,10 +176,8 @@ def plan_replicas(
     """The replicas that remain of ``replicate`` replicas of ``gtp * tp`` ranks when some ranks have failed.
 
     The ranks that are left are counted anew, in the order of their coordinates, as a launcher starts them. A replica
-    that lost all ranks is dropped; the others keep what they have. Arguments are those of :func:`nonuniform_mesh`.
-
-    Raises:
-        TypeError, ValueError: A size or a coordinate is out of range, nothing is left, or no cut fits ``weights``.
+    that lost all ranks is dropped. Arguments are those of :func:`nonuniform_mesh`. TypeError or ValueError if a size or
+    a coordinate is out of range, nothing is left, or no cut fits ``weights``.
     """
     sizes = {"replicate": replicate, "gtp": gtp, "tp": tp}
     for name, size in sizes.items():
@@ -248,8 +239,8 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
 
 
 def _make_replica(index: int, ranks: tuple[int, ...], gtp: int, tp: int, weights: Sequence[WeightSpec]) -> Replica:
-    """Ranks ascend along both axes of the grid, because process groups count them in ascending order. Rows of ``tp``
-    consecutive ranks stay together where that allows it."""
+    """Ranks ascend along both axes of the grid, as process groups count them. Where that allows it, rows of ``tp``
+    consecutive ranks stay together."""
     gtp, tp, reason = choose_sizes(len(ranks), gtp, tp, weights, what=f"replica {index}")
     rows = sorted(tuple(sorted(ranks[i : i + tp])) for i in range(0, len(ranks), tp))
     is_ascending = all(a < b for upper, lower in pairwise(rows) for a, b in zip(upper, lower, strict=True))
@@ -263,11 +254,9 @@ def choose_sizes(
 
     All ranks work, so tp must divide their number. tp never grows, because nothing says that the model can be cut more
     finely. Tensor parallelism waits for the rank with most blocks (heads) of those ``weights`` that have a ``tp_dim``.
-    The size that loses least time to this is taken, where ``tp`` itself counts as losing none. Among equals the largest
-    size is taken, because activations and gathered weights grow when tp shrinks. What tp gives up moves to gtp.
-
-    Raises:
-        ValueError: Blocks do not divide a weight, or ``tp`` was larger than their number to begin with.
+    The size that loses least time to this is taken, where ``tp`` itself counts as losing none; among equals the
+    largest, because activations and gathered weights grow when tp shrinks. What tp gives up moves to gtp. ValueError
+    if blocks do not divide a weight, or are fewer than ``tp``.
     """
     cut = [weight for weight in weights if weight.tp_dim is not None]
     _check_blocks(cut, tp)
@@ -313,9 +302,8 @@ def _check_blocks(cut: Sequence[WeightSpec], tp: int) -> None:
         if rows % weight.tp_block_size or weight.num_tp_blocks < tp:
             raise ValueError(
                 f"nonuniform_mesh expects blocks of {weight.tp_block_size} rows (heads) to fill dim {weight.tp_dim} of "
-                f"weight '{weight.name}' of shape {weight.shape} and to be at least as many as tp={tp} ranks, but "
-                f"{rows} rows make {rows / weight.tp_block_size:g} blocks: no cut fits. Use a smaller tp or another "
-                "block size."
+                f"weight '{weight.name}' of shape {weight.shape} and to number at least tp={tp}, but {rows} rows make "
+                f"{rows / weight.tp_block_size:g} blocks: no cut fits. Use a smaller tp or another block size."
             )
 
 

@@ -1,14 +1,13 @@
 """Gradients of replicas of unequal sizes are summed segment by segment, behind backward.
 
-A reduce-scatter leaves each rank the average of its replica for the rows that it holds. Each segment of them (see
-``plan``) has its own owners in the other replicas. Every set of owners has a *channel*, which collects segments until
-they fill a bucket, and sums the bucket in one all-reduce.
+A reduce-scatter leaves each rank the average of its replica for the rows that it holds. Every set of owners of their
+segments (see ``plan``) has a *channel*, which collects segments until they fill a bucket that one all-reduce sums.
 
 [Note: order of channels]
-All ranks complete the gradients of the same weights in the same order. So every owner of a channel collects the same
-segments and sees its bucket full at the same weight. Where one weight fills several buckets, they are sent in the order
-of the plan. All ranks sum whole parameters at the end of backward, after the buckets that are full by then. So there is
-one global order of all sums: no ranks wait for each other in a circle, and no two sums meet in one group.
+All ranks complete the gradients of the same weights in the same order. So every owner of a channel sees its bucket full
+at the same weight. Where one weight fills several buckets, they are sent in the order of the plan. Whole parameters
+follow at the end of backward. So there is one global order of all sums: no ranks wait for each other in a circle, and
+no two sums meet in one group.
 """
 
 from __future__ import annotations
@@ -64,12 +63,8 @@ class ReplicaSync:
     def __init__(
         self, mesh: ElasticMesh, plan: SyncPlan, params: Sequence[ManagedParam], comm: CommContext, bucket_nbytes: int
     ) -> None:
-        self.mesh = mesh
-        self.plan = plan
-        self.num_all_reduces = 0
-        self._params = list(params)
-        self._comm = comm
-        self._bucket_nbytes = bucket_nbytes
+        self.mesh, self.plan, self.num_all_reduces = mesh, plan, 0
+        self._params, self._comm, self._bucket_nbytes = list(params), comm, bucket_nbytes
         self._place = mesh.place
         self._tp = mesh.layout.replicas[self._place.replica].tp
         self._world_name = mesh.world.get_group().group_name
@@ -91,8 +86,7 @@ class ReplicaSync:
         for channel in self._channels if comm.has_streams else ():
             probe = torch.zeros(1, device=device_of(mesh.world))
             compat.all_reduce(probe, dist.ReduceOp.SUM, compat.resolve_group(channel.group_name), False)
-        # Slots that the communication stream may still read.
-        self._keep: list[Tensor] = []
+        self._keep: list[Tensor] = []  # slots that the communication stream may still read
         self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
 
     def _make_channels(self) -> Iterator[tuple[Channel, Bucket]]:
@@ -112,10 +106,10 @@ class ReplicaSync:
     def set_batch(self, share: BatchShare | int) -> None:
         """Say how many samples (or tokens) this rank's next losses are means of. At first all ranks count alike.
 
-        The gradient is that of ``sum(count * loss) / sum(count)`` over all ranks that see different data. It holds for
-        all backwards until the next call; with gradient accumulation call it before the first microbatch, or before
-        each if the shares change and each backward reduces. ``share`` is what :meth:`ElasticMesh.rebalance_batch`
-        returned, or a number, which is then exchanged: collective over all ranks. 0 drops this rank's gradient.
+        The gradient is that of ``sum(count * loss) / sum(count)`` over all ranks that see different data, until the
+        next call. With gradient accumulation call it before the first microbatch, or before each if the shares change
+        and each backward reduces. ``share`` is what :meth:`ElasticMesh.rebalance_batch` returned, or a number, which is
+        then exchanged: collective over all ranks. 0 drops this rank's gradient.
 
         Raises:
             ValueError: The numbers are negative, all 0, or differ along tp.
@@ -124,9 +118,7 @@ class ReplicaSync:
         counts = share.counts if isinstance(share, BatchShare) else self._exchange(share)
         layout = self.mesh.layout
         if tuple(map(len, counts)) != tuple(replica.gtp for replica in layout.replicas):
-            raise ValueError(
-                f"set_batch expects a share of a batch over {layout}, but got counts {counts} of another mesh."
-            )
+            raise ValueError(f"set_batch expects a share of a batch over {layout}, but got {counts} of another mesh.")
         if counts == self._counts:
             return
         waiting = [param.fqn for param in self._params if _has_unreduced_grad(param)]
@@ -244,8 +236,8 @@ class ReplicaSync:
 
         comm = self._comm
         if not comm.has_streams:
-            # A gradient whose reduce-scatter is still in flight may fill a bucket of a channel of all ranks, and
-            # ranks have unequal numbers in flight: see [Note: order of channels].
+            # Reduce-scatters in flight, unequally many on ranks, may fill a bucket of a channel of all ranks: see
+            # [Note: order of channels].
             comm.retire_all()
         with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
             comm.delay()
@@ -256,8 +248,7 @@ class ReplicaSync:
             comm.reduction_launched(work, complete, (flat,))
 
     def _spread(self, param: WholeParam, grad: Tensor) -> Tensor:
-        """The local gradient in its place of the whole parameter. Its sum over tp, divided by the size of tp, is the
-        whole gradient."""
+        """The gradient in its place of the whole parameter; the mean of them over tp is the whole gradient."""
         slices = self._tp_slices.get(param)
         if slices is None:
             return grad
@@ -281,11 +272,8 @@ class ReplicaSync:
 
     @torch.no_grad()
     def check_values(self) -> None:
-        """Compare the parameters of all replicas, bit by bit. Collective over all ranks.
-
-        Raises:
-            RuntimeError: They differ; raised on all ranks, names the first parameter.
-        """
+        """Compare the parameters of all replicas, bit by bit. Collective over all ranks. If they differ, RuntimeError
+        on all ranks names the first parameter."""
         # Of each group, in the same order on all ranks: indices of parameters, and digests of what its ranks share.
         shared: dict[str, list[tuple[int, Tensor]]] = {}
         for index, (param, weight) in enumerate(zip(self._params, self.plan.weights, strict=True)):
@@ -306,9 +294,8 @@ class ReplicaSync:
         dist.all_reduce(first, dist.ReduceOp.MIN, group=self.mesh.world.get_group())
         if int(first) < len(self._params):
             raise RuntimeError(
-                f"ReplicaSync.check_values expects equal parameters in all replicas, but "
-                f"'{self._params[int(first)].fqn}' differs. Initialize all replicas with one seed, or load one "
-                "checkpoint into all of them."
+                "ReplicaSync.check_values expects equal parameters in all replicas, but "
+                f"'{self._params[int(first)].fqn}' differs. Use one seed, or load one checkpoint, for all of them."
             )
 
 
@@ -317,10 +304,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas. Collective over all ranks.
 
-    Each replica holds all gradients, so its norm is that of the whole model; but replicas of other sizes add up in
-    another order. So all replicas take the norm of the first one: else parameters would drift apart in the last bits.
-    Arguments beside ``mesh`` (options: ``norm_type``, ``error_if_nonfinite``, ``foreach``) and the result, the norm
-    before clipping, are those of torch.
+    Each replica can compute the norm of the whole model, but in another order of sums. So all replicas take the norm of
+    the first one: else parameters would drift apart in the last bits. Arguments beside ``mesh`` (options:
+    ``norm_type``, ``error_if_nonfinite``, ``foreach``) and the result, the norm before clipping, are those of torch.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     foreach = options.pop("foreach", None)

@@ -26,8 +26,8 @@ from .replicas import Place, ReplicaLayout
 
 logger = logging.getLogger(__name__)
 
-# Unless these are 0, torch's watchdog of NCCL ends a process in which a collective has failed (at once, or when it has
-# waited for a dump), or sleeps for a minute after the failure while leaving the process group waits for it.
+# Unless these are 0, torch's watchdog of NCCL ends a process in which a collective has failed, or sleeps for a minute
+# after the failure while leaving the process group waits for it.
 _WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _BEATS_PER_LIMIT = 6  # and looks at the beats of others
 _NUM_NEIGHBOURS = 2  # that each rank listens to: all ranks are found if at most so many neighbours fail together
@@ -46,9 +46,8 @@ class RanksLostError(RuntimeError):
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
         named = [f"rank {rank} ({place}) {reasons[rank]}" for rank, place in lost.items()]
-        super().__init__(
-            f"{'; '.join(named)}. Hold the state and regroup without what is gone, or start again from a checkpoint."
-        )
+        remedy = "Hold the state and regroup without what is gone, or start again from a checkpoint."
+        super().__init__(f"{'; '.join(named)}. {remedy}")
 
 
 class RankWatch:
@@ -62,17 +61,16 @@ class RankWatch:
         layout: Where each rank stands; assign :attr:`layout` when a mesh is made that places them otherwise.
         rank: This process's rank.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
-        limit: How long a rank may be silent, and so how long its Python may be held: start the device before (a tensor
-            on it will do), which takes seconds. NCCL's collectives are aborted within this time; those of other
-            backends end by the time limit of the process group.
+        limit: How long a rank may be silent, and its Python held: so make a tensor on the device before, because its
+            start takes seconds. NCCL's collectives are aborted within this time; those of other backends end by the
+            time limit of the process group.
         generation: How often there was a failure before.
     """
 
     def __init__(
         self, layout: ReplicaLayout, rank: int, store: compat.Store, *, limit: timedelta, generation: int = 0
     ) -> None:
-        self.store = store
-        self.limit = limit.total_seconds()
+        self.store, self.limit = store, limit.total_seconds()
         if self.limit <= 0:
             raise ValueError(f"RankWatch expects a positive limit, but got {limit}.")
         missing = [f"{name}=0" for name in _WATCHDOG if os.environ.get(name) != "0"]
@@ -92,10 +90,9 @@ class RankWatch:
             self._listener.stop()
         self.layout, self.rank, self.generation = layout, rank, generation
         self._num_commits = 0
+        name = f"dtensor_gtp_watch_{generation}"
         # A client for each thread: a client serves one request at a time, and some requests wait.
-        self._own, store = (
-            compat.PrefixStore(f"dtensor_gtp_watch_{generation}", compat.clone_store(self.store)) for _ in range(2)
-        )
+        self._own, store = (compat.PrefixStore(name, compat.clone_store(self.store)) for _ in range(2))
         self._pulse = _Pulse(self._own, self.limit)
         self._listener = _Listener(store, layout.num_ranks, rank, self.limit)
         self._is_lost = self._listener.is_lost
@@ -111,12 +108,9 @@ class RankWatch:
         """Wait until all ranks have the gradients of this step; if a rank is lost before, raise on all of them.
 
         Call it on all ranks right before ``optimizer.step()``, after all that communicates (``clip_grad_norm_``), where
-        the state is to be recovered from memory. A failure may leave some ranks with whole gradients and others
-        without (an aborted collective on a device leaves garbage and no error). If some updated and others did not,
-        only parts of two steps would be left. So the store holds one decision: all ranks that are left update, or none.
-
-        Raises:
-            RanksLostError: Ranks are gone or have closed their watches, and nobody updates.
+        the state is to be recovered from memory. A failure may leave whole gradients on some ranks only (an aborted
+        collective on a device leaves garbage and no error); if those updated, only parts of two steps would be left. So
+        the store holds one decision: all ranks that are left update, or none and all raise RanksLostError.
         """
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -164,8 +158,7 @@ class RankWatch:
         # A peer that is gone is found within the limit.
         if is_peer_lost(error) and clock.wait(self._is_lost, self.limit + 3 * self._interval):
             raise self._error() from error
-        # Nobody is gone: this rank is the one that raised. The others are told.
-        if not self._is_lost.is_set():
+        if not self._is_lost.is_set():  # nobody is gone: tell the others that this rank raised
             _report_lost(self._own, self.rank, f"raised {type(error).__name__}: {error}")
 
     def _error(self) -> RanksLostError:
@@ -184,8 +177,7 @@ class _Listener:
         self._neighbours = [(rank + step) % num_ranks for step in range(1, min(_NUM_NEIGHBOURS + 1, num_ranks))]
         self._pulse = _Pulse(store, limit)
         self._is_stopped = threading.Event()
-        # The first beat is there when the constructor returns.
-        store.set(self._own_beat, "0")
+        store.set(self._own_beat, "0")  # the first beat is there when the constructor returns
         self._thread = threading.Thread(target=self._run, name="dtensor_gtp watch", daemon=True)
         self._thread.start()
 
@@ -200,8 +192,7 @@ class _Listener:
                 self._store.set(self._own_beat, str(next(numbers)))
                 self._look()
         except RuntimeError:
-            # The store is gone, and with it the job.
-            self.is_lost.set()
+            self.is_lost.set()  # the store is gone, and with it the job
 
     def _look(self) -> None:
         for rank in self._neighbours:
@@ -218,8 +209,7 @@ class _Pulse:
 
     def __init__(self, store: compat.Store, limit: float) -> None:
         self._store, self._limit = store, limit
-        # Of each rank the last number and when it was seen first.
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[bytes, float]] = {}  # of each rank the last number and when it was seen first
 
     def is_alive(self, rank: int) -> bool:
         """Whether the number has changed, or was seen first, within the limit."""
@@ -232,8 +222,8 @@ class _Pulse:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether a collective or a store raised ``error`` because of another rank."""
-    is_told = isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
-    return is_told or isinstance(error, dist.DistError)
+    named = isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+    return named or isinstance(error, dist.DistError)
 
 
 def _report_lost(store: compat.Store, rank: int, reason: str) -> None:
@@ -255,11 +245,8 @@ def join(
 
     Args:
         store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
-        grace: How long to wait for that, and then as for :func:`regroup` if ranks are lost meanwhile.
+        grace: How long to wait for that before TimeoutError, and as for :func:`regroup` if ranks are lost meanwhile.
         limit: Of the :class:`RankWatch` that is made for this rank and returned, if the others have one.
-
-    Raises:
-        TimeoutError: Nobody took this process in.
     """
     waiting = waiting_store(store)
     ticket = waiting.add("tickets", 1)

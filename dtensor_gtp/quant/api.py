@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,6 +16,8 @@ from .native import NativeInfo, NativeWeight, groups_of, quantize_parts
 from .recipes import Recipe, resolve_recipe
 from .state_dict import hook_state_dict
 
+_Choice = tuple[str, Recipe, str]  # of a parameter: its first name, the recipe, the storage
+
 
 def quantize_(
     module: nn.Module,
@@ -26,33 +28,28 @@ def quantize_(
 ) -> nn.Module:
     """Let linear layers compute with, and ``gtp_shard`` and ``fully_shard`` gather, quantized weights. In place.
 
-    With *master* storage the parameters keep their values, dtype and names: they stay what optimizers update and
-    checkpoints hold. The quantized weight is made of them when they are used; under sharding, of each rank's shard
-    before it is gathered. With *native* storage the parameters become the quantized (rowwise) data, and nothing is left
-    in high precision: for frozen weights, inference, and training with :class:`dtensor_gtp.optim.MasterOptimizer`.
+    With *master* storage the parameters keep their values, dtype and names, for optimizers and checkpoints. They are
+    quantized when they are used; under sharding, each rank's shard before it is gathered. With *native* storage the
+    parameters become the quantized (rowwise) data, and nothing is left in high precision: for frozen weights,
+    inference, and training with :class:`dtensor_gtp.optim.MasterOptimizer`.
 
     Output and gradient of the input are those of the dequantized weight, or of float8 GEMMs where the recipe and the
-    hardware have them (``compute`` of the recipe). The gradient passes to the weight as if it had not been quantized
-    (straight-through), in high precision. docs/low_precision.md has the formats.
+    hardware have them (``compute`` of the recipe). The weight gets its gradient in high precision, as if it had not
+    been quantized (straight-through). docs/low_precision.md has the formats.
 
     Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
-    after ``parallelize_module``. A second call replaces recipes. Tied weights stay tied, and all their uses are
-    quantized.
+    after ``parallelize_module``. A second call replaces recipes. Tied weights stay tied, quantized in all their uses.
 
     Args:
-        module: Changed in place.
+        module: Changed in place, and returned.
         recipe: One of ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_blockwise"``, ``"mxfp8"``, ``"nvfp4"``,
-            a recipe object of ``dtensor_gtp.quant``, or a mapping from names of modules to either. Modules that a
-            mapping does not name stay as they are.
+            a recipe object of ``dtensor_gtp.quant``, or a mapping from names of modules to either; other modules stay.
         filter_fn: Called with each candidate and its name; quantizes the candidate's ``weight`` if it returns True.
             Without it, all instances of ``nn.Linear`` and ``GroupedLinear`` are quantized; with it, every module with a
             ``weight`` of two dims or more is a candidate.
         storage: ``"master"``, ``"native"``, or a mapping from names of modules to either; modules that a mapping does
             not name get ``"master"``. Native storage of weights that tensor parallelism has cut is collective over
             their meshes.
-
-    Returns:
-        ``module``.
 
     Raises:
         TypeError: An argument is of the wrong kind, or a matching weight has a dtype that cannot be quantized.
@@ -84,7 +81,7 @@ def quantize_(
         is_sharded = any(f"{name}.".startswith(prefix) for prefix in sharded)
         _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)
         matched.add(name)
-        choice = _Choice(f"{name}.weight" if name else "weight", found, _at(storage, name, "master"))
+        choice = (f"{name}.weight" if name else "weight", found, _at(storage, name, "master"))
         if chosen.setdefault(weight, choice)[1:] != choice[1:]:
             raise ValueError(f"quantize_ expects one recipe for the tied weight of '{name}', but got several.")
     for names in (recipes, storage):
@@ -139,16 +136,8 @@ def _check(name: str, weight: nn.Parameter, is_sharded: bool) -> None:
         )
 
 
-class _Choice(NamedTuple):
-    """What becomes of a parameter; ``name`` is its first."""
-
-    name: str
-    recipe: Recipe
-    storage: str
-
-
 def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
-    native = [param for param, choice in chosen.items() if choice.storage == "native"]
+    native = [param for param, (_, _, kind) in chosen.items() if kind == "native"]
     values, infos = [dense_of(param).detach() for param in native], []
     for param, value in zip(native, values, strict=True):
         name, recipe, _ = chosen[param]
@@ -162,4 +151,4 @@ def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
         for name, old in submodule._parameters.items():
             if old is not None and old in new:
                 submodule._parameters[name] = new[old]
-                hook_state_dict(submodule, name, chosen[old].recipe, is_native=chosen[old].storage == "native")
+                hook_state_dict(submodule, name, chosen[old][1], is_native=chosen[old][2] == "native")

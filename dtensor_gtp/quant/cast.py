@@ -1,18 +1,16 @@
 """The arithmetic of every cast, in plain torch: any faster path must equal it bit for bit.
 
-A cast reads the weight in float32 (bfloat16 and float16 widen exactly), divides by a scale in float32 and rounds to
-nearest, ties to even. What lies beyond the largest finite value saturates to it. A value is ``element * scale``.
+A cast reads the weight in float32, divides by a scale in float32 and rounds to nearest, ties to even. What lies beyond
+the largest finite value saturates to it. A value is ``element * scale``.
 
 - *Zero*: a block of zeros gets the smallest scale and elements of zero; signs of zeros are kept.
-- *NaN and Inf*: either of them makes its scale NaN, hence all values of that scale. Weights that have diverged must not
-  come back as plausible numbers.
-- *Denormals* are exact. Scales are large enough that a division by one, or its reciprocal, stays in the range of normal
-  float32 numbers. So devices that flush denormals agree for every normal weight.
+- *NaN and Inf* make their scale NaN, hence all its values: diverged weights must not come back as plausible numbers.
+- *Denormals* are exact. Scales are so large that dividing by one stays in the range of normal float32 numbers: devices
+  that flush denormals agree for every normal weight.
 
-Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 and e5m2 in saturating mode; OCP Microscaling
-Formats (MX) 1.0, section 6.3, for the power-of-two scale (``floor``); Mishra et al., "Recipes for Pre-training LLMs
-with MXFP8" (arXiv 2506.08027) for rounding it up (``rceil``); NVIDIA, "Pretraining Large Language Models with NVFP4"
-(arXiv 2509.25149) for scales in two levels; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks of 128 x 128.
+Sources: OCP OFP8 1.0 for e4m3 and e5m2 in saturating mode; OCP Microscaling Formats (MX) 1.0, section 6.3, for the
+power-of-two scale (``floor``); arXiv 2506.08027 for rounding it up (``rceil``); NVIDIA, "Pretraining Large Language
+Models with NVFP4" (arXiv 2509.25149); DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks of 128 x 128.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ _NAN = float("nan")
 
 
 def wide(weight: Tensor) -> Tensor:
-    """``weight`` in float32.
-
-    Raises:
-        TypeError: Its dtype does not widen to float32.
-    """
+    """``weight`` in float32; TypeError if its dtype does not widen to it."""
     if weight.dtype not in WIDENS:
         raise TypeError(
             f"Quantization expects a weight in float32, bfloat16 or float16, but got {weight.dtype} of shape "
@@ -50,8 +44,7 @@ def wide(weight: Tensor) -> Tensor:
 
 
 def largest_magnitude(weight: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Largest magnitude over ``dims``, which are negative and stay with size 1; 0 of nothing, NaN if there is a NaN.
-    float32."""
+    """float32 maximum over ``dims``, which are negative and stay with size 1; 0 of nothing, NaN if there is a NaN."""
     values = wide(weight).abs()
     if values.numel() == 0:
         return values.new_zeros([1 if i - values.ndim in dims else size for i, size in enumerate(values.shape)])
@@ -74,11 +67,8 @@ def pad_to_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """A scale for each element of matrices of ``shape`` from one for each block.
-
-    By index: with ``repeat_interleave`` and ``narrow``, torch 2.13's inductor leaves out the short block at the end
-    when it fuses a cast on CPU.
-    """
+    """A scale for each element of matrices of ``shape`` from one for each block. By index: with ``repeat_interleave``,
+    torch 2.13's inductor leaves out the short block at the end when it fuses a cast on CPU."""
     for dim, b in zip((-2, -1), block, strict=True):
         if b > 1:
             index = torch.arange(shape[dim], device=scale.device) // b
@@ -110,14 +100,9 @@ def to_float8(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tenso
 
 
 def e8m0_scale(largest: Tensor, rounding: str) -> Tensor:
-    """Power-of-two scales of MX blocks of e4m3 elements: biased exponents as float8_e8m0fnu, at least that of 2^-127;
-    NaN where ``largest`` is not finite.
-
-    With ``largest = m * 2**k``, ``1 <= m < 2``:
-
-    - ``"floor"``: ``2**(k - 8)``, as in the MX specification. Elements reach up to 512, so those beyond 448 saturate.
-    - ``"rceil"``: the smallest power of two with ``largest / scale <= 448``; nothing saturates.
-    """
+    """Power-of-two scales of MX blocks of e4m3 elements, float8_e8m0fnu, at least 2^-127; NaN if ``largest`` is not
+    finite. ``"floor"``, as in the MX specification: ``2**(k - 8)`` for ``largest = m * 2**k``, ``1 <= m < 2``, so that
+    elements beyond 448 saturate. ``"rceil"``: the smallest power of two with ``largest / scale <= 448``."""
     bits = largest.contiguous().view(torch.int32)
     exponent = (bits >> 23) - 8  # biased by 127, as e8m0 is; a denormal counts as 2^-127, far below the clamp
     if rounding == "rceil":
@@ -129,8 +114,7 @@ def e8m0_scale(largest: Tensor, rounding: str) -> Tensor:
 def e8m0_to_float(scale: Tensor) -> Tensor:
     """float8_e8m0fnu to float32, exact."""
     code = scale.view(torch.uint8).to(torch.int32)
-    # 2^-127 is denormal: half of the smallest normal number
-    bits = torch.where(code == 0, 0x00400000, code << 23)
+    bits = torch.where(code == 0, 0x00400000, code << 23)  # 2^-127 is denormal
     return torch.where(code == _E8M0_NAN, _NAN, bits.view(torch.float32))
 
 
@@ -187,8 +171,8 @@ def unpack_nibbles(packed: Tensor, dim: int) -> Tensor:
 
 
 class Casts:
-    """The reference. Matrices have shape ``(*, rows, columns)``; magnitudes and scales are float32 if nothing else is
-    said. A cast returns elements and scales."""
+    """The reference. Matrices have shape ``(*, rows, columns)``; a cast returns elements and scales. Magnitudes and
+    scales are float32 if nothing else is said."""
 
     def amax(self, weight: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Largest magnitude over ``dims``: ``(-1,)`` or ``(-2, -1)``."""
@@ -212,12 +196,9 @@ class Casts:
     def cast_rows(
         self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """e4m3 with a scale for each row, shape ``(*, rows, 1)``; so is ``amax``, by default the matrix's own.
-
-        Args:
-            factor: What each column is multiplied by first, in float32; shape ``(columns,)``.
-            group: Which factors each row takes, shape ``(rows,)``; then ``factor`` has shape ``(groups, columns)``.
-        """
+        """e4m3 with a scale for each row, shape ``(*, rows, 1)``; so is ``amax``, by default the matrix's own. Columns
+        are multiplied by ``factor``, shape ``(columns,)``, first; with ``group``, shape ``(rows,)``, each row by its
+        group's row of ``factor``, shape ``(groups, columns)``."""
         values = wide(matrix)
         if factor is not None:
             values = values * (factor if group is None else factor[group])
@@ -236,12 +217,10 @@ class Casts:
     def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
         """e4m3 with an e8m0 scale for each block ``(1, size)`` or ``(size, 1)``."""
         scale = e8m0_scale(block_amax(matrix, block), rounding)
-        reciprocal = spread(e8m0_reciprocal(scale), block, matrix.shape)
-        return to_float8(wide(matrix) * reciprocal), scale
+        return to_float8(wide(matrix) * spread(e8m0_reciprocal(scale), block, matrix.shape)), scale
 
     def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``; ``amax`` of the weight has shape
-        ``(*, 1, 1)``."""
+        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``; ``amax`` has shape (*, 1, 1)."""
         tensor_scale = nvfp4_tensor_scale(amax)
         scale = nvfp4_block_scale(block_amax(matrix, block), tensor_scale)
         padded = pad_to_blocks(wide(matrix), block)
@@ -249,14 +228,9 @@ class Casts:
         return pack_nibbles(to_e2m1(padded / divisor), -1 if block[0] == 1 else -2), scale
 
     def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The values of a cast, in ``dtype``.
-
-        Args:
-            quantized: e4m3 elements alone, whose scale follows from ``amax``, as by :meth:`cast_matrix`; e4m3 elements
-                and scales; or pairs of e2m1 (uint8), scales and ``amax``, as by :meth:`cast_nvfp4`.
-            block: Rows and columns that share a scale; ``(1, 0)`` for whole rows.
-            shape: Of the weight.
-        """
+        """The values of a weight of ``shape``: of e4m3 elements alone, whose scale follows from ``amax``; of e4m3
+        elements and scales; or of pairs of e2m1 (uint8), scales and ``amax``. ``block``: rows and columns that share a
+        scale, ``(1, 0)`` for whole rows."""
         data, *scales = quantized.planes
         amax = quantized.amax
         if not scales:

@@ -1,7 +1,7 @@
 """Which casts run: ``Casts``, the reference in plain torch, or ``TritonCasts``, which does the same bit for bit.
 
-``TritonCasts`` needs one or two kernels a cast. It runs on CUDA, outside of compilers: code that a compiler traces gets
-the reference, which the compiler fuses with what is before it.
+``TritonCasts`` needs one or two kernels a cast. It runs on CUDA, outside of compilers: these trace the reference and
+fuse it with what is before it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ def _verdicts() -> dict[int, tuple[Casts, str]]:
 
 
 def casts_for(matrix: Tensor) -> Casts:
-    """What casts ``matrix``, or dequantizes it.
-
-    Raises:
-        ValueError: The environment variable ``DTENSOR_GTP_CASTS`` is neither ``auto`` nor ``reference``.
-    """
+    """What casts ``matrix``, or dequantizes it; ValueError if ``DTENSOR_GTP_CASTS`` is no choice of casts."""
     if torch.compiler.is_compiling() or type(matrix) not in (Tensor, nn.Parameter):
         return _REFERENCE  # traced by a compiler, or a subclass that only looks like a tensor on a GPU
     if not matrix.is_cuda or matrix.dtype not in _DTYPES or not _is_wanted():

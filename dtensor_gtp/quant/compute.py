@@ -22,22 +22,13 @@ class ComputePath(NamedTuple):
         reason = f" ({self.reason})" if self.reason else ""
         if self.gemms is None:
             return f"dequantized for the GEMM{reason}"
-        wgrad = ", wgrad not quantized" if self.gemms.high_precision_wgrad else ""
-        if self.gemms.on_hardware:
-            return f"float8 GEMMs{wgrad}"
-        return f"float8 GEMMs by reference arithmetic{reason}{wgrad}"
+        how = "" if self.gemms.on_hardware else f" by reference arithmetic{reason}"
+        return f"float8 GEMMs{how}{', wgrad not quantized' if self.gemms.high_precision_wgrad else ''}"
 
 
 def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> ComputePath:
-    """How to multiply with a weight.
-
-    Args:
-        shape: Of what a rank multiplies with: the whole weight, or its slice of it.
-        dtype: Of activations and outputs.
-
-    Raises:
-        ValueError: Float8 GEMMs are forced, but the hardware does not have them for this recipe, shape or dtype.
-    """
+    """How to multiply with a weight (or a rank's slice of it) of ``shape``, with activations and outputs of ``dtype``.
+    ValueError if float8 GEMMs are forced, but the hardware does not have them for this recipe, shape or dtype."""
     if recipe.compute == "dequantize":
         return ComputePath(None, "asked for")
     if not recipe.has_gemms:
@@ -53,9 +44,9 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
     if device.type == "cpu" and is_known:
         if not is_grouped:
             _warn_once(
-                f"The recipe {recipe} asks for float8 GEMMs, which torch does not have on cpu devices with the "
-                "arithmetic that is defined here: operands are quantized as asked for and multiplied in float32. It "
-                "is slower than compute='dequantize'."
+                f"The recipe {recipe} asks for float8 GEMMs, which torch does not have on cpu devices with this "
+                "arithmetic: operands are quantized as asked for and multiplied in float32. It is slower than "
+                "compute='dequantize'."
             )
         return ComputePath(gemms(on_hardware=False), missing)
     if is_grouped:
@@ -93,5 +84,4 @@ def warn_dequantized(recipe: Recipe, fqn: str, reason: str) -> None:
 
 
 def _warn_once(message: str) -> None:
-    # Python shows one warning with one text from one place once.
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)  # Python shows one text from one place once

@@ -1,13 +1,12 @@
 """The three GEMMs of a linear layer in float8, one class for each granularity, and the product they are made of.
 
 Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered. Activations and
-gradients are quantized here, each time by their own magnitudes (*dynamic* scaling). A cast returns a list of tensors:
-compiled code traces the cast and hands the list to the opaque op that gathers the weight and multiplies. As in torchao
-and Transformer Engine, only forward sums in the tensor cores' own precision (``use_fast_accum``): in sums of gradients
-more terms cancel.
+gradients are quantized here by their own magnitudes (*dynamic* scaling). Compiled code traces a cast and hands its list
+of tensors to the opaque op that gathers the weight and multiplies. As in torchao and Transformer Engine, only forward
+sums in the tensor cores' own precision (``use_fast_accum``): in sums of gradients more terms cancel.
 
-Sources: documentation and checks of ``torch.nn.functional.scaled_mm`` (2.11 to 2.15); cuBLAS 12.9 documentation, "1D
-and 2D block scaling for FP8 data types", for the layout of block scales.
+Sources: ``torch.nn.functional.scaled_mm`` (2.11 to 2.15); cuBLAS 12.9 documentation, "1D and 2D block scaling for FP8
+data types", for the layout of block scales.
 """
 
 from __future__ import annotations
@@ -60,11 +59,9 @@ class Operand(NamedTuple):
 def product(
     left: Operand, right: Operand, dtype: torch.dtype, *, on_hardware: bool, use_fast_accum: bool = False
 ) -> Tensor:
-    """``left @ right.T`` of shapes ``(M, K)`` and ``(N, K)``: sums in float32, rounded to ``dtype``.
-
-    The hardware multiplies float8; N and K must be multiples of 16. Without it, dequantized values are multiplied in
-    float32. ``use_fast_accum``: on Hopper, sum in the tensor cores' own precision; ignored with scales of blocks.
-    """
+    """``left @ right.T`` of shapes ``(M, K)`` and ``(N, K)``: sums in float32, rounded to ``dtype``. The hardware
+    multiplies float8, with N and K multiples of 16; else dequantized values are multiplied in float32.
+    ``use_fast_accum``: on Hopper, sum in the tensor cores' own precision; ignored with scales of blocks."""
     rows = left.data.shape[0]
     if not on_hardware:
         return left.dequantize().mm(right.dequantize().t()).to(dtype)
@@ -75,16 +72,13 @@ def product(
     missing = -rows % ALIGNMENT if is_blockwise else 0
     if missing:
         left = left._replace(data=_pad_rows(left.data, missing), scale=_pad_rows(left.scale, missing))
+    left_scale = left.scale.t().contiguous().t() if is_blockwise else left.scale
     result = scaled_mm(
-        casts_for(left.data).row_major(left.data),
-        casts_for(right.data).row_major(right.data).t(),
-        left.scale.t().contiguous().t() if is_blockwise else left.scale,
-        ScalingType.__members__[left.granularity.value],
-        _right_scale(right),
-        ScalingType.__members__[right.granularity.value],
-        output_dtype=dtype,
-        use_fast_accum=use_fast_accum and not is_blockwise,
-    )
+        casts_for(left.data).row_major(left.data), casts_for(right.data).row_major(right.data).t(),
+        left_scale, ScalingType.__members__[left.granularity.value],
+        _right_scale(right), ScalingType.__members__[right.granularity.value],
+        output_dtype=dtype, use_fast_accum=use_fast_accum and not is_blockwise,
+    )  # fmt: skip
     return result[:rows] if missing else result
 
 
@@ -100,15 +94,13 @@ def _right_scale(operand: Operand) -> Tensor:
         return scale.reshape(1, -1)
     if operand.granularity is Granularity.ROW_BLOCK:
         return scale.t().contiguous().t()
-    if operand.granularity is Granularity.SQUARE_BLOCK:
-        # Rows of four scales, along the contraction.
+    if operand.granularity is Granularity.SQUARE_BLOCK:  # rows of four scales, along the contraction
         return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
     return scale
 
 
 # A quantized matrix as a flat list: elements, scale. Or a matrix as it is, which is quantized later.
 Tensors = list[Tensor]
-_Cast = tuple[Tensor, Tensor]  # elements and scales
 
 
 @dataclass(frozen=True)
@@ -120,8 +112,7 @@ class Float8GEMMs(ABC):
 
     granularity: ClassVar[Granularity]  # of activations and gradients
     weight_granularity: ClassVar[Granularity]
-    # Dtypes that hardware gives wgrad in.
-    wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
+    wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)  # that hardware gives
 
     @property
     def name(self) -> str:
@@ -148,8 +139,8 @@ class Float8GEMMs(ABC):
 
     @abstractmethod
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
-        """What wgrad needs of both, without ``high_precision_wgrad``: transposes, whose columns (tokens) are filled up
-        with zeros, because they are the contraction. ``grad`` is what :meth:`cast_grad` has made."""
+        """What wgrad needs of both, without ``high_precision_wgrad``: transposes, whose columns (tokens) are the
+        contraction and filled up with zeros. ``grad`` is what :meth:`cast_grad` has made."""
 
     def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> Tensor:
         """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
@@ -190,15 +181,11 @@ class TensorwiseGEMMs(Float8GEMMs):
 
 
 class RowwiseGEMMs(Float8GEMMs):
-    """One scale for each row of each operand.
-
-    In dgrad the weight's scales lie along the contraction, where no scale can be. They are multiplied into the gradient
-    before that is quantized: ``g @ (s * q) = (g * s) @ q``. So dgrad casts after the gather, on the spot.
-    """
+    """One scale for each row of each operand. In dgrad the weight's scales lie along the contraction, where no scale
+    can be. So the gradient is multiplied by them and quantized after the gather: ``g @ (s * q) = (g * s) @ q``."""
 
     granularity = weight_granularity = Granularity.ROW
-    # On some devices torch multiplies rows by kernels that give bfloat16 only.
-    wgrad_dtypes = (torch.bfloat16,)
+    wgrad_dtypes = (torch.bfloat16,)  # some devices' kernels give no other
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_rows(input_MK)]
@@ -254,41 +241,32 @@ class GroupedRowwiseGEMMs(RowwiseGEMMs):
         """Shape ``(num_rows, N)``; rows beyond the last group are not defined. Planes of ``weight`` have the shapes
         ``(num_groups, N, K)`` and ``(num_groups, N, 1)``; ``ends_G`` says where each group ends, int32."""
         data, scale = weight.planes
-        left = casts_for(x_TK).cast_rows(x_TK)
-        return self._grouped(left, data, scale.squeeze(-1), ends_G, dtype, use_fast_accum=True)
+        return self._grouped(self.cast_input(x_TK), data, scale.squeeze(-1), ends_G, dtype, is_forward=True)
 
     def grouped_grad_input(self, grad_TN: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
         """Shape ``(num_rows, K)``; rows beyond the last group are not defined."""
         data, scale = weight.planes
         rows = torch.arange(grad_TN.shape[0], device=grad_TN.device, dtype=ends_G.dtype)
         group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=data.shape[0] - 1)
-        left = casts_for(grad_TN).cast_rows(grad_TN, factor=scale.squeeze(-1), group=group_T)
+        left = [*casts_for(grad_TN).cast_rows(grad_TN, factor=scale.squeeze(-1), group=group_T)]
         ones_GK = torch.ones((data.shape[0], data.shape[2]), dtype=torch.float32, device=data.device)
-        return self._grouped(left, data.mT, ones_GK, ends_G, dtype, use_fast_accum=False)
+        return self._grouped(left, data.mT, ones_GK, ends_G, dtype, is_forward=False)
 
     def _grouped(
-        self, rows: _Cast, data_GRC: Tensor, scale_GR: Tensor, ends_G: Tensor, dtype: torch.dtype, use_fast_accum: bool
+        self, left: Tensors, data_GRC: Tensor, scale_GR: Tensor, ends_G: Tensor, dtype: torch.dtype, *, is_forward: bool
     ) -> Tensor:
         """Quantized rows times the transpose of each group's matrix."""
-        left, left_scale = rows
+        left_data, left_scale = left
         if self.on_hardware:
+            data_GCR = casts_for(data_GRC).row_major(data_GRC).mT
             result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
-                left,
-                casts_for(data_GRC).row_major(data_GRC).mT,
-                left_scale.view(-1),
-                ScalingType.RowWise,
-                scale_GR.contiguous(),
-                ScalingType.RowWise,
-                offs=ends_G,
-                output_dtype=dtype,
-                use_fast_accum=use_fast_accum,
-            )
+                left_data, data_GCR, left_scale.view(-1), ScalingType.RowWise, scale_GR.contiguous(),
+                ScalingType.RowWise, offs=ends_G, output_dtype=dtype, use_fast_accum=is_forward,
+            )  # fmt: skip
             return result
-        output = left_scale.new_zeros(left.shape[0], data_GRC.shape[1], dtype=dtype)
-        begin = 0
-        for group, end in enumerate(ends_G.tolist()):
-            of_group = Operand(left[begin:end], left_scale[begin:end], Granularity.ROW)
+        output = left_scale.new_zeros(left_data.shape[0], data_GRC.shape[1], dtype=dtype)
+        for group, (begin, end) in enumerate(itertools.pairwise([0, *ends_G.tolist()])):
+            of_group = Operand(left_data[begin:end], left_scale[begin:end], Granularity.ROW)
             right = Operand(data_GRC[group], scale_GR[group].unsqueeze(-1), Granularity.ROW)
             output[begin:end] = product(of_group, right, dtype, on_hardware=False)
-            begin = end
         return output

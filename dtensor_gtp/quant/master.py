@@ -68,13 +68,12 @@ class MasterWeight(StoredWeight):
 
         if func in _PRODUCTS:
             raise NotImplementedError(
-                f"A weight with a recipe is used by {func}, which knows nothing of quantization, where quantize_ "
-                "supports F.linear and F.embedding. Under tensor parallelism, call gtp_shard on the module; else leave "
-                "the weight out with filter_fn."
+                f"A weight with a recipe is used by {func}, which knows nothing of quantization. Use F.linear or "
+                "F.embedding. Under tensor parallelism, call gtp_shard on the module; else leave it out with filter_fn."
             )
-        inner = compat.tree_map_only(MasterWeight, unwrap, (args, kwargs or {}))
-        result = func(*inner[0], **inner[1])
-        if inner[0] and result is inner[0][0]:
+        inner, options = compat.tree_map_only(MasterWeight, unwrap, (args, kwargs or {}))
+        result = func(*inner, **options)
+        if inner and result is inner[0]:
             return args[0]  # in place
         if func not in _PRESERVING:
             return result
@@ -135,16 +134,11 @@ def in_place_of(param: nn.Parameter, local: Tensor) -> nn.Parameter:
 def place_quantized(
     fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None, device: torch.device, dtype: torch.dtype
 ) -> GTPShard:
-    """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the recipe.
+    """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the recipe. A weight
+    with a recipe is sharded however small it is, because a weight that stays whole is not quantized.
 
-    A weight with a recipe is sharded however small it is: a whole weight is not gathered, so it would not be quantized.
-
-    Args:
-        device, dtype: Where and in which dtype a layer computes with the weight.
-
-    Raises:
-        ValueError: The weight is to stay whole, tensor parallelism cuts its blocks, or the recipe asks for GEMMs that
-            the device does not have.
+    ValueError if the weight is to stay whole, tensor parallelism cuts its blocks, or the recipe asks for GEMMs that
+    ``device``, where a layer computes in ``dtype``, does not have.
     """
     local = compat.local_part(param)
     if recipe.compute == "float8":
@@ -164,9 +158,7 @@ def place_quantized(
 
 
 def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_native: bool) -> None:
-    """Raises:
-    ValueError: Tensor parallelism cuts the blocks of a weight.
-    """
+    """Raise ValueError if tensor parallelism cuts the blocks of a weight."""
     shape = list(param.shape)
     for axis, placement in enumerate(param.placements):
         dim = getattr(placement, "dim", None)

@@ -1,8 +1,8 @@
 """An optimizer of native weights: float32 masters live in its state, quantized values are written back.
 
-It wraps a stock optimizer, which steps the masters in the place of the weights, and every other parameter itself. State
-and state dict are those of the stock optimizer with one more entry for each native weight, ``master``: a DTensor placed
-as the weight is, so that DCP takes it to any topology.
+It wraps a stock optimizer, which steps the masters in the place of the weights, and every other parameter itself. Its
+state dict is that of the stock optimizer with one more entry for each native weight, ``master``: a DTensor placed as
+the weight is, so that DCP takes it to any topology.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ _Version = tuple[int, int]  # of a parameter, and of this rank's part of it
 class MasterOptimizer(torch.optim.Optimizer):
     """Trains parameters with native storage (:func:`quantize_`), and any others beside them, by a stock optimizer.
 
-    A step updates masters in float32 and writes their quantized values into the parameters. Scales of whole weights are
-    from magnitudes over exactly the ranks that share the weight: one all-reduce for all weights on each mesh axis.
-    Masters and the state of the optimizer cost what they cost in ordinary mixed precision; native storage saves the
-    second copy of the weights and their gradients' width. Gradients are read in the dtype in which they come.
+    A step updates masters in float32 and writes their quantized values into the parameters. Scales of whole weights
+    take one all-reduce for all weights on each mesh axis that cuts them. Masters and the optimizer's state cost what
+    they cost in ordinary mixed precision; native storage saves the second copy of the weights and their gradients'
+    width. Gradients are read in the dtype in which they come.
 
     Args:
         params: As for any optimizer: parameters, named parameters, or groups of them.
         optimizer_class: Such as ``torch.optim.AdamW``; called once with the parameters and ``kwargs``.
-        masters: High-precision values to start from instead of the dequantized ones, by the names that the parameters
-            had in the module that ``quantize_`` was called on. Whole tensors of the weight's shape, or DTensors placed
-            as the parameter is.
+        masters: High-precision values to start from instead of the dequantized ones, by the parameters' names in the
+            module that ``quantize_`` was called on. Whole tensors of the weight's shape, or DTensors placed as it is.
         kwargs: Arguments of ``optimizer_class``.
 
     Raises:
@@ -57,9 +56,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             raise TypeError(f"MasterOptimizer expects a class of optimizers, but got {optimizer_class!r}.")
         super().__init__(params, {})  # makes groups with lists of parameters of anything that an optimizer takes
         self._initial = dict(masters or {})
-        # What the stock optimizer steps in the place of a native weight.
-        self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        # Versions of weight and master when the one was last made of the other.
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}  # by native weight
+        # Of weight and master when one was last made of the other.
         self._versions: dict[nn.Parameter, tuple[_Version, _Version]] = {}
         members = [param for group in self.param_groups for param in group["params"]]
         names = {native.info.name for param in members if (native := native_of(param)) is not None}
@@ -100,15 +98,10 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update masters and parameters; collective over the meshes of weights with a scale for all of them.
-
-        Args:
-            closure: Evaluates the model again and returns the loss; called once.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Update masters and parameters; collective over the meshes of weights with one scale for the whole weight.
+        ``closure`` is called once; the result is the loss that it returns."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._follow_weights()
         self._hand_over()
         trained = [param for param, master in self._masters.items() if master.grad is not None]
@@ -129,8 +122,8 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _follow_weights(self) -> None:
         """Go on from weights that were written to since the last step (a state dict was loaded), unless the state of
-        this optimizer was loaded, too. A master stays if the weight still has its values: the weight may have been
-        swapped for a while. On all ranks alike."""
+        this optimizer was, too. A master stays if the weight, swapped for a while, has its values. Alike on all ranks.
+        """
         written = []
         for param, master in self._masters.items():
             of_weight, of_master = self._versions[param]
@@ -181,11 +174,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         return zip(params, natives, quantize_parts(values, infos), strict=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and masters. The parameters stay as they are: load the model's state dict, too.
-
-        Args:
-            state_dict: Of an optimizer like this one.
-        """
+        """Load state and masters of an optimizer like this one. Parameters stay: load the model's state dict, too."""
         own = [group["params"] for group in self.param_groups]
         # Torch gives loaded state the dtype of the parameter: for a native weight it must be that of its master.
         for group in self.param_groups:
@@ -209,11 +198,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Tensor:
-    """This rank's part of what the user gives as master, in memory of its own.
-
-    Raises:
-        ValueError: It has another shape or other placements.
-    """
+    """This rank's part of what the user gives as master, in memory of its own; ValueError if it does not fit."""
     name, expected = native.info.name, tuple(param.shape)
     if given.shape != param.shape:
         raise ValueError(f"MasterOptimizer expects a master of shape {expected} for '{name}', but got {given.shape}.")
@@ -226,8 +211,7 @@ def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Ten
         given = compat.local_tensor(given)
     elif isinstance(param, DTensor):
         given = compat.own_part(given, param.device_mesh, param.placements)
-    value = torch.empty(native.shape, dtype=torch.float32, device=native.device)
-    return value.copy_(given.detach())
+    return torch.empty(native.shape, dtype=torch.float32, device=native.device).copy_(given.detach())
 
 
 def _version_of(tensor: Tensor) -> _Version:
@@ -239,8 +223,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_zero(lr: Any) -> bool:
-    """Whether a learning rate is zero, as far as the host knows. Such a step changes nothing, so native weights must
-    keep their bits. Torch makes one to give an optimizer its state."""
+    """Whether a learning rate is zero, as far as the host knows. Torch steps so to give an optimizer its state: native
+    weights must keep their bits."""
     if isinstance(lr, Tensor):
         return lr.device.type == "cpu" and not bool(lr)
     return lr is not None and not lr

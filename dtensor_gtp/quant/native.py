@@ -1,9 +1,8 @@
 """A weight that *is* its quantized data: rowwise planes, and no copy in high precision.
 
 ``NativeWeight`` has the shape and dtype of the weight that it stands for. All ops read the dequantized values, in both
-directions of a layer: dgrad is the exact gradient of the forward that was run, and columnwise data are neither stored
-nor sent. Gradients are ordinary high-precision tensors. Writing takes a cast, so only ``copy_`` writes: from another
-native weight bit for bit, from anything else by quantizing it.
+directions of a layer: dgrad is the exact gradient of the forward that was run, without columnwise data. Gradients are
+in high precision. Only ``copy_`` writes: from another native weight bit for bit, else by quantizing.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ _Context = tuple[NativeInfo, torch.dtype]
 
 
 def _stores_amax(recipe: Recipe) -> bool:
-    """Whether dequantizing takes the largest magnitude of the whole weight."""
-    return -2 in recipe.amax_dims
+    return -2 in recipe.amax_dims  # dequantizing takes the largest magnitude of the whole weight
 
 
 def native_planes(recipe: Recipe) -> dict[str, PlaneSpec]:
@@ -59,10 +57,7 @@ def quantized_of(stored: Mapping[str, Tensor]) -> Quantized:
 
 def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
     """Quantize this rank's parts of weights: one all-reduce of maxima for all of them on each mesh axis.
-
-    Raises:
-        NotImplementedError: A statistic over the whole weight is needed, and it is not known which ranks hold it.
-    """
+    NotImplementedError if a recipe needs a statistic of the whole weight and it is not known which ranks hold it."""
     maxima = [info.recipe.amax(value) for value, info in zip(values, infos, strict=True)]
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     for amax, info in zip(maxima, infos, strict=True):
@@ -88,8 +83,8 @@ def _all_reduce_max(maxima: Sequence[Tensor], groups: Sequence[str]) -> None:
     """Replace magnitudes by their maximum over all ranks, in place, on the current stream.
 
     [Note: magnitudes as integers]
-    For floats that are not negative the order of the integers with the same bits is the same, but a NaN is the largest.
-    A maximum of floats may lose a NaN.
+    The integers with the bits of non-negative floats have their order, with NaN as the largest. A maximum of floats
+    may lose a NaN.
     """
     flat = torch.cat([amax.reshape(-1) for amax in maxima])
     for name in groups:
@@ -112,13 +107,8 @@ def recipe_groups(spec: compat.DTensorSpec, recipe: Recipe) -> tuple[str, ...]:
 
 
 class NativeWeight(StoredWeight):
-    """A quantized weight.
-
-    Args:
-        quantized: Rowwise planes, and the statistic if the recipe needs it to dequantize.
-        shape: Of the weight or the part of it.
-        dtype: Of what it stands for: that of its dequantized values and of its gradient.
-    """
+    """A quantized weight of ``shape``, or a part of one: rowwise planes, and the statistic if the recipe needs it to
+    dequantize. ``dtype`` is that of its dequantized values and of its gradient."""
 
     is_native = True
     # stored_* are what __tensor_flatten__ names.
@@ -137,11 +127,7 @@ class NativeWeight(StoredWeight):
         return result  # type: ignore[no-any-return]
 
     def like(
-        self,
-        quantized: Quantized | None = None,
-        shape: torch.Size | None = None,
-        dtype: torch.dtype | None = None,
-        **changes: Any,
+        self, quantized: Quantized | None = None, shape: torch.Size | None = None, dtype: Any = None, **changes: Any
     ) -> NativeWeight:
         """The same weight, but for what is given; ``changes`` are fields of its info."""
         info = self.info._replace(**changes) if changes else self.info
@@ -227,8 +213,7 @@ class NativeWeight(StoredWeight):
 
     @classmethod
     def __metadata_guard__(cls, traced: _Context, other: _Context) -> bool:
-        """Whether compiled code of one weight serves another. Names and groups do not count, so layers of one shape
-        share one graph."""
+        """Whether compiled code of one weight serves another: names and groups do not count, so layers share graphs."""
         (info, dtype), (other_info, other_dtype) = traced, other
         return info._replace(name="", groups=()) == other_info._replace(name="", groups=()) and dtype == other_dtype
 
@@ -240,10 +225,6 @@ def native_of(param: Tensor | None) -> NativeWeight | None:
     """The native weight that a parameter is or that is its local part; None if its storage is another."""
     local = None if param is None else compat.local_part(param)
     return local if isinstance(local, NativeWeight) else None
-
-
-def _same(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].like()
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -325,18 +306,13 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
             f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be written through a "
             f"view of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
         )
-    values = values.to(target.device).expand(target.shape)
-    target.write(quantize_parts([values], [target.info])[0])
+    target.write(quantize_parts([values.to(target.device).expand(target.shape)], [target.info])[0])
     return target
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises:
-    NotImplementedError: ``func`` writes into a native weight.
-    """
-    if not func._schema.is_mutable:
-        return
-    for index, argument in enumerate(func._schema.arguments):
+    """Raise NotImplementedError if ``func`` writes into a native weight."""
+    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -345,9 +321,8 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
                 raise NotImplementedError(
                     f"Parameter '{tensor.info.name}' of shape {tuple(tensor.shape)} has native storage "
                     f"({tensor.recipe.name}), which {func} cannot write. For training use "
-                    "dtensor_gtp.optim.MasterOptimizer, which keeps masters in float32 and writes quantized values, "
-                    "or storage='master'; else freeze the parameter with requires_grad_(False). To write values, use "
-                    "copy_, which quantizes them."
+                    "dtensor_gtp.optim.MasterOptimizer, which keeps masters in float32, or storage='master'; else "
+                    "freeze the parameter with requires_grad_(False). To write values, use copy_, which quantizes them."
                 )
 
 
@@ -356,7 +331,7 @@ _FILLED = (aten.full_like.default, aten.ones_like.default, aten.zeros_like.defau
 _OTHERS = (aten.new_empty.default, aten.new_ones.default, aten.rand_like.default, aten.randn_like.default)
 _HANDLERS: MappingProxyType[Any, Callable[[Any, Any, Any], Any]] = MappingProxyType(
     {
-        **dict.fromkeys((aten.alias.default, aten.detach.default), _same),
+        **dict.fromkeys((aten.alias.default, aten.detach.default), lambda func, args, kwargs: args[0].like()),
         **dict.fromkeys(_COPIES, _copied),
         **dict.fromkeys((*_FILLED, *_OTHERS), _high_precision),
         **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),

@@ -17,14 +17,8 @@ class Direction(enum.Enum):
 
 
 class PlaneSpec(NamedTuple):
-    """One plane.
-
-    Args:
-        dtype: Of its elements.
-        rows: Rows of the weight in one step of the plane, None if one step takes all of them.
-        columns: The same for columns.
-        packed: Elements of the plane for each step, along the dim whose steps are longer than 1.
-    """
+    """One plane: the ``dtype`` of its elements, how many ``rows`` and ``columns`` of the weight one step takes (None
+    for all), and ``packed``, the elements of the plane for each step along the dim whose steps are longer than 1."""
 
     dtype: torch.dtype
     rows: int | None
@@ -38,9 +32,7 @@ class PlaneSpec(NamedTuple):
     def size(self, dim: int, size: int) -> int:
         """Size of the plane along ``dim`` for ``size`` elements of a weight that begin with a whole step."""
         step = self.step(dim)
-        if step is None:
-            return 1
-        return -(-size // step) * (self.packed if step > 1 else 1)
+        return 1 if step is None else -(-size // step) * (self.packed if step > 1 else 1)
 
     def shape(self, weight: torch.Size) -> torch.Size:
         """Shape of the plane of a weight of that shape."""
@@ -48,12 +40,7 @@ class PlaneSpec(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Quantized matrices.
+    """Quantized matrices."""
 
-    Args:
-        planes: As ``Recipe.planes`` describes them.
-        amax: What ``Recipe.amax`` gave, over whole matrices; None for recipes that need none.
-    """
-
-    planes: tuple[Tensor, ...]
-    amax: Tensor | None
+    planes: tuple[Tensor, ...]  # as ``Recipe.planes`` describes them
+    amax: Tensor | None  # what ``Recipe.amax`` gave, over whole matrices; None for recipes that need none

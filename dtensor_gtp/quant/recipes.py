@@ -1,9 +1,8 @@
 """What a recipe is, and the recipes.
 
-A *plane* is a matrix of elements or of scales; a weight of several matrices (``GroupedLinear``) has as many of each. A
-quantized weight is one or two planes, and for some recipes the largest magnitude of the whole matrix, which every rank
-knows before it quantizes. Where shards hold whole blocks, the planes of a shard are the shard of the planes: what is
-gathered equals what the whole weight would have been quantized to, bit for bit.
+A quantized weight is one or two *planes* (matrices of elements or of scales; as many of each as the weight has
+matrices), and for some recipes the largest magnitude of the whole matrix, which every rank knows before it quantizes.
+Where shards hold whole blocks, what is gathered equals the quantized whole weight, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ class Recipe(ABC):
     Args:
         compute: How linear layers multiply. ``"auto"`` (default): by GEMMs of the format where the hardware has them
             and shape and dtype allow, else with the dequantized weight. ``"dequantize"``: always the latter.
-            ``"float8"``: by float8 GEMMs, or an error; on CPU by the reference arithmetic, with a warning.
-
-    Raises:
-        ValueError: ``compute`` is none of these, or there are no GEMMs of the format.
+            ``"float8"``: by float8 GEMMs, or ValueError; on CPU by the reference arithmetic, with a warning.
     """
 
     compute: str = field(default="auto", kw_only=True)
@@ -91,24 +87,16 @@ class Recipe(ABC):
 
     @abstractmethod
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
-        """Quantize a matrix, or each of several.
-
-        Args:
-            weight: Shape ``(*, out_features, in_features)`` or a part of whole blocks; float32, bfloat16 or float16.
-            amax: The statistic over the whole weight if ``weight`` is a part of it.
-        """
+        """Quantize ``weight`` of shape ``(*, out_features, in_features)``, or a part of whole blocks; float32, bfloat16
+        or float16. ``amax`` is the statistic over the whole weight if ``weight`` is a part of it."""
 
     def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
         """The weight of ``shape``, computed in float32 and rounded once to ``dtype``."""
         return casts_for(quantized.planes[0]).dequantize(quantized, self.scale_block(direction), shape, dtype)
 
     def block_of(self, dim: int, block_size: int = 1, *, is_native: bool = False) -> int:
-        """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of ``block_size``, whole.
-
-        Args:
-            dim: Counted from the end: -2 are rows, -1 columns.
-            is_native: Native storage keeps the rowwise data alone. So rows of mxfp8 and nvfp4 may be cut anywhere.
-        """
+        """The smallest block size for a shard of ``dim`` (-2 are rows, -1 columns) that keeps its blocks, and those of
+        ``block_size``, whole. Native storage has rowwise data alone, so rows of mxfp8 and nvfp4 may be cut anywhere."""
         specs = self.rowwise if is_native else self.rowwise + self.columnwise
         return lcm(block_size, *(spec.step(dim) or 1 for spec in specs))
 
@@ -123,12 +111,7 @@ class Recipe(ABC):
 
 
 def resolve_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name with its defaults, or the recipe itself.
-
-    Raises:
-        TypeError: It is neither a name nor a recipe.
-        ValueError: There is none of that name.
-    """
+    """The recipe of that name with its defaults, or the recipe itself; TypeError or ValueError if it is neither."""
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
@@ -155,11 +138,10 @@ class _Float8Recipe(Recipe):
 
 @dataclass(frozen=True)
 class Float8Blockwise(_Float8Recipe):
-    """One scale for each block of 128 x 128.
+    """One scale for each block of 128 x 128, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
     Args:
-        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. False (default), as
-            in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. Default: False.
     """
 
     name = "float8_blockwise"
@@ -178,9 +160,8 @@ class Float8Rowwise(_Float8Recipe):
     """One scale for each row.
 
     Args:
-        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. True (default), as in
-            torchao's recipe ``rowwise_with_gw_hp``: along the tokens both need other scales, so a float8 wgrad costs
-            two more casts of transposes.
+        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. Default: True, as in
+            torchao's ``rowwise_with_gw_hp``: wgrad in float8 needs other scales, so two more casts of transposes.
     """
 
     high_precision_wgrad: bool = field(default=True, kw_only=True)
@@ -198,11 +179,10 @@ class Float8Rowwise(_Float8Recipe):
 
 @dataclass(frozen=True)
 class Float8Tensorwise(_Float8Recipe):
-    """One scale for the whole weight.
+    """One scale for the whole weight, as in torchao's recipe ``tensorwise``.
 
     Args:
-        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. False (default), as
-            in torchao's recipe ``tensorwise``.
+        high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. Default: False.
     """
 
     name = "float8_tensorwise"
@@ -212,8 +192,7 @@ class Float8Tensorwise(_Float8Recipe):
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         amax = self.amax(weight) if amax is None else amax
-        data, _ = casts_for(weight).cast_matrix(weight, amax=amax)
-        return Quantized((data,), amax)
+        return Quantized(casts_for(weight).cast_matrix(weight, amax=amax)[:1], amax)
 
 
 @dataclass(frozen=True)
@@ -222,10 +201,7 @@ class MXFP8(Recipe):
 
     Args:
         scale_rounding: ``"rceil"`` (default) takes the smallest scale with which no element saturates; ``"floor"`` is
-            the conversion that the OCP MX specification describes.
-
-    Raises:
-        ValueError: ``scale_rounding`` is neither.
+            the conversion of the OCP MX specification. Anything else raises ValueError.
     """
 
     scale_rounding: str = "rceil"

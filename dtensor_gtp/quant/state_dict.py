@@ -1,9 +1,7 @@
 """State dicts of modules with quantized weights.
 
-With master storage they hold the high-precision values, as ordinary tensors. So a checkpoint does not know the recipe:
-it loads into a module with another one or with none, and theirs into this.
-
-With native storage the planes go out and come in bit for bit, as ordinary tensors under keys of their own:
+With master storage they hold the high-precision values, as ordinary tensors: a checkpoint loads into a module with
+another recipe or with none. With native storage the planes go out and come in bit for bit, under keys of their own:
 ``up.weight`` with recipe ``mxfp8`` becomes ``up.weight_mxfp8.elements`` and ``up.weight_mxfp8.scales`` (and ``.amax``,
 for recipes with a scale of the whole weight). Of a sharded weight they are DTensors on the memory of the shard, placed
 as its blocks are, so that any topology whose cuts lie between blocks loads them. Elements and scales of 8 bits appear
@@ -33,8 +31,7 @@ class StateDictHooks:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # With master storage: what a parameter gets that ``load_state_dict(assign=True)`` puts in.
-        self.recipe: Recipe | None = None
+        self.recipe: Recipe | None = None  # of master storage: for what ``load_state_dict(assign=True)`` puts in
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """After ``state_dict``: put the plain values in. Native planes are there already, see :class:`NativePlanes`."""
@@ -46,11 +43,8 @@ class StateDictHooks:
             state_dict[key] = placed_like(value, local.master)
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make one native value of planes or of a high-precision weight.
-
-        Functions for full state dicts put the module's own values beside what is loaded. So planes that share the
-        memory of the parameter count only if there is no weight, and the parameter itself does not count.
-        """
+        """Make one native value of planes or of a high-precision weight. Functions for full state dicts put the
+        module's own values beside what is loaded: the parameter does not count, nor do its planes beside a weight."""
         param, key, errors = module._parameters.get(self.name), prefix + self.name, args[-1]
         native = native_of(param)
         if param is None or native is None:
@@ -69,9 +63,8 @@ class StateDictHooks:
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Give a plain parameter its recipe again. Parameters that ``gtp_shard`` manages have theirs elsewhere."""
         param = module._parameters.get(self.name)
-        if self.recipe is None or param is None or "_gtp_binding" in module.__dict__:
-            return
-        if recipe_of(param) is None:
+        is_managed = "_gtp_binding" in module.__dict__
+        if self.recipe is not None and param is not None and not is_managed and recipe_of(param) is None:
             module._parameters[self.name] = with_recipe(param, self.recipe)
 
 
@@ -93,8 +86,8 @@ def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: 
 
 
 class NativePlanes(nn.Module):
-    """Stands for the planes of the native parameter ``name`` of ``owner`` in the module tree: torch's functions for
-    distributed state dicts walk the tree by the names of the keys. It has no parameters, and no call."""
+    """The planes of the native parameter ``name`` of ``owner`` in the module tree: torch's functions for distributed
+    state dicts walk the tree by the names of the keys. It has no parameters, and no call."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -107,16 +100,14 @@ class NativePlanes(nn.Module):
         native = native_of(param)
         if native is None:
             return {}
-        planes = {name: _as_bytes(tensor) for name, tensor in native.stored.items()}
+        planes = {name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in native.stored.items()}
         if isinstance(param, DTensor):
             for name, spec in native_planes(native.recipe).items():
                 planes[name] = compat.wrap_local(planes[name], _plane_spec(param, spec, planes[name].dtype))
         return planes
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The planes, for torch's functions for distributed state dicts, which ask each module for its own tensors.
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """For torch's functions for distributed state dicts, which ask each module for its own tensors;
         ``named_buffers`` of a module around this one does not come here."""
         for name, plane in self.planes().items():
             yield f"{prefix}.{name}" if prefix else name, plane
@@ -137,10 +128,6 @@ class NativePlanes(nn.Module):
         owner, name = self.source
         native = native_of(owner._parameters.get(name))
         return "" if native is None else f"{name}: {native.recipe}, {', '.join(native.stored)}"
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def _plane_spec(param: DTensor, plane: PlaneSpec, dtype: torch.dtype) -> compat.DTensorSpec:
@@ -165,7 +152,7 @@ def _placement(placement: Placement, size: int, world: int, plane: PlaneSpec, di
     if block_size > 1:
         return GTPShard(own, block_size=plane.size(dim, block_size))
     steps = plane.size(dim, -(-size // world))
-    # torch cuts a plane into equal parts; where those are not the parts of the weight, say how long a part is
+    # torch cuts a plane into equal parts: where those are not the parts of the weight, say how long a part is
     return placement if -(-plane.size(dim, size) // world) == steps else GTPShard(own, block_size=steps)
 
 
@@ -191,10 +178,7 @@ def _is_alike(tensor: Tensor | None, param: Tensor, shape: torch.Size) -> bool:
 
 def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mapping[str, Tensor]) -> Tensor:
     """A native weight placed as ``param`` of planes from a state dict; planes of another recipe are quantized again.
-
-    Raises:
-        ValueError: Planes are missing, or are not those of a weight placed so.
-    """
+    ValueError if planes are missing, or are not those of a weight placed so."""
     stored = {}
     for name, spec in native_planes(recipe).items():
         plane, shape, placed = planes.get(name), spec.shape(param.shape), ""
@@ -218,13 +202,11 @@ def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mappi
 
 
 def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tensor:
-    """Values, of the shape of ``param`` and on its mesh, as a native weight like it; collective where a scale runs over
-    the whole weight."""
+    """Values on the mesh of ``param`` as a native weight like it; collective for a scale of the whole weight."""
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
         value = value.redistribute(placements=param.placements)
     local = compat.local_part(value)
     if isinstance(local, NativeWeight):
         local = local.dequantized_to(torch.float32)
     info = native.info._replace(groups=groups_of(param, native.recipe))
-    (quantized,) = quantize_parts([local], [info])
-    return placed_like(param, native.like(quantized))
+    return placed_like(param, native.like(quantize_parts([local], [info])[0]))

@@ -36,8 +36,7 @@ def _divided(x, scale, HARDWARE: tl.constexpr):
         first = x * reciprocal
         second = tl.fma(tl.fma(first, negative, x), reciprocal, first)
         third = tl.fma(tl.fma(second, negative, x), reciprocal, second)
-        # A zero would be positive, whatever it is made of.
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000
+        sign = x.to(tl.int32, bitcast=True) & -0x80000000  # else every zero would be positive
         return (_magnitude(third) | sign).to(tl.float32, bitcast=True)
     return tl.div_rn(x, scale)
 
@@ -52,8 +51,7 @@ def _to_float8(value, E5M2: tl.constexpr, HARDWARE: tl.constexpr, HAS_NAN: tl.co
         clamped = tl.minimum(tl.maximum(value, -element_max), element_max)
         dropped: tl.constexpr = 21 if E5M2 else 20  # bits of the mantissa
         smallest_normal: tl.constexpr = 2.0**-14 if E5M2 else 2.0**-6
-        # The sum with it has the smallest denormal as its last bit.
-        denormal: tl.constexpr = 2.0**7 if E5M2 else 2.0**14
+        denormal: tl.constexpr = 2.0**7 if E5M2 else 2.0**14  # the sum with it ends in the smallest denormal
         denormal_bits: tl.constexpr = (127 + (7 if E5M2 else 14)) << 23
         bias: tl.constexpr = (127 - (15 if E5M2 else 7)) << 23
         bits = _magnitude(clamped)

@@ -42,8 +42,8 @@ class TritonCasts(Casts):
     def e4m3_scale(self, largest: Tensor) -> Tensor:
         with _on(largest):
             scale = torch.empty_like(largest, memory_format=torch.contiguous_format)
-            num, block = scale.numel(), 128
-            kernels.scales_of[(triton.cdiv(num, block),)](_as_bits(largest), scale, num, BLOCK=block)
+            num = scale.numel()
+            kernels.scales_of[(triton.cdiv(num, 128),)](_as_bits(largest), scale, num, BLOCK=128)
         return scale
 
     def cast_matrix(
@@ -66,8 +66,7 @@ class TritonCasts(Casts):
         matrix = matrix.contiguous()
         with _on(matrix):
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
-            data = self._turn(matrix, multiple, _partial_amax(matrix), scale)
-        return data.view(torch.float8_e4m3fn), scale
+            return self._turn(matrix, multiple, _partial_amax(matrix), scale).view(torch.float8_e4m3fn), scale
 
     def cast_rows(
         self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None
@@ -75,8 +74,7 @@ class TritonCasts(Casts):
         matrix = matrix.contiguous()
         with _on(matrix):
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
-            scale = self._rows(matrix, factor, group, amax, data)
-        return data.view(torch.float8_e4m3fn), scale
+            return data.view(torch.float8_e4m3fn), self._rows(matrix, factor, group, amax, data)
 
     def _rows(
         self, matrix: Tensor, factor: Tensor | None, group: Tensor | None, amax: Tensor | None, data: Tensor | None
@@ -88,20 +86,11 @@ class TritonCasts(Casts):
         rows = max(_BLOCK // block, 1)
         result = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
         kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
-            matrix,
-            None if factor is None else factor.contiguous(),
-            None if group is None else group.contiguous(),
-            None if amax is None else _as_bits(amax),
-            data,
-            result.view(torch.int32) if data is None else result,
-            num_rows,
-            num_columns,
-            IS_SINGLE=num_columns <= block,
-            HARDWARE=self._has_float8,
-            ROWS=rows,
-            BLOCK=block,
+            matrix, None if factor is None else factor.contiguous(), None if group is None else group.contiguous(),
+            None if amax is None else _as_bits(amax), data, result.view(torch.int32) if data is None else result,
+            num_rows, num_columns, IS_SINGLE=num_columns <= block, HARDWARE=self._has_float8, ROWS=rows, BLOCK=block,
             num_warps=rows * block // 1024,
-        )
+        )  # fmt: skip
         return result
 
     def cast_blocks(self, matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -129,9 +118,7 @@ class TritonCasts(Casts):
         self, matrix: Tensor, padded: int, along: int, size: int, rounding: str | None = None, is_turned: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The kernel of blocks along dim ``along`` of a row-major matrix, or of its transpose (``is_turned``).
-
-        ``padded`` elements are written along the blocks. Scales are float32, or e8m0 if a ``rounding`` is given.
-        """
+        Along the blocks ``padded`` elements are written. Scales are float32, or e8m0 if a ``rounding`` is given."""
         num_lines, num_blocks, is_e8m0 = matrix.shape[-3 - along], triton.cdiv(padded, size), rounding is not None
         written = -1 if is_turned else along  # the dim of the results along which the blocks lie
         with _on(matrix):
@@ -156,15 +143,9 @@ class TritonCasts(Casts):
         return packed, scale.view(torch.float8_e4m3fn)
 
     def _launch(
-        self,
-        kernel: Any,
-        tensors: Sequence[Tensor],
-        sizes: Sequence[int],
-        dims: Sequence[int],
-        size: int,
-        **options: Any,
+        self, kernel: Any, tensors: Sequence[Tensor], sizes: Sequence[int], dims: Sequence[int], size: int, **flags: Any
     ) -> None:
-        """A kernel of blocks of ``size`` elements. They lie along the first of ``dims`` in the first tensor, and along
+        """A kernel of blocks of ``size`` elements, which lie along the first of ``dims`` in the first tensor, and along
         the second in the last two: elements and scales."""
         matrix, (data, scale), (along, written) = tensors[0], tensors[-2:], dims
         # Tiles of 4096 or 8192 elements, with 128 of them in a row of memory or 64.
@@ -176,7 +157,7 @@ class TritonCasts(Casts):
         for tensor, dim in ((matrix, along), (data, written), (scale, written)):
             strides += (tensor.stride(-3 - dim), tensor.stride(dim), tensor.shape[-2] * tensor.shape[-1])
         kernel[(prod(matrix.shape[:-2]) * num_tiles,)](
-            *tensors, *sizes, *strides, num_tiles, HARDWARE=self._has_float8, ACROSS=lines, BLOCKS=blocks, **options
+            *tensors, *sizes, *strides, num_tiles, HARDWARE=self._has_float8, ACROSS=lines, BLOCKS=blocks, **flags
         )
 
     def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -194,27 +175,14 @@ class TritonCasts(Casts):
                 scale = scale.contiguous().view(torch.uint8 if scale.itemsize == 1 else scale.dtype)
             result = torch.empty(shape, dtype=dtype, device=data.device)
             tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns)
+            largest = None if amax is None else _as_bits(amax)
+            scale_rows, scale_columns = (0, 0) if scale is None else scale.shape[-2:]
             kernels.dequantize[(prod(shape[:-2]) * tiles,)](
-                data,
-                scale,
-                None if amax is None else _as_bits(amax),
-                result,
-                num_rows,
-                num_columns,
-                data.shape[-1],
-                0 if scale is None else scale.shape[-1],
-                1 if block[1] else 0,
-                data.shape[-2] * data.shape[-1],
-                0 if scale is None else scale.shape[-2] * scale.shape[-1],
-                tiles,
-                KIND=kind,
-                BLOCK_ROWS=block[0],
-                BLOCK_COLUMNS=block[1] or 1,
-                PACKED=packed,
-                HARDWARE=self._has_float8,
-                ROWS=rows,
-                COLUMNS=columns,
-            )
+                data, scale, largest, result, num_rows, num_columns, data.shape[-1], scale_columns,
+                1 if block[1] else 0, data.shape[-2] * data.shape[-1], scale_rows * scale_columns, tiles,
+                KIND=kind, BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1] or 1, PACKED=packed, HARDWARE=self._has_float8,
+                ROWS=rows, COLUMNS=columns,
+            )  # fmt: skip
         return result
 
     def turned(self, matrix: Tensor, multiple: int = 1) -> Tensor:
@@ -265,8 +233,8 @@ def _empty(matrix: Tensor, num_lines: int, num_along: int, along: int, dtype: to
 
 
 def _on(matrix: Tensor) -> AbstractContextManager[Any]:
-    """Runs kernels on the device of ``matrix`` and hides them from checkpoint policies, which may skip ops that make
-    results but not the kernels that fill them."""
+    """Runs kernels on the device of ``matrix``, unseen by checkpoint policies, which may skip ops that make results
+    but not the kernels that fill them."""
     unseen = compat.unseen_by_checkpoint_policies()
     if not matrix.is_cuda or matrix.device.index == torch.cuda.current_device():
         return unseen

@@ -1,10 +1,8 @@
 """The casts as Triton kernels: the arithmetic of ``cast``, bit for bit, in one pass over memory.
 
-Why the bits are equal: magnitudes are compared as integers, so that a maximum keeps a NaN; quotients are rounded as
-IEEE says; no product is part of a sum that could fuse with it; float8 comes from the hardware's own conversion
-(``HARDWARE``: compute capability 8.9 and later), or from integers. float8 and e8m0 are passed as uint8, because Triton
-cannot name the types on every GPU.
-
+The bits are equal, because magnitudes are compared as integers, which keeps a NaN; quotients are rounded as IEEE says;
+no product is part of a sum that could fuse with it; float8 comes from the hardware (``HARDWARE``: compute capability
+8.9 and later) or from integers. float8 and e8m0 are passed as uint8: Triton cannot name the types on every GPU.
 Matrices are row-major, several of them one after the other. Offsets within a tile are int32, those of tiles int64.
 """
 
@@ -33,8 +31,7 @@ def partial_amax(x_ptr, parts_ptr, numel, NUM: tl.constexpr, BLOCK: tl.constexpr
 def finish_amax(parts_ptr, amax_ptr, NUM: tl.constexpr):
     """The largest of the parts of each matrix."""
     matrix = tl.program_id(0)
-    largest = tl.max(tl.load(parts_ptr + matrix * NUM + tl.arange(0, NUM)), 0)
-    tl.store(amax_ptr + matrix, largest)
+    tl.store(amax_ptr + matrix, tl.max(tl.load(parts_ptr + matrix * NUM + tl.arange(0, NUM)), 0))
 
 
 @triton.jit
@@ -47,17 +44,9 @@ def scales_of(amax_ptr, scale_ptr, num, BLOCK: tl.constexpr):
 
 @triton.jit
 def cast_matrix(
-    x_ptr,
-    amax_ptr,
-    q_ptr,
-    scale_ptr,
-    numel,
-    num_programs,
-    NUM: tl.constexpr,
-    E5M2: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, amax_ptr, q_ptr, scale_ptr, numel, num_programs,
+    NUM: tl.constexpr, E5M2: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """float8 and the scale of each matrix; ``NUM`` magnitudes of each are given."""
     matrix, program = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
     largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
@@ -79,21 +68,10 @@ def cast_matrix(
 
 @triton.jit
 def turn(
-    x_ptr,
-    amax_ptr,
-    q_ptr,
-    scale_ptr,
-    num_rows,
-    num_columns,
-    padded_rows,
-    num_tiles,
-    NUM: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The transpose of each matrix, its columns filled up with zeros; in e4m3, as by ``cast_matrix``, if it gets
-    magnitudes."""
+    x_ptr, amax_ptr, q_ptr, scale_ptr, num_rows, num_columns, padded_rows, num_tiles,
+    NUM: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The transpose of each matrix, its columns filled up with zeros; given magnitudes, it is cast to e4m3."""
     matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     in_row = tl.cdiv(num_columns, COLUMNS)
     row0, column0 = (tile // in_row) * ROWS, (tile % in_row) * COLUMNS
@@ -123,23 +101,12 @@ def _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns):
 
 @triton.jit
 def cast_rows(
-    x_ptr,
-    factor_ptr,
-    group_ptr,
-    amax_ptr,
-    q_ptr,
-    scale_ptr,
-    num_rows,
-    num_columns,
-    IS_SINGLE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, factor_ptr, group_ptr, amax_ptr, q_ptr, scale_ptr, num_rows, num_columns,
+    IS_SINGLE: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """e4m3 and the scale of each row, or without ``q_ptr`` its largest magnitude, as an integer in place of the scale.
 
-    Columns are multiplied by factors first, if there are any: by those of a row's group if there are groups. Magnitudes
-    may be given. ``IS_SINGLE``: a row is one block, and is read once.
+    Columns are multiplied by the factors of a row's group, if given. ``IS_SINGLE``: a row is one block, read once.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     is_row = row < num_rows
@@ -175,29 +142,11 @@ def cast_rows(
 
 @triton.jit
 def cast_blocks(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    num_across,
-    num_along,
-    padded_along,
-    x_across,
-    x_along,
-    x_matrix,
-    q_across,
-    q_along,
-    q_matrix,
-    s_across,
-    s_along,
-    s_matrix,
-    num_tiles,
-    E8M0: tl.constexpr,
-    CEIL: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ACROSS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    x_ptr, q_ptr, scale_ptr, num_across, num_along, padded_along,
+    x_across, x_along, x_matrix, q_across, q_along, q_matrix, s_across, s_along, s_matrix, num_tiles,
+    E8M0: tl.constexpr, CEIL: tl.constexpr, HARDWARE: tl.constexpr,
+    ACROSS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """e4m3 with a scale for each ``SIZE`` elements along one dim: float32, or a power of two in e8m0.
 
     ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales: across the blocks, along them, and from
@@ -206,7 +155,6 @@ def cast_blocks(
     matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
     num_blocks = tl.cdiv(padded_along, SIZE)
     in_line = tl.cdiv(num_blocks, BLOCKS)
-    # The first of the tile.
     line0, block0 = ((tile // in_line) * ACROSS).to(tl.int64), ((tile % in_line) * BLOCKS).to(tl.int64)
     x_ptr += matrix * x_matrix + line0 * x_across + block0 * SIZE * x_along
     q_ptr += matrix * q_matrix + line0 * q_across + block0 * SIZE * q_along
@@ -256,26 +204,10 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
 
 @triton.jit
 def cast_nvfp4(
-    x_ptr,
-    amax_ptr,
-    packed_ptr,
-    scale_ptr,
-    num_across,
-    num_along,
-    x_across,
-    x_along,
-    x_matrix,
-    p_across,
-    p_along,
-    p_matrix,
-    s_across,
-    s_along,
-    s_matrix,
-    num_tiles,
-    HARDWARE: tl.constexpr,
-    ACROSS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    x_ptr, amax_ptr, packed_ptr, scale_ptr, num_across, num_along,
+    x_across, x_along, x_matrix, p_across, p_along, p_matrix, s_across, s_along, s_matrix, num_tiles,
+    HARDWARE: tl.constexpr, ACROSS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Pairs of e2m1 and an e4m3 scale for each 16 elements along one dim; strides as in ``cast_blocks``."""
     matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
     num_blocks = tl.cdiv(num_along, 16)
@@ -306,26 +238,11 @@ def cast_nvfp4(
 
 @triton.jit
 def dequantize(
-    q_ptr,
-    scale_ptr,
-    amax_ptr,
-    out_ptr,
-    num_rows,
-    num_columns,
-    q_row,
-    s_row,
-    s_column,
-    q_matrix,
-    s_matrix,
-    num_tiles,
-    KIND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    q_ptr, scale_ptr, amax_ptr, out_ptr, num_rows, num_columns,
+    q_row, s_row, s_column, q_matrix, s_matrix, num_tiles,
+    KIND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PACKED: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The values of quantized matrices, rounded once to the dtype of the output.
 
     ``KIND`` of scale: ``amax`` (the scale follows from the magnitude of each matrix), ``float32``, ``e8m0``, ``nvfp4``.

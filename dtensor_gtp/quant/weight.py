@@ -1,9 +1,8 @@
 """Weights with a recipe: the products of stock modules, and what plain ``fully_shard`` gathers.
 
-``fully_shard`` does one gather for a parameter, of flat tensors whose sizes never change. So the planes of a shard are
-packed into one run of bytes, as long as the longer of the two directions needs: rowwise data in forward, columnwise
-data in backward. Activation checkpointing runs forward in backward, and ``reshard_after_forward=False`` never gathers
-for backward. There the unsharded parameter gathers the data of the other direction itself, at once.
+``fully_shard`` gathers flat tensors whose sizes never change. So the planes of a shard are packed into bytes as long as
+the longer direction needs: rowwise data in forward, columnwise in backward. With activation checkpointing and
+``reshard_after_forward=False`` the unsharded parameter gathers the data of the other direction itself, at once.
 """
 
 from __future__ import annotations
@@ -152,11 +151,8 @@ class StoredWeight(WeightWithRecipe):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Called by ``fully_shard``: the quantized bytes of this shard.
-
-        Raises:
-            NotImplementedError: The weight's shards are not alike or cut its blocks; raised on all ranks alike.
-        """
+        """Called by ``fully_shard``: the quantized bytes of this shard. NotImplementedError, on all ranks alike, if the
+        weight's shards are not alike or cut its blocks."""
         group, world = mesh.get_group(), mesh.size()
         _check_shards(self, outer_size, world)
         in_backward = compat.current_graph_task_id() != -1
@@ -198,10 +194,10 @@ def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> No
     if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
         return
     raise NotImplementedError(
-        f"fully_shard cuts a weight of shape {tuple(outer_size)} over {world} ranks into shards that are not all alike "
-        f"in rows and whole {shard.recipe.name} blocks of {block} of them (this one has shape {tuple(shard.shape)}). "
-        f"Choose a number of rows that is a multiple of {block * world}, use gtp_shard, which cuts between blocks, or "
-        "leave the weight out of quantize_."
+        f"fully_shard cuts a weight of shape {tuple(outer_size)} over {world} ranks into shards that are not alike and "
+        f"whole {shard.recipe.name} blocks of {block} rows (this one has shape {tuple(shard.shape)}). Choose a number "
+        f"of rows that is a multiple of {block * world}, use gtp_shard, which cuts between blocks, or leave the weight "
+        "out of quantize_."
     )
 
 
@@ -257,9 +253,8 @@ class GatheredWeight(WeightWithRecipe):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default):
             return GatheredWeight(args[0].slots, args[0].info, args[0].dtype)
-        args, kwargs = compat.tree_map_only(
-            GatheredWeight, lambda w: w.dequantize_for(Direction.ROWWISE), (args, kwargs or {})
-        )
+        inner = (args, kwargs or {})
+        args, kwargs = compat.tree_map_only(GatheredWeight, lambda w: w.dequantize_for(Direction.ROWWISE), inner)
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
