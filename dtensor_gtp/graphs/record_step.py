@@ -17,12 +17,9 @@ from .recorder import CudaRecorder
 
 
 class RecordedStep:
-    """The step ``fn`` as one graph, for arguments with these leaves and this spec, with everything that must live as
-    long as the graph. See the notes in ``capture_step.py``."""
+    """The step ``fn`` as one graph, with everything that must live as long. See the notes in ``capture_step.py``."""
 
-    def __init__(
-        self, fn: Callable[..., Any], leaves: list[Any], spec: Any, around: Surroundings, recorder: CudaRecorder
-    ) -> None:
+    def __init__(self, fn: Any, leaves: list[Any], spec: Any, around: Surroundings, recorder: CudaRecorder) -> None:
         self._around = around
         check_none_pinned(around.runtimes)
         check_none_in_flight(around.runtimes, "before it is recorded")

@@ -62,8 +62,8 @@ class CudaRecorder:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection: it may free an earlier model whose memory peers map. That waits for the GPU, which ends
-    the process while a graph is recorded (torch 2.11: from a destructor)."""
+    """No garbage collection: it may free a model whose memory peers map. That waits for the GPU, which a recording must
+    not (torch 2.11: the process ends)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
