@@ -36,11 +36,7 @@ IGNORED = -(2**62)
 
 
 def loss_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | None:
-    """What ranks have agreed on for losses over the rows of ``weight``; None where it is always gathered.
-
-    Raises:
-        NotImplementedError: The policy asks for an exchange, but ranks do not hold whole rows.
-    """
+    """What ranks have agreed on for losses over the rows of ``weight``; None where it is always gathered."""
     choice = runtime.schedule.head
     if choice == "gather" or (choice != "exchange" and not can_exchange(runtime, weight)):
         return None
@@ -68,11 +64,7 @@ def vocabulary_parallel_loss(
     label_smoothing: float,
 ) -> Tensor | None:
     """The loss of each token of this rank in float32 or wider, or None where ranks have agreed to gather the weight.
-
-    Args:
-        hidden: Shape ``(tokens, in_features)``, in the compute dtype.
-        target: Shape ``(tokens,)``: rows of the weight, or ``IGNORED`` for tokens without a loss, whose loss is zero.
-    """
+    ``hidden`` is in the compute dtype; ``target`` is ``IGNORED`` for tokens without a loss, whose loss is zero."""
     check_differentiable(weight)
     runtime.ensure_initialized()
     weight.check_readable()

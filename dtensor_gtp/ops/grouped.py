@@ -3,8 +3,7 @@
 Group sizes stay on the device, so the host never waits for them. Rows beyond the last group, which ``F.grouped_mm``
 leaves uninitialized, are zeros in the output and in the input's gradient. A sharded layer has one weight of logical
 shape ``(num_groups, N, K)``, or one of shape ``(N, K)`` for each group. The latter are gathered in one launch into
-slices of one buffer, so that their stack, which the GEMM takes, is a view. Where they come from elsewhere (one rank, a
-recipe, gathers at different times) it is a copy.
+slices of one buffer, so that their stack is a view; it is a copy where they come from elsewhere (one rank, a recipe).
 """
 
 from __future__ import annotations
@@ -46,15 +45,10 @@ def grouped_linear(
 
 
 def sharded_grouped_linear(
-    x_TK: Tensor,
-    bias_GN: Tensor | None,
-    split_sizes_G: Tensor,
-    scales_T: Tensor | None,
-    runtime: Runtime,
-    weights: Weights,
+    x_TK: Tensor, bias_GN: Tensor | None, sizes_G: Tensor, scales_T: Tensor | None, runtime: Runtime, weights: Weights
 ) -> Tensor:
     """:func:`grouped_linear` on the sharded weights of one layer."""
-    ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
+    ends_G = sizes_G.cumsum(0, dtype=torch.int32)
     if torch.is_grad_enabled():
         leaves = [weight.leaf for weight in weights]
         output: Tensor = _ShardedGroupedMM.apply(x_TK, ends_G, runtime, weights, *leaves)  # type: ignore[no-untyped-call]
@@ -99,10 +93,8 @@ def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
             wgrad[group] = grad_TN[begin:end].t() @ x_TK[begin:end]
         return wgrad
     pad_N, pad_K = _paddings(grad_TN, x_TK)
-    if pad_N:
-        grad_TN = F.pad(grad_TN, (0, pad_N))
-    if pad_K:
-        x_TK = F.pad(x_TK, (0, pad_K))
+    grad_TN = F.pad(grad_TN, (0, pad_N)) if pad_N else grad_TN
+    x_TK = F.pad(x_TK, (0, pad_K)) if pad_K else x_TK
     return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, :N, :K]
 
 
@@ -174,8 +166,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 def reduce_wgrad(
     runtime: Runtime, weights: Weights, awaited: Sequence[bool], grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor
 ) -> None:
-    """Compute the gradients of all weights, and send those that are awaited to the shards. ``F.grouped_mm`` takes no
-    output buffer, so ``add_full`` copies what cannot be sent as it is."""
+    """Compute the gradients of all weights, and send those that are awaited to the shards."""
     with profiler_range("GTP::wgrad", ", ".join([weight.fqn for weight in weights])):
         wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
     if len(weights[0].layout.shape) == 3:
@@ -224,7 +215,6 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # Save only what backward uses.
         ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
         gemms = _gemms_of(weight_GNK)
         if gemms is None:

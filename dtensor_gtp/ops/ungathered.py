@@ -50,16 +50,13 @@ class UngatheredWeight(Tensor):
     def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
         shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
         strides = (1, shape[0]) if is_transposed else (shape[1], 1)
-        self = compat.make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=weight.compute_dtype, device=weight.shard.device
-        )
+        dtype, device = weight.compute_dtype, weight.shard.device
+        self = compat.make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             (weight,) = args
             is_turned = func is torch.ops.aten.t.default
