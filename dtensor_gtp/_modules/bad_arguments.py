@@ -1,7 +1,6 @@
 """The arguments of ``gtp_shard`` and their checks, before anything changes.
 
-Each rank checks for itself. Then one exchange of three numbers tells all ranks of the mesh whether everybody passed and
-saw the same model. Only a rank whose ``mesh`` does not contain it cannot tell the others.
+Each rank checks for itself. Then one exchange tells all ranks of the mesh whether all passed and saw the same model.
 """
 
 from __future__ import annotations
@@ -87,11 +86,8 @@ def validate_mesh(mesh: Any) -> None:
 
 
 def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
-    """``mesh`` itself, or the mesh of the same process groups in which ranks ascend along each axis.
-
-    A process group counts its ranks in ascending order, and collectives place each rank's rows accordingly. DTensor
-    computes offsets from coordinates in the mesh. If the two differ, a checkpoint files a shard under another's rows.
-    """
+    """``mesh`` itself, or the mesh of the same process groups in which ranks ascend along each axis: collectives place
+    rows by ascending ranks, DTensor by coordinates. If these differ, a checkpoint files a shard under wrong rows."""
     ranks = mesh.mesh.cpu()
     if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)):
         return mesh
@@ -122,8 +118,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 "fully_shard; or use a (replicate, gtp) mesh instead of DistributedDataParallel; or leave the module "
                 "out by passing all its parameters in ignored_params."
             )
-    sharded = binding_of(module)
-    if sharded is not None:
+    if (sharded := binding_of(module)) is not None:
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__} that an earlier call on it or on a module that "
             f"contains it has sharded already over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
@@ -146,8 +141,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 f"(rank {dist.get_rank()}). Move the module, or build the mesh for its device."
             )
     _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
-    held = _held_elsewhere(module, replaced)
-    if held:
+    if held := _held_elsewhere(module, replaced):
         _refuse_holders(held, mesh)
 
 

@@ -129,8 +129,7 @@ def _place(site: Site, param: nn.Parameter, asked: Placement | None, min_numel: 
         return Replicate(), "no elements"
     if param.numel() < min_numel:
         return Replicate(), f"below min_shard_numel={min_numel}"
-    own = _placement_of_module(site)
-    if own is not None:
+    if (own := _placement_of_module(site)) is not None:
         return own, f"by {type(site.module).__name__}" if isinstance(own, Replicate) else ""
     # Dim 0; dim 1 if tensor parallelism has cut dim 0 in blocks: a cut in blocks must be the last one of its dim.
     earlier = [p for p in getattr(param, "placements", ()) if isinstance(p, GTPShard) and p.block_size > 1]
@@ -159,10 +158,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     if not isinstance(param, DTensor):
         return
     axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names
-    what = (
-        f"parameter '{fqn}' of shape {tuple(param.shape)} is a DTensor with placements {param.placements} on mesh axes "
-        f"{axes}"
-    )
+    what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a DTensor with placements {param.placements} on axes {axes}"
     if axes is None or gtp_axes is None:
         raise ValueError(
             f"gtp_shard expects meshes with named axes, but {what} and its own mesh has axes {gtp_axes} (rank "
@@ -188,8 +184,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 def _check_sites(decision: Decision) -> None:
-    """Ask the modules of a parameter, and refuse embeddings whose forward writes the weight, or whose gradient is
-    sparse or depends on the tokens of all ranks."""
+    """Ask the modules of a parameter, and refuse embeddings whose options write the weight or change its gradient."""
     for module, _ in decision.sites:
         if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
             module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]

@@ -38,13 +38,8 @@ def shard_module(
     runtime: Runtime,
     mixin: type,
 ) -> None:
-    """Replace the parameters and swap the classes. Nothing in here may fail on bad input.
-
-    Args:
-        ignored: Where ignored parameters are registered.
-        runtime: Serves this call from now on, and earlier calls on submodules.
-        mixin: A base of the class of ``module`` alone.
-    """
+    """Replace the parameters and swap the classes. Nothing in here may fail on bad input. ``runtime`` also serves
+    earlier calls on submodules from now on; ``mixin`` is a base of the class of ``module`` alone."""
     mesh, mp_policy = arguments.mesh, arguments.mp_policy
     for submodule in module.modules():  # buffers stay whole; like ``fully_shard``, move them to the mesh's device
         for name, buffer in submodule._buffers.items():
@@ -80,9 +75,7 @@ def shard_module(
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
     """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a parameter with ``module``.
-
-    Returns the modules below ``module`` that earlier calls manage.
-    """
+    Returns the modules below ``module`` that earlier calls manage."""
     nested = [m for m in module.modules() if binding_of(m) is not None]
     tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
@@ -101,7 +94,6 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
 def _make_param(
     decision: Decision, mesh: DeviceMesh, device: torch.device, mp_policy: MixedPrecisionPolicy
 ) -> ManagedParam:
-    """Cut a parameter, and make the DTensor parameter of the shard and its manager."""
     old, recipe, placement = decision.param, decision.recipe, decision.placement
     local, tp_spec, spec_mesh, placements = _local_part(old, mesh)
     local = master_of(local).detach()
