@@ -107,8 +107,7 @@ def wrap_spec() -> None:
 
 
 def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
-    """The placements of ``spec``, in torch's own terms where these name the same layout. An outer ``fully_shard`` cuts
-    a dim once more, by a strided placement to the left, which cannot stand beside a block placement."""
+    """The placements of ``spec``, in torch's own terms where those of ``fully_shard`` cut a dim of blocks once more."""
     placements = list(spec.placements)
     for axis, placement in enumerate(placements):
         if not isinstance(placement, _BlockGTPShard):

@@ -1,10 +1,8 @@
 """Stock ``clip_grad_norm_`` and ``GradScaler`` on sharded parameters, also of several meshes.
 
-DTensor (torch 2.11 to 2.13) fails at two places, which get rules of sharding propagation here:
-
-* It refuses a stack of scalars of different meshes, and a product with a coefficient of another mesh. Here each scalar
-  is first reduced on its own mesh. A scalar that every rank of its mesh holds whole goes with ops on any other mesh.
-* The infinity norm raises only on ranks whose shard has no rows. So a gradient with fewer rows than ranks is gathered.
+DTensor (torch 2.11 to 2.13) refuses a stack of scalars of different meshes, and a product with a coefficient of another
+mesh: here each scalar is first reduced on its own mesh, and goes with ops on any other mesh. The infinity norm raises
+only on ranks whose shard has no rows: a gradient with fewer rows than ranks is gathered.
 """
 
 from __future__ import annotations

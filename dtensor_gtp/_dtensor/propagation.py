@@ -65,12 +65,10 @@ def install() -> None:
 
 
 def _support_fused_sgd() -> None:
-    """Let DTensors run ``torch.optim.SGD(fused=True)`` by the strategy of the fused AdamW; torch (2.11 to 2.13) has it
-    for the fused Adams only."""
+    """Let DTensors run ``torch.optim.SGD(fused=True)`` by the strategy of the fused AdamW (torch 2.11 to 2.13)."""
     propagator = op_dispatcher().sharding_propagator
     strategies = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs)
-    infos = (propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy)
-    for table in (*strategies, *infos):
+    for table in (*strategies, propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy):
         for overload in ("default", "tensor_lr"):
             sgd, adamw = getattr(aten._fused_sgd_, overload), getattr(aten._fused_adamw_, overload)
             if adamw in table:
@@ -89,8 +87,7 @@ _FACTORIES = tuple(getattr(aten, f"new_{kind}").default for kind in ("empty", "e
 
 
 class _Propagation:
-    """Sharding propagation of ops on DTensors of ours, which have a ``GTPShard`` or lie on a mesh where another one had
-    it, because most ops make a plain ``Shard(0)`` of a ``GTPShard(0)``."""
+    """Sharding propagation of ops on DTensors of ours: on a mesh where one had a ``GTPShard``, which most ops lose."""
 
     def __init__(self) -> None:
         self._meshes: WeakSet[DeviceMesh] = WeakSet()
@@ -116,8 +113,7 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Op
         raise unsupported(op, operands, "it has a handler of its own in DTensor")
     is_known = op in propagator.op_strategy_funcs or op in propagator.op_single_dim_strategy_funcs
     if is_known and elementwise.is_elementwise(op):
-        sharding = propagate_alike(schema, operands)
-        if sharding is not None:
+        if (sharding := propagate_alike(schema, operands)) is not None:
             return sharding
         try:
             out_meta = propagator._propagate_tensor_meta_non_cached(schema)

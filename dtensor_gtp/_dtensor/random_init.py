@@ -1,9 +1,8 @@
 """Random initialization in place: every rank gets the rows that the unsharded tensor would have drawn.
 
-DTensor draws each shard by itself: on CUDA other values than those of the unsharded tensor, on CPU even the same on
-every rank. Here each rank draws the whole of a tensor on a mesh that ``gtp_shard`` shards over, from the generator that
-an unsharded tensor would use, and keeps its part. With ranks seeded alike, ``to_empty`` and ``reset_parameters`` give
-the parameters and the generator's state of the unsharded module.
+DTensor draws each shard by itself. Here each rank draws the whole of a tensor on a mesh that ``gtp_shard`` shards over,
+and keeps its part. With ranks seeded alike, ``to_empty`` and ``reset_parameters`` give the parameters and the
+generator's state of the unsharded module.
 """
 
 from __future__ import annotations

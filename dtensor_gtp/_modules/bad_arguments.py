@@ -100,8 +100,8 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
             f"groups, but got {ranks.tolist()} on axes {mesh.mesh_dim_names} (rank {dist.get_rank()}): the replicas of "
             "a shard would be in different groups. Build the mesh with init_device_mesh."
         )
-    groups = mesh.get_all_groups()
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=rows, mesh_dim_names=mesh.mesh_dim_names)
+    names = mesh.mesh_dim_names
+    return DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh=rows, mesh_dim_names=names)
 
 
 def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Parameter]) -> None:
@@ -172,19 +172,15 @@ def _held_elsewhere(module: nn.Module, params: dict[str, nn.Parameter]) -> dict[
 
 
 def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows.
-
-    To look at all objects of the process takes 0.1 s or more. So look only if one of ``params`` may be in a list, as
-    those of optimizers are. (``gc.get_referrers`` compares each reference of the process with each of ``params``.)
-    """
+    """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows. All objects of the
+    process are looked at, for 0.1 s or more, only if one of ``params`` may be in a list, as those of optimizers are."""
     if len(params) <= 64 and not any(isinstance(held, list | tuple) for held in gc.get_referrers(*params.values())):
         return
     names = {id(param): name for name, param in params.items()}
     holders = _living(DistributedDataParallel, torch.optim.Optimizer)
     wrapped = [p for h in holders if isinstance(h, DistributedDataParallel) for p in h._module_parameters]
     _refuse_params_of("DistributedDataParallel", wrapped, params)
-    early = _early_optimizer(holders, names)
-    if early is not None:
+    if (early := _early_optimizer(holders, names)) is not None:
         # An optimizer that nobody uses any more may wait in a reference cycle: collect it and look again.
         del holders
         gc.collect()

@@ -47,8 +47,7 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
     unmanaged: set[Site] = set()
     managed = {id(p.param): p for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
     for prefix, submodule in module.named_modules():
-        binding = binding_of(submodule)
-        if binding is not None:
+        if (binding := binding_of(submodule)) is not None:
             unmanaged |= {site for site in binding.group.unmanaged if site.module is submodule}
             continue
         for name, param in submodule._parameters.items():
@@ -158,7 +157,8 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     if not isinstance(param, DTensor):
         return
     axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names
-    what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a DTensor with placements {param.placements} on axes {axes}"
+    cut = f"DTensor with placements {param.placements} on mesh axes {axes}"
+    what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a {cut}"
     if axes is None or gtp_axes is None:
         raise ValueError(
             f"gtp_shard expects meshes with named axes, but {what} and its own mesh has axes {gtp_axes} (rank "

@@ -67,8 +67,8 @@ def shard_module(
             bind(submodule, binding, mixin if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
-    for replacements in (gradients, torch_patches):
-        replacements.install()
+    gradients.install()
+    torch_patches.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 

@@ -223,8 +223,7 @@ def follow_pipelining() -> None:
     the first part is a whole backward in which the fused ops postpone their weight gradients; the second part computes
     and reduces those. Weights that are read as attributes, and whole parameters, are done in the first part.
     """
-    stage_class = compat.pipeline_stage_class()
-    if stage_class is not None:
+    if (stage_class := compat.pipeline_stage_class()) is not None:
         _replace_backward(stage_class)
 
 

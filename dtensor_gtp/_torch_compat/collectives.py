@@ -81,8 +81,7 @@ def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def complete_collectives(tree: Any) -> Any:
-    """``tree`` with a wait for each tensor that a functional collective has yet to fill. For the inputs of compiled
-    code: torch 2.13 drops the gradient of such an input (pytorch 191113, 180614)."""
+    """``tree`` after a wait for its tensors, whose gradients compiled code would drop (pytorch 191113, 180614)."""
 
     def completed(tensor: Tensor) -> Any:
         is_pending = isinstance(local_part(tensor), AsyncCollectiveTensor)

@@ -1,8 +1,7 @@
 """Operations of streams (CUDA driver API): signals between GPUs, and copies.
 
-A kernel that waits for a peer needs a place on an SM, for which it waits itself beside a GEMM that fills the GPU.
-Signals take no SM: the front end of the GPU executes them in the order of the stream. NCCL (2.28) orders its
-copy-engine collectives with them. CUDA graphs can record them.
+A kernel that waits for a peer would wait for a place on an SM beside a GEMM that fills the GPU. Signals take no SM: the
+front end of the GPU executes them in the order of the stream. CUDA graphs can record them.
 """
 
 from __future__ import annotations
@@ -75,9 +74,8 @@ def raw_stream(device: torch.device) -> int:
 def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
     """Give the stream of this handle, which is the current one, these copies, of different memory each.
 
-    One call of the driver where possible (``cuMemcpyBatchAsync``, CUDA 13; a graph cannot record it): ``Tensor.copy_``
-    takes the host several microseconds. While a profiler records, each copy is a call of the runtime, because a trace
-    does not show who launched copies of the driver. Raises RuntimeError if one of them refuses.
+    One call of the driver where possible (``cuMemcpyBatchAsync``, CUDA 13; a graph cannot record it). While a profiler
+    records, each copy is a call of the runtime, because a trace does not show who launched copies of the driver.
     """
     driver, handle = _driver(), ctypes.c_void_p(stream)
     copies = [copy for copy in copies if copy[2]]
@@ -119,10 +117,9 @@ class SignalBarrier:
 
     [Note: two sets of flags]
     A barrier writes 1 to this rank's flag at every peer, waits until all of its own flags are 1, and sets them to 0. A
-    peer may come to the next barrier before this rank has cleared its flags, so two sets take turns. The peer cannot
-    come to the one after that, because the one in between waits for this rank. Since values are constant, graphs can
-    record barriers, and replay them in any order if each holds an even number of them. ``flags`` are the addresses of
-    each rank's flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
+    peer may come to the next barrier before this rank has cleared its flags, so two sets take turns; to the one after
+    that only after this rank. A graph can record an even number of barriers. ``flags`` are the addresses of each rank's
+    flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
     """
 
     def __init__(self, flags: Sequence[int], rank: int) -> None:

@@ -81,8 +81,7 @@ def own_part(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
 
 def distribute_tensor_modules() -> list[Any]:
     """Modules of torch that hold ``distribute_tensor``, the one that defines it first."""
-    names = ("tensor._api", "tensor", "_state_dict_utils")
-    return [import_module(f"torch.distributed.{name}") for name in names]
+    return [import_module(f"torch.distributed.{name}") for name in ("tensor._api", "tensor", "_state_dict_utils")]
 
 
 Propagate = Callable[[OpSchema], OutputSharding]

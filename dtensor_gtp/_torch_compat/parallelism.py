@@ -60,8 +60,7 @@ def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
 
 @contextmanager
 def empty_grads_set_aside(group: Any) -> Iterator[None]:
-    """Around the post-backward of a parameter group, which cannot reduce gradients without elements: all ranks of its
-    mesh leave out the same ones. Those get empty gradients, so that all ranks have gradients of the same parameters."""
+    """Around the post-backward of a parameter group, which cannot reduce gradients without elements."""
     empty = []
     for param in group.fsdp_params:
         unsharded: Any = getattr(param, "_unsharded_param", None)
@@ -95,5 +94,4 @@ def is_replicated_by_ddp(module: torch.nn.Module) -> bool:
 
 def pipeline_stage_class() -> Any | None:
     """Base class of the stages of ``torch.distributed.pipelining``; None as long as nobody has imported that."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    return getattr(module, "_PipelineStageBase", None)
+    return getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)

@@ -126,11 +126,8 @@ class CapturedBlocks:
             block.calls.forget()
 
     def remove(self) -> None:
-        """Give the blocks their own ``forward`` back, and free graphs and buffers.
-
-        Raises:
-            RuntimeError: The backward of a call may still come.
-        """
+        """Give the blocks their own ``forward`` back, and free graphs and buffers. Raises RuntimeError if the backward
+        of a call may still come."""
         for block in self._blocks:
             if any(graph.awaits_backward for graph in block.calls.graphs.values()):
                 raise RuntimeError(

@@ -123,12 +123,8 @@ class CapturedStep(Generic[P, R]):
         return len(self._calls.graphs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one step.
-
-        Raises:
-            ValueError: A tensor among the arguments is on another device, or needs a gradient.
-            RuntimeError: The step cannot be recorded, or what a graph has baked in has changed.
-        """
+        """Run one step. Raises ValueError if a tensor among the arguments is on another device or needs a gradient,
+        RuntimeError if the step cannot be recorded, or what a graph has baked in has changed."""
         leaves, spec = compat.tree_flatten((args, kwargs))
         check_inputs(leaves, self._device)
         if not self._around.has_same_binding() or not self._around.is_in_place():
@@ -163,8 +159,7 @@ class CapturedStep(Generic[P, R]):
         is_full = len(calls.graphs) >= calls.max_graphs
         if is_warm and is_new and is_full:
             logger.warning("capture_step runs eagerly: there are %d graphs already, the most allowed", calls.max_graphs)
-        # So that this step gathers what a recording gathers (in which a gather stage cannot grow), and what other ranks
-        # gather that record or replay meanwhile.
+        # So that this step gathers what a recording, and other ranks that record or replay meanwhile, gather.
         drop_kept(around.runtimes)
         with self._recorder.eager(is_last=is_warm and not is_new and not is_full):
             result: R = compat.tree_map_only(Tensor, lambda t: t.detach().clone(), self._fn(*args, **kwargs))

@@ -60,8 +60,7 @@ class Recording:
         """Where to put the gradient of a use. Each is reduced by itself: all but the first get memory of the graph."""
         assert weight.fixed is not None
         grad, dtype = weight.fixed.grad, dtype or weight.reduce_dtype
-        is_first = all(weight is not other.weight for other in self.written)
-        if not is_first or dtype.itemsize > grad.dtype.itemsize:
+        if dtype.itemsize > grad.dtype.itemsize or any(weight is other.weight for other in self.written):
             return torch.empty_like(grad, dtype=dtype)
         if dtype == grad.dtype:
             return grad
@@ -121,11 +120,10 @@ class Block(NamedTuple):
 
 
 class Reached:
-    """Which differentiable outputs have got a gradient in eager calls, None before a backward. A graph must not make
-    zeros for what only the others depend on."""
+    """Which differentiable outputs get a gradient in eager calls: a graph must not make zeros for the others."""
 
     def __init__(self) -> None:
-        self.indices: set[int] | None = None
+        self.indices: set[int] | None = None  # before a backward
 
     def observed(self, leaves: list[Any]) -> list[Any]:
         """The outputs for the caller: views, so that a gradient from within the block does not count."""

@@ -112,8 +112,7 @@ class RecordedStep:
         check_none_pinned(around.runtimes)
         check_none_in_flight(around.runtimes, "before it is replayed")
         self._check_constant("since the step was recorded")
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for target, source in zip(self._inputs, given, strict=True):
+        for target, source in zip(self._inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True):
             target.copy_(source, non_blocking=True)
         self._replay()
         write_values(around.places, self._grads_after)

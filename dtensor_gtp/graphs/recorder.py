@@ -62,8 +62,7 @@ class CudaRecorder:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection: it may free a model whose memory peers map. That waits for the GPU, which a recording must
-    not (torch 2.11: the process ends)."""
+    """No garbage collection: to free a model whose memory peers map waits for the GPU, which a recording must not."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -83,8 +83,6 @@ class GroupedMLP(nn.Module):
 class GroupedExperts(nn.Module):
     """Routed experts: tokens go to their experts, wherever these are, and come back as a weighted sum.
 
-    Takes what a router returns, in the order of arguments that the experts of ``transformers`` have.
-
     Args:
         mlp: The experts.
         dispatcher: Brings tokens to them; by default for experts that are all on this rank.
@@ -108,8 +106,7 @@ class GroupedExperts(nn.Module):
             top_k_weights: Their weights, same shape, floating point.
         """
         dispatched = self.dispatcher.dispatch(hidden_states, top_k_index)
-        rows = self.mlp(dispatched.rows, dispatched.split_sizes)
-        return self.dispatcher.combine(rows, dispatched, top_k_weights)
+        return self.dispatcher.combine(self.mlp(dispatched.rows, dispatched.split_sizes), dispatched, top_k_weights)
 
 
 def parallelize_experts(

@@ -113,8 +113,7 @@ class GroupedLinear(nn.Module):
         return GTPGroupedLinear if is_stock and is_cut and len(specs) == len(weights) else None
 
     def check_gtp_placement(self, fqn: str, param: Tensor, placement: GTPShard) -> None:
-        """Called before ``gtp_shard`` cuts a parameter. Raises a ValueError if expert or tensor parallelism has cut it
-        over an axis that does not divide the groups, or through blocks of rows."""
+        """Refuse what expert or tensor parallelism has cut over an axis that does not divide the groups or blocks."""
         if not isinstance(param, DTensor):
             return
         shape, mesh = list(param.shape), param.device_mesh
@@ -204,8 +203,7 @@ class GroupedLinear(nn.Module):
 
 
 def assert_counts(split_sizes: Tensor, num_rows: int) -> None:
-    """Check the counts on the device, without a wait of the host. On a CPU it raises a RuntimeError; on a GPU a kernel
-    fails and ends the process with this message."""
+    """Check the counts on the device: a CPU raises a RuntimeError, on a GPU a kernel fails and ends the process."""
     expected = "split_sizes that sum up to at most the rows of x, none below 0 (found by DTENSOR_GTP_DEBUG=splits)"
     is_right = (split_sizes >= 0).all() & (split_sizes.sum() <= num_rows)
     compat.assert_on_device(is_right, f"GroupedLinear expects {expected}.")

@@ -1,7 +1,4 @@
-"""Linear and grouped layers in compiled code: each op gathers the weight, multiplies and frees it.
-
-Nothing of the full weight is saved for backward, and the compiler need not know the shapes of grouped GEMMs.
-"""
+"""Linear and grouped layers in compiled code: each op gathers the weight, multiplies and frees it."""
 
 from __future__ import annotations
 

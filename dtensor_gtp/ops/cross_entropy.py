@@ -115,10 +115,8 @@ class _Job:
         self.runtime.comm.wait(launch(compat.all_reduce, what, self.runtime, self.weight, values, op))
 
     def all_gather(self, part: Tensor, what: str) -> tuple[Tensor, Done]:
-        """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``.
-
-        Not in the gather group: when backward begins, the weights of earlier layers are on their way there.
-        """
+        """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``. Not in the gather group,
+        where the weights of earlier layers are on their way when backward begins."""
         received = part.new_empty((self.weight.layout.world * part.shape[0], *part.shape[1:]))
         what = f"{what} for the loss over {self.weight.fqn}"
         return received, launch(compat.all_gather_base, what, self.runtime, self.weight, received, part)
@@ -247,8 +245,7 @@ def _backward(
         if grad_hidden is not None:
             job.reduce_scatter(_product(grad_logits, rows, dtype), grad_hidden[chunk])
         if wgrad is not None and layout.local_rows:
-            filled = layout.filled(wgrad)
-            filled += _product(grad_logits.t(), received, wgrad_dtype)
+            layout.filled(wgrad).add_(_product(grad_logits.t(), received, wgrad_dtype))
         del logits, grad_logits  # before the next logits
     if wgrad is not None:
         job.runtime.grads.add_rows(job.weight, wgrad)

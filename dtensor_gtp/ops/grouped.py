@@ -35,10 +35,7 @@ Weights = tuple[ShardedWeight, ...]  # of one layer
 def grouped_linear(
     x_TK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, split_sizes_G: Tensor, scales_T: Tensor | None = None
 ) -> Tensor:
-    """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by the row's scale.
-
-    The rows are sorted by group. The sum of ``split_sizes_G`` is at most their number.
-    """
+    """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by the row's scale."""
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
     output: Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
     return add_bias(output, bias_GN, ends_G, scales_T)
@@ -62,8 +59,7 @@ def add_bias(output_TN: Tensor, bias_GN: Tensor | None, ends_G: Tensor, scales_T
     if bias_GN is None:
         return output_TN
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
-    group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=bias_GN.shape[0] - 1)
-    bias_TN = bias_GN[group_T]
+    bias_TN = bias_GN[torch.searchsorted(ends_G, rows, right=True).clamp_(max=bias_GN.shape[0] - 1)]
     if scales_T is not None:
         bias_TN = bias_TN * scales_T.unsqueeze(-1).to(bias_TN.dtype)
     return torch.where((rows < ends_G[-1]).unsqueeze(-1), output_TN + bias_TN, 0)
@@ -105,8 +101,7 @@ def _paddings(left: Tensor, right: Tensor) -> tuple[int, int]:
 
 
 def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
-    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles a Function without its gradient if the
-    Function returns the very tensor that it has written to in place."""
+    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles no gradient for a tensor written to."""
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
     return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 
@@ -132,7 +127,6 @@ def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: We
 
 
 def _using(runtime: Runtime, weights: Weights, for_backward: bool) -> AbstractContextManager[Tensor]:
-    """A use of the weights of all groups, shape ``(num_groups, N, K)``."""
     if len(weights[0].layout.shape) == 3:
         return runtime.using(weights[0].for_backward if for_backward else weights[0])
     return _using_stacked(runtime, weights, for_backward)

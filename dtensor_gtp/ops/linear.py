@@ -165,8 +165,7 @@ class TPPlan(NamedTuple):
 
 
 def parallel_plan(input: Tensor, bias: Tensor | None, weight: ShardedWeight) -> TPPlan | None:
-    """The plan of a layer that can run on its local tensors alone, None where DTensor has more to do. Column-wise, the
-    input's gradient is a partial sum; row-wise, the output is one."""
+    """The plan of a layer that can run on its local tensors alone, None where DTensor has more to do."""
     spec = weight.tp_spec
     if spec is None or spec.mesh.ndim != 1 or not isinstance(input, DTensor):
         return None
@@ -188,8 +187,7 @@ def parallel_plan(input: Tensor, bias: Tensor | None, weight: ShardedWeight) -> 
 
 
 def parallel_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
-    """``F.linear`` of DTensors on their local tensors, or None without a plan for it. DTensor's own dispatch takes the
-    host longer than a small GEMM."""
+    """``F.linear`` of DTensors on their local tensors, without DTensor's slow dispatch; None without a plan for it."""
     plan = parallel_plan(input, bias, weight)
     if plan is None:
         return None
