@@ -56,10 +56,8 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("gtp_shard expects an eager nn.Module, but got a ScriptModule. Shard it before scripting.")
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
-        raise ValueError(
-            f"gtp_shard expects a module with a forward, but got a {type(module).__name__}. Call it on each element or "
-            "on the module that contains it."
-        )
+        what = f"a module with a forward, but got a {type(module).__name__}"
+        raise ValueError(f"gtp_shard expects {what}. Call it on each element or on the module that contains it.")
 
 
 def validate_mesh(mesh: Any) -> None:
@@ -69,20 +67,16 @@ def validate_mesh(mesh: Any) -> None:
         raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got {got}. Build one with init_device_mesh.")
     rank, axes = dist.get_rank(), mesh.mesh_dim_names
     if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"gtp_shard expects a 1-D (gtp) or 2-D (replicate, gtp) mesh, but got a {mesh.ndim}-D mesh with axes "
-            f"{axes} of sizes {tuple(mesh.shape)} (rank {rank}). Pass a sub-mesh, e.g. mesh['gtp']."
-        )
+        got = f"a {mesh.ndim}-D mesh with axes {axes} of sizes {tuple(mesh.shape)} (rank {rank})"
+        expected = "a 1-D (gtp) or 2-D (replicate, gtp) mesh"
+        raise ValueError(f"gtp_shard expects {expected}, but got {got}. Pass a sub-mesh, e.g. mesh['gtp'].")
     if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"gtp_shard expects a mesh that contains this rank, but rank {rank} is not among the ranks "
-            f"{mesh.mesh.flatten().tolist()} of mesh axes {axes}. Call it on the mesh's ranks only."
-        )
+        what = f"but rank {rank} is not among the ranks {mesh.mesh.flatten().tolist()} of mesh axes {axes}"
+        raise ValueError(f"gtp_shard expects a mesh that contains this rank, {what}. Call it on the mesh's ranks only.")
     if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
-        raise ValueError(
-            f"gtp_shard expects a mesh of a device that this process has, but got a '{mesh.device_type}' mesh with "
-            f"axes {axes} (rank {rank}). Build it with init_device_mesh('cpu', ...) to run here."
-        )
+        got = f"a '{mesh.device_type}' mesh with axes {axes} (rank {rank})"
+        what = f"a mesh of a device that this process has, but got {got}"
+        raise ValueError(f"gtp_shard expects {what}. Build it with init_device_mesh('cpu', ...) to run here.")
 
 
 def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:

@@ -67,16 +67,12 @@ class GTPManaged(BoundModule):
                 args[-1].append(str(error))  # the list of error messages
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} cannot be copied after gtp_shard, because the copy would share its runtime. Copy "
-            "the module before gtp_shard, or build it again and load the state dict."
-        )
+        why = "after gtp_shard, because the copy would share its runtime. Copy it before, or load its state dict anew"
+        raise RuntimeError(f"{type(self).__name__} cannot be copied {why}.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} cannot be pickled or copied after gtp_shard, because it holds process groups. Save "
-            "its state_dict() and load it into a module that is built again."
-        )
+        why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"
+        raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}.")
 
     def _get_name(self) -> str:
         """What ``repr`` shows. The class itself keeps its name, because other code (transformers) goes by it."""
@@ -128,11 +124,6 @@ class ParamAccess:
         return runtime.reads.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.reads.read(managed)
 
 
-def _flat_weights(module: nn.RNNBase) -> list[Any]:
-    """``nn.RNNBase._flat_weights``: the list of parameters that recurrent layers pass on, made anew at each read."""
-    return [getattr(module, name, None) for name in module._flat_weights_names]
-
-
 def _zero_padding_row(module: nn.Embedding | nn.EmbeddingBag) -> None:
     """Replaces torch's method with which ``reset_parameters`` zeros the row of ``padding_idx``."""
     weight = module._parameters["weight"]
@@ -156,7 +147,10 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     if key not in classes:
         body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
         if isinstance(module, nn.RNNBase) and binding.params:
-            body["_flat_weights"] = property(_flat_weights, lambda module, value: None)  # RNNBase assigns the list
+            # The list of parameters that recurrent layers pass on, made anew at each read. RNNBase assigns it.
+            body["_flat_weights"] = property(
+                lambda m: [getattr(m, n, None) for n in m._flat_weights_names], lambda *_: None
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and "weight" in binding.params:
             body["_fill_padding_idx_with_zero"] = _zero_padding_row
         # ``repr`` marks modules whose own parameters are sharded, and the root, but not containers.

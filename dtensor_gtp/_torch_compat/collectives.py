@@ -81,7 +81,7 @@ def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def complete_collectives(tree: Any) -> Any:
-    """``tree`` after a wait for its tensors, whose gradients compiled code would drop (pytorch 191113, 180614)."""
+    """``tree`` after a wait for its tensors: compiled code drops gradients of pending ones (pytorch 191113, 180614)."""
 
     def completed(tensor: Tensor) -> Any:
         is_pending = isinstance(local_part(tensor), AsyncCollectiveTensor)

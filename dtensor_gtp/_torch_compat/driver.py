@@ -117,9 +117,9 @@ class SignalBarrier:
 
     [Note: two sets of flags]
     A barrier writes 1 to this rank's flag at every peer, waits until all of its own flags are 1, and sets them to 0. A
-    peer may come to the next barrier before this rank has cleared its flags, so two sets take turns; to the one after
-    that only after this rank. A graph can record an even number of barriers. ``flags`` are the addresses of each rank's
-    flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
+    peer may come to the next barrier before this rank has cleared its flags, so two sets take turns. It cannot come to
+    the one after that before this rank. A graph may record an even number of barriers. ``flags`` are the addresses of
+    each rank's flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
     """
 
     def __init__(self, flags: Sequence[int], rank: int) -> None:

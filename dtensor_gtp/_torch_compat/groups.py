@@ -30,9 +30,8 @@ resolve_group = cast("Callable[[str], dist.ProcessGroup]", _resolve_process_grou
 def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
     """A second communicator of the ranks of ``group``. Collective over them, and no others.
 
-    ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the process
-    has. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet. A name could
-    come twice after a group was destroyed. So the ranks agree on a name first.
+    ``dist.new_group(use_local_synchronization=True)`` names a group by how many groups the process has. Ranks that have
+    made different numbers of groups would never meet. So the ranks agree on a name first.
     """
     return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group)
 

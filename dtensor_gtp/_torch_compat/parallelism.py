@@ -60,7 +60,8 @@ def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
 
 @contextmanager
 def empty_grads_set_aside(group: Any) -> Iterator[None]:
-    """Around the post-backward of a parameter group, which cannot reduce gradients without elements."""
+    """Around the post-backward of a parameter group, which cannot reduce gradients without elements. The parameter gets
+    an empty gradient, so that all ranks of the other axes have gradients of the same parameters."""
     empty = []
     for param in group.fsdp_params:
         unsharded: Any = getattr(param, "_unsharded_param", None)

@@ -86,7 +86,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, all of one pair of dtypes in one launch (pytorch/pytorch#173531)."""
+    """Copy each source into its target: a launch for each pair of dtypes, because of pytorch/pytorch#173531."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
         return

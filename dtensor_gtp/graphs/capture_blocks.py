@@ -130,10 +130,8 @@ class CapturedBlocks:
         of a call may still come."""
         for block in self._blocks:
             if any(graph.awaits_backward for graph in block.calls.graphs.values()):
-                raise RuntimeError(
-                    "remove() expects no forward whose backward is still to come, but that of block "
-                    f"'{block.own.name}' may. Run it, or drop the loss and all outputs."
-                )
+                what = f"no forward whose backward is still to come, but that of block '{block.own.name}' may"
+                raise RuntimeError(f"remove() expects {what}. Run it, or drop the loss and all outputs.")
         for block in self._blocks:
             block.remove()
 
@@ -209,7 +207,5 @@ class _CapturedBlock:
         for weight in self._weights:
             fixed = weight.fixed
             if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
-                raise RuntimeError(
-                    f"The dtype of '{weight.fqn}' has changed since capture_blocks: call remove() on what it has "
-                    "returned, then capture_blocks again."
-                )
+                what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
+                raise RuntimeError(f"{what}: call remove() on what it has returned, then capture_blocks again.")

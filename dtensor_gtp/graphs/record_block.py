@@ -178,10 +178,8 @@ class BlockGraph:
             outputs, spec = compat.tree_flatten(block.forward(*args, **kwargs))
         for index, (before, now) in enumerate(zip(versions, versions_of(self.inputs), strict=True)):
             if before != now:
-                raise ValueError(
-                    f"it writes to its input {index}, of shape {tuple(self.inputs[index].shape)}, of which a graph "
-                    "has a copy, so the caller would not see it; return it"
-                )
+                what = f"its input {index}, of shape {tuple(self.inputs[index].shape)}"
+                raise ValueError(f"it writes to {what}, of which a graph has a copy, so nobody would see it; return it")
         tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
         # Keeps alive what autograd has saved, see [Note: memory of a recorded block].
         self._differentiable = [tensor for tensor in tensors if tensor.requires_grad]

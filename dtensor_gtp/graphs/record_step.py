@@ -88,10 +88,8 @@ class RecordedStep:
             )
         for before, now, given in zip(versions, versions_of(self._inputs), self._inputs, strict=True):
             if before != now:
-                raise ValueError(
-                    "capture_step expects a step that only reads its inputs, but this one writes to one of shape "
-                    f"{tuple(given.shape)}: graphs read copies, so the caller would not see it. Return it."
-                )
+                what = f"a step that only reads its inputs, but this one writes to one of shape {tuple(given.shape)}"
+                raise ValueError(f"capture_step expects {what}: graphs read copies, so nobody would see it. Return it.")
 
     def _check_constant(self, when: str) -> None:
         before, now = self._hyperparameters, hyperparameters(self._around.optimizers)

@@ -82,9 +82,7 @@ def _refusing_synchronization() -> Iterator[None]:
     except RuntimeError as error:
         if "synchronizing" not in str(error):
             raise
-        raise RuntimeError(
-            "capture_step expects a step that does not wait for the GPU, but it does where this error comes from: "
-            f"{error}. Return tensors and read them outside of the step."
-        ) from error
+        what = f"a step that does not wait for the GPU, but it does where this error comes from: {error}"
+        raise RuntimeError(f"capture_step expects {what}. Read tensors outside of the step.") from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

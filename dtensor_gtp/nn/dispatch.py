@@ -80,10 +80,8 @@ class TokenDispatcher:
         max_tokens: int | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim != 1:
-            raise ValueError(
-                f"TokenDispatcher expects a 1-D mesh, but got mesh axes {mesh.mesh_dim_names} of shape "
-                f"{tuple(mesh.shape)}. Pass the axis of the experts, e.g. mesh['ep']."
-            )
+            got = f"mesh axes {mesh.mesh_dim_names} of shape {tuple(mesh.shape)}"
+            raise ValueError(f"TokenDispatcher expects a 1-D mesh, but got {got}. Pass one axis, e.g. mesh['ep'].")
         if method not in {m.value for m in DispatchMethod} | set(DispatchMethod):
             known = ", ".join(repr(m.value) for m in DispatchMethod)
             raise ValueError(f"TokenDispatcher expects one of {known} as method, but got {method!r}.")
@@ -112,9 +110,9 @@ class TokenDispatcher:
             RuntimeError: The first dispatch by ``"all_gather"`` is recorded into a CUDA graph.
         """
         if tokens.ndim != 2 or experts.ndim != 2 or experts.shape[0] != tokens.shape[0]:
+            what = "tokens of shape (num_tokens, dim) and experts of shape (num_tokens, k)"
             raise ValueError(
-                "TokenDispatcher expects tokens of shape (num_tokens, dim) and experts of shape (num_tokens, k), but "
-                f"got {tuple(tokens.shape)} and {tuple(experts.shape)}."
+                f"TokenDispatcher expects {what}, but got {tuple(tokens.shape)} and {tuple(experts.shape)}."
             )
         if experts.dtype != torch.int64:
             raise TypeError(f"TokenDispatcher expects experts as int64, but got {experts.dtype}.")
@@ -216,10 +214,8 @@ def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
     num_ranks = 1 if mesh is None else mesh.size()
     if num_experts < 1 or num_experts % num_ranks:
         name = mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else "ep"
-        raise ValueError(
-            f"Expert parallelism expects a number of experts that the {num_ranks} ranks of mesh axis '{name}' divide, "
-            f"but got {num_experts}. Choose an axis whose size divides it."
-        )
+        what = f"a number of experts that the {num_ranks} ranks of mesh axis '{name}' divide, but got {num_experts}"
+        raise ValueError(f"Expert parallelism expects {what}. Choose an axis whose size divides it.")
     return num_experts // num_ranks
 
 

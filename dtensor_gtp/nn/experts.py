@@ -143,10 +143,8 @@ def parallelize_experts(
     for layer in layers:
         experts_per_rank(layer.num_groups, ep_mesh)
         if not layer.single_grouped_weight:
-            raise NotImplementedError(
-                "parallelize_experts supports a GroupedLinear with one weight for all groups, but got one with a "
-                "weight for each. Build it with single_grouped_weight=True."
-            )
+            what = "a GroupedLinear with one weight for all groups, but got one with a weight for each"
+            raise NotImplementedError(f"parallelize_experts supports {what}. Set single_grouped_weight=True.")
         if any(isinstance(param, DTensor) for param in layer.parameters()):
             what = "parameters that nothing has cut yet, but got DTensors"
             raise ValueError(f"parallelize_experts expects {what}. Call it once, before gtp_shard.")
@@ -166,10 +164,9 @@ def _tp_dims(module: nn.Module, tp_mesh: DeviceMesh) -> dict[int, int]:
     dims: dict[int, int] = {}
     for mlp in (m for m in module.modules() if isinstance(m, GroupedMLP)):
         if mlp.is_fused:
-            raise NotImplementedError(
-                "parallelize_experts supports tp_mesh for a GroupedMLP with is_fused=False, because a cut through "
-                "gate_up would give some ranks gate alone. Build it so."
-            )
+            why = "because a cut through gate_up would give some ranks gate alone"
+            what = "tp_mesh for a GroupedMLP with is_fused=False"
+            raise NotImplementedError(f"parallelize_experts supports {what}, {why}. Build it so.")
         if mlp.hidden_dim % tp_mesh.size():
             what = f"a tp_mesh whose size divides the inner width {mlp.hidden_dim}, but got {tp_mesh.size()}"
             raise ValueError(f"parallelize_experts expects {what}.")

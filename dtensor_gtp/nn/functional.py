@@ -46,13 +46,10 @@ def linear_cross_entropy(
         linear: The output projection; or the embedding that it is tied to, whose table is the weight. Its own forward
             is not called, so neither are its hooks.
         target: Rows of the weight, integers of shape ``(*)``.
-        reduction: ``"none"`` returns a loss for each token, ``"sum"`` their sum, ``"mean"`` their mean over this rank's
-            tokens whose target is not ignored, as ``F.cross_entropy`` on this rank.
+        reduction: ``"none"`` returns a loss for each token, in the shape of ``target``, ``"sum"`` their sum, ``"mean"``
+            their mean over this rank's tokens whose target is not ignored; in float32 or wider.
         ignore_index: Target of tokens that have no loss.
         label_smoothing: As in ``F.cross_entropy``, in [0, 1].
-
-    Returns:
-        float32 or wider; a scalar, or the shape of ``target`` without a reduction.
 
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or shape, or a rank has more tokens than an exchange
@@ -107,9 +104,8 @@ def _compute_dtype(hidden: Tensor, weight: ShardedWeight) -> torch.dtype:
         return torch.get_autocast_dtype(hidden.device.type)
     if hidden.dtype != weight.compute_dtype:
         raise ValueError(
-            f"linear_cross_entropy expects input of {weight.compute_dtype}, in which parameter '{weight.fqn}' is "
-            f"computed with, but got {hidden.dtype}. Convert it, or call it inside of the module that gtp_shard was "
-            "called on, whose policy casts."
+            f"linear_cross_entropy expects input of {weight.compute_dtype}, as parameter '{weight.fqn}', but got "
+            f"{hidden.dtype}. Convert it, or call it inside of the module of gtp_shard, whose policy casts."
         )
     return hidden.dtype
 

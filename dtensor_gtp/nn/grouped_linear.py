@@ -124,16 +124,13 @@ class GroupedLinear(nn.Module):
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             what = f"parameter '{fqn}' of shape {tuple(param.shape)}, which mesh axis '{name}' of size {size} cuts"
             if dim == 0 and self.single_grouped_weight and shape[0] % size:
-                raise ValueError(
-                    f"gtp_shard expects as many groups on each rank of a GroupedLinear, but got {what}. Choose an axis "
-                    f"whose size divides the {self.num_groups} groups."
-                )
+                advice = f"Choose an axis whose size divides the {self.num_groups} groups."
+                raise ValueError(f"gtp_shard expects as many groups on each rank, but got {what}. {advice}")
             rows = -(-shape[dim] // size)
             if dim == placement.dim and size > 1 and rows % placement.block_size:
-                raise ValueError(
-                    f"gtp_shard expects slices of whole blocks of {placement.block_size} along dim {dim}, but got "
-                    f"{what} into slices of {rows}. Choose a block size that divides {rows}."
-                )
+                what = f"{what} into slices of {rows}. Choose a block size that divides {rows}"
+                blocks = f"whole blocks of {placement.block_size} along dim {dim}"
+                raise ValueError(f"gtp_shard expects slices of {blocks}, but got {what}.")
             shape[dim] = rows
 
     def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -178,15 +175,11 @@ class GroupedLinear(nn.Module):
                 "would make the host wait. Keep the counts where the router computes them."
             )
         if split_sizes.shape != (num_groups,):
-            raise ValueError(
-                f"GroupedLinear expects split_sizes of shape ({num_groups},), a count for each group of this rank, but "
-                f"got {tuple(split_sizes.shape)}."
-            )
+            what = f"shape ({num_groups},), a count for each group of this rank, but got {tuple(split_sizes.shape)}"
+            raise ValueError(f"GroupedLinear expects split_sizes of {what}.")
         if (scales is not None) != self.scale_bias:
-            raise ValueError(
-                "GroupedLinear expects scales with scale_bias=True and only then, but got "
-                f"{'none' if scales is None else 'some'} with scale_bias={self.scale_bias}."
-            )
+            what = f"{'none' if scales is None else 'some'} with scale_bias={self.scale_bias}"
+            raise ValueError(f"GroupedLinear expects scales with scale_bias=True and only then, but got {what}.")
         if scales is not None and scales.shape != x.shape[:1]:
             raise ValueError(f"GroupedLinear expects scales of shape ({x.shape[0]},), but got {tuple(scales.shape)}.")
         if x.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -1,10 +1,9 @@
 """Cross entropy of a linear layer whose vocabulary stays sharded: neither the logits nor the weight are ever whole.
 
 The hidden states of all ranks are all-gathered in chunks of some tokens of each rank, while each rank computes the
-logits of its own rows of the vocabulary for the chunk before: at most ``ranks * tokens * own rows`` at a time. The
-largest logit, the sum of exponentials and the target's logit of each token are all-reduced in float32. Backward
-computes the logits again. The gradient of the hidden states is a partial sum, which is reduce-scattered in float32 to
-the ranks they came from. The gradient of the own rows stays on the rank.
+logits of its own rows of the vocabulary for the chunk before. The largest logit, the sum of exponentials and the
+target's logit of each token are all-reduced in float32. Backward computes the logits again, and reduce-scatters the
+gradient of the hidden states in float32. The gradient of the own rows stays on the rank.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _paddings(left: Tensor, right: Tensor) -> tuple[int, int]:
 
 
 def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
-    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles no gradient for a tensor written to."""
+    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles no gradient for what was written to."""
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
     return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 

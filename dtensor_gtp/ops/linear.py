@@ -75,10 +75,9 @@ def _float8_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight:
 def check_float8_input(input: Tensor, weight: ShardedWeight) -> None:
     """Raise as ``F.linear`` does for an input of another dtype than the layer computes in."""
     if input.dtype != weight.compute_dtype:
-        raise RuntimeError(
-            f"F.linear expects input and weight of one dtype, but got {input.dtype} and {weight.compute_dtype} for "
-            f"parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}."
-        )
+        what = f"parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}"
+        got = f"{input.dtype} and {weight.compute_dtype} for {what}"
+        raise RuntimeError(f"F.linear expects input and weight of one dtype, but got {got}.")
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
