@@ -189,8 +189,8 @@ NUMBERS = [
     Bug(
         "dgrad is not summed over tp",
         "ops/linear.py",
-        "return ParallelPlan(last, Partial(), shape)",
-        "return ParallelPlan(last, Replicate(), shape)",
+        "return TPPlan(last, Partial(), shape)",
+        "return TPPlan(last, Replicate(), shape)",
         ("tests/distributed/test_gtp_shard_tp.py::TestTensorParallel::test_modules_outside_of_the_plan",),
     ),
     Bug(

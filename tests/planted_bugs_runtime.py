@@ -380,8 +380,8 @@ RUNTIME = [
     Bug(
         "second use in a recorded block",
         "graphs/record_block.py",
-        "        is_first = all(weight is not other.weight for other in self.written)",
-        "        is_first = True",
+        " or any(weight is other.weight for other in self.written):",
+        ":",
         ("tests/distributed/test_capture_blocks.py::TestCaptureBlocks::test_replays_are_eager_steps",),
     ),
     Bug(

@@ -13,14 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .._torch_compat import (
-    DTensorSpec,
-    OpSchema,
-    StridedShard,
-    distribute_tensor_modules,
-    mesh_coordinate,
-    redistribute_module,
-)
+from .. import _torch_compat as compat
+from .._torch_compat import DTensorSpec, OpSchema, StridedShard, mesh_coordinate, redistribute_module
 from ..placement import GTPShard, _BlockGTPShard, _StridedGTPShard, chunk_rows, chunk_size_and_offset
 
 Steps = list[Any]  # torch's _TransformInfo: what happens on one mesh axis, in order
@@ -113,12 +107,7 @@ def wrap_spec() -> None:
 
 
 def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
-    """The placements of ``spec``, in torch's own terms where these name the same layout.
-
-    ``fully_shard`` outside of ``gtp_shard`` cuts a dim once more, and expresses that by a strided placement to the
-    left, which cannot stand beside a block placement. A block placement whose chunks are those of torch becomes
-    ``GTPShard(dim)``. An axis of one rank cuts nothing.
-    """
+    """The placements of ``spec``, in torch's own terms where those of ``fully_shard`` cut a dim of blocks once more."""
     placements = list(spec.placements)
     for axis, placement in enumerate(placements):
         if not isinstance(placement, _BlockGTPShard):
@@ -150,12 +139,7 @@ def has_torch_chunks(spec: DTensorSpec, axis: int) -> bool:
 
 
 def check_placements(spec: DTensorSpec) -> None:
-    """Refuse placements whose layout DTensor would read in two ways.
-
-    Raises:
-        NotImplementedError: Another placement cuts the same tensor dim after a block placement.
-        ValueError: The slices of a ``split_factor > 1``, or its chunks with this ``block_size``, are not torch's.
-    """
+    """Refuse placements whose layout DTensor would read in two ways."""
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, _BlockGTPShard):
             others = [(i, p) for i, p in enumerate(spec.placements) if i != axis and _shards(p, placement.dim)]
@@ -224,11 +208,8 @@ def wrap_planner() -> None:
 
 
 def plan_block_redistribution(plan_stock: Callable[..., Steps], src: DTensorSpec, dst: DTensorSpec) -> Steps:
-    """Steps from ``src`` to ``dst`` when one of them holds a block placement.
-
-    Block placements of ``src`` are gathered, torch plans the other axes, block placements of ``dst`` are cut. This
-    order is right because a block placement is the last that cuts its dim (``check_placements``).
-    """
+    """Gather block placements of ``src``, let torch plan the other axes, then cut those of ``dst``: a block placement
+    is the last that cuts its dim (``check_placements``)."""
     make_step, gathers, cuts = redistribute_module._TransformInfo, [], []
     middle_src, middle_dst = list(src.placements), list(dst.placements)
     for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
@@ -262,7 +243,7 @@ def _shape_before(axis: int, spec: DTensorSpec) -> list[int]:
 
 
 def wrap_distribute_tensor() -> None:
-    modules = distribute_tensor_modules()
+    modules = compat.distribute_tensor_modules()
     stock: Callable[..., DTensor] = modules[0].distribute_tensor
 
     @functools.wraps(stock)

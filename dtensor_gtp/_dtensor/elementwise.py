@@ -1,17 +1,14 @@
 """Elementwise ops on DTensors: which ops these are, and how their operands and outputs are sharded.
 
 [Note: operands that lie alike]
-torch finds the sharding of an op by search over all combinations of placements, with the cost of each. On four axes
-that takes up to a second for each new op and shape. But an elementwise op whose operands have one shape and the same
-placements on the same mesh moves nothing, and its output lies as they do. ``propagate_alike`` answers so at once, just
-as torch would. It leaves to torch:
+torch searches all combinations of placements, which on four axes takes up to a second for each new op and shape. But an
+elementwise op whose operands have one shape, mesh and placements moves nothing, and its output lies as they do.
+``propagate_alike`` answers so at once, just as torch would. It leaves to torch:
 
 * another shape or other placements, except scalars that each rank holds whole;
 * partial values, placements of other libraries, shards in another order than the default one;
 * an op whose rule is not torch's own, and a rank outside of the mesh;
 * what the compiler traces, because comparisons would specialize symbolic shapes.
-
-Nor does it run the op on fake tensors where dtypes and strides can only be those of the operands.
 """
 
 from __future__ import annotations
@@ -23,17 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from .._torch_compat import (
-    DTensorSpec,
-    OpSchema,
-    OutputSharding,
-    StockRule,
-    StridedShard,
-    TensorMeta,
-    is_tracing_dtensors,
-    op_dispatcher,
-    stock_rule,
-)
+from .. import _torch_compat as compat
+from .._torch_compat import DTensorSpec, OpSchema, OutputSharding, StockRule, StridedShard, TensorMeta, stock_rule
 from ..placement import GTPShard, _BlockGTPShard
 from .block_layout import has_block, is_sharding, is_whole_scalar, map_specs, on_dim, sharded_dim, with_placements
 
@@ -47,8 +35,7 @@ _ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 
-# Ops whose output has the dtype of their operands where these are floats of one dtype. In place, or with out=, it has
-# the dtype of what they write to, which holds any real number if it is a float.
+# Ops whose output has the dtype of their operands if these are floats of one dtype, or of the float they write to.
 _KEEPS_FLOAT = frozenset(
     {
         "_to_copy", "abs", "add", "addcdiv", "addcmul", "alias", "clamp", "clamp_max", "clamp_min", "clone", "copy",
@@ -59,9 +46,7 @@ _KEEPS_FLOAT = frozenset(
 )  # fmt: skip
 
 _LIST_OPS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
-
-# The argument of the fused Adams that may lie on a mesh of its own: the numbers of steps.
-_FUSED_STEPS = 5
+_FUSED_STEPS = 5  # the argument of the fused Adams that may lie on a mesh of its own: the numbers of steps
 
 
 class Operand(NamedTuple):
@@ -101,7 +86,7 @@ def unsupported(op: Any, operands: Iterable[Operand], why: str) -> NotImplemente
 
 
 def _is_list_op(op: Any) -> bool:
-    """True for ops on lists of tensors that treat the i-th elements of the lists by themselves."""
+    """Whether ``op`` treats the i-th elements of lists of tensors by themselves."""
     return str(op._schema.name).startswith(_LIST_OPS)
 
 
@@ -218,7 +203,7 @@ def _outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_op: bool) ->
 def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding | None:
     """What torch's search would find for an op of [Note: operands that lie alike]; None for any other op."""
     op = schema.op
-    rule = stock_rule(op) if is_elementwise(op) and not is_tracing_dtensors() else None
+    rule = stock_rule(op) if is_elementwise(op) and not compat.is_tracing_dtensors() else None
     if rule is None or not _has_equal_lists(schema):
         return None
     leaders = []
@@ -298,7 +283,7 @@ def _out_meta(schema: OpSchema, operands: Sequence[Operand], leaders: Sequence[D
         is_alike = written or (len({meta.dtype for meta in given}) == 1 and all(map(_is_contiguous, given)))
         if is_alike and _can_only_be(metas[0].dtype, schema, given):
             return metas if _is_list_op(op) else metas[0]
-    return op_dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+    return compat.op_dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
 
 
 def _can_only_be(dtype: torch.dtype, schema: OpSchema, given: Iterable[TensorMeta]) -> bool:
@@ -306,9 +291,8 @@ def _can_only_be(dtype: torch.dtype, schema: OpSchema, given: Iterable[TensorMet
     if not dtype.is_floating_point or any(meta.dtype.is_complex for meta in given):
         return False
     harmless = (None, dtype, torch.strided, torch.preserve_format, torch.contiguous_format)
-    values: list[Any] = []
-    for value in (*schema.args_schema, *schema.kwargs_schema.values()):
-        values.extend(value if isinstance(value, list | tuple) else [value])
+    given_values = (*schema.args_schema, *schema.kwargs_schema.values())
+    values = [item for value in given_values for item in (value if isinstance(value, list | tuple) else [value])]
     kinds = DTensorSpec | int | float | str | torch.device | torch.Generator
     return all(isinstance(value, kinds) or value in harmless for value in values)
 

@@ -1,12 +1,8 @@
 """Stock ``clip_grad_norm_`` and ``GradScaler`` on sharded parameters, also of several meshes.
 
-``clip_grad_norm_`` takes the norm of each gradient, stacks the norms, and scales the gradients by one coefficient.
-DTensor (torch 2.11 to 2.13) fails at two places, which get rules of sharding propagation here:
-
-* It refuses a stack of scalars of different meshes, and a product with a coefficient of another mesh. Here each scalar
-  is first reduced on its own mesh. A scalar that every rank of its mesh holds whole goes with ops on any other mesh.
-* The largest magnitude of no elements is undefined: the infinity norm raises only on ranks whose shard has no rows. So
-  a gradient with fewer rows than ranks is gathered first.
+DTensor (torch 2.11 to 2.13) refuses a stack of scalars of different meshes, and a product with a coefficient of another
+mesh: here each scalar is first reduced on its own mesh, and goes with ops on any other mesh. The infinity norm raises
+only on ranks whose shard has no rows: a gradient with fewer rows than ranks is gathered.
 """
 
 from __future__ import annotations
@@ -26,9 +22,7 @@ from .elementwise import operands_of
 
 aten = torch.ops.aten
 
-NORMS = frozenset(
-    {aten._foreach_norm.Scalar, aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim}
-)
+NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
 
 
 @functools.cache
@@ -79,8 +73,7 @@ def needs_rows_for_norm(schema: OpSchema) -> bool:
 
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale local shards in place; ``found_inf`` is the maximum over every axis on which any gradient is sharded.
-    ``args`` are ``(grads, found_inf, inv_scale)`` as the op takes them; ``grads`` may lie on different meshes."""
+    """Unscale local shards in place; ``found_inf`` is the maximum over every axis on which any gradient is sharded."""
     grads, found_inf, inv_scale = args
     op([compat.local_part(grad) for grad in grads], found_inf, inv_scale)
     groups: dict[str, dist.ProcessGroup] = {}

@@ -1,23 +1,21 @@
 """How DTensor shards ops on tensors with a ``GTPShard``, and the installation of all that it must know.
 
-Sharding propagation asks here first, from the first ``GTPShard`` on. ``elementwise.propagate_alike`` answers for
-elementwise ops on DTensors of ours that lie alike, the rules below for ops on block placements (``block_size > 1``),
-torch for all others.
+From the first ``GTPShard`` on, ``elementwise.propagate_alike`` answers for elementwise ops on DTensors of ours that lie
+alike, the rules below for ops on block placements (``block_size > 1``), torch for all others.
 
 [Note: block placements in DTensor]
 DTensor assumes in four places that the dim of a ``Shard`` says everything about its layout. Each gets a wrapper when
-the first block placement is made, sharding propagation with the first ``GTPShard``. The wrappers leave every case
-without a block placement to torch.
+the first block placement is made. The wrappers leave every case without a block placement to torch.
 
-* ``DTensorSpec`` compares each placement with ``Shard(dim)``. The wrapper shows it plain shards instead, and refuses
+* ``DTensorSpec`` compares each placement with ``Shard(dim)``. The wrapper shows it plain shards, and refuses
   combinations whose layout DTensor would misread.
-* The redistribution planner takes two shardings of a tensor dim for the same layout, and makes placements from a dim
-  alone. The wrapper plans each change of a block placement through ``Replicate()`` on its mesh axis.
-* ``distribute_tensor`` makes placements from dims, too. The wrapper cuts block placements with ``redistribute``. Code
-  that imported the function before gets a plain ``Shard``: other chunks, but a correct DTensor.
-* Sharding propagation gives plain ``Shard`` to the output of an op on a sharded input: right rows, wrong offsets. The
-  wrapper knows three kinds of ops that keep rows apart: elementwise ops, reductions, transposes. Any other op gets
-  gathered operands; an op that would write to a gathered copy raises.
+* The redistribution planner makes placements from a dim alone. The wrapper plans each change of a block placement
+  through ``Replicate()`` on its mesh axis.
+* ``distribute_tensor`` does so, too. The wrapper cuts block placements with ``redistribute``. Code that imported the
+  function before gets a plain ``Shard``: other chunks, but a correct DTensor.
+* Sharding propagation gives plain ``Shard`` to the output of an op: right rows, wrong offsets. The wrapper knows ops
+  that keep rows apart: elementwise ops, reductions, transposes. Any other op gets gathered operands; an op that would
+  write to a gathered copy raises.
 """
 
 from __future__ import annotations
@@ -33,27 +31,9 @@ from torch.distributed.tensor import Shard
 
 from .._torch_compat import DTensorSpec, OpSchema, OutputSharding, Propagate, op_dispatcher, wrap_sharding_propagation
 from ..placement import GTPShard, _BlockGTPShard
-from .block_layout import (
-    gathered,
-    has_block,
-    has_empty_shard,
-    map_specs,
-    on_dim,
-    stock_sibling,
-    with_placements,
-    wrap_distribute_tensor,
-    wrap_planner,
-    wrap_spec,
-)
-from .elementwise import (
-    NotElementwiseError,
-    Operand,
-    is_elementwise,
-    operands_of,
-    propagate_alike,
-    propagate_elementwise,
-    unsupported,
-)
+from . import block_layout, elementwise
+from .block_layout import gathered, has_block, has_empty_shard, map_specs, on_dim, stock_sibling, with_placements
+from .elementwise import Operand, operands_of, propagate_alike, unsupported
 from .gradients import NORMS, needs_rows_for_norm
 
 logger = logging.getLogger(__name__)
@@ -70,15 +50,11 @@ def prepare() -> None:
 
 @functools.cache
 def install() -> None:
-    """Install the wrappers of [Note: block placements in DTensor], once in a process.
-
-    Raises:
-        NotImplementedError: The DTensor of this torch has other internals.
-    """
+    """Install the wrappers of [Note: block placements in DTensor], once in a process."""
     try:
-        wrap_spec()
-        wrap_planner()
-        wrap_distribute_tensor()
+        block_layout.wrap_spec()
+        block_layout.wrap_planner()
+        block_layout.wrap_distribute_tensor()
         prepare()
     except (ImportError, AttributeError) as error:
         raise NotImplementedError(
@@ -89,12 +65,10 @@ def install() -> None:
 
 
 def _support_fused_sgd() -> None:
-    """Let DTensors run ``torch.optim.SGD(fused=True)`` by the strategy of the fused AdamW, which serves for any
-    elementwise op on lists of tensors. torch (2.11 to 2.13) has it for the fused Adams only."""
+    """Let DTensors run ``torch.optim.SGD(fused=True)`` by the strategy of the fused AdamW (torch 2.11 to 2.13)."""
     propagator = op_dispatcher().sharding_propagator
     strategies = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs)
-    infos = (propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy)
-    for table in (*strategies, *infos):
+    for table in (*strategies, propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy):
         for overload in ("default", "tensor_lr"):
             sgd, adamw = getattr(aten._fused_sgd_, overload), getattr(aten._fused_adamw_, overload)
             if adamw in table:
@@ -102,31 +76,18 @@ def _support_fused_sgd() -> None:
 
 
 # Reductions without a result for a shard that has no rows.
-_EXTREMA = frozenset(
-    {aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default}
-)
-
+_EXTREMA = (aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 # Reductions whose result over unequal shards is the reduction of the shards' results. mean, var and the like are not.
-_REDUCTIONS = (
-    NORMS
-    | _EXTREMA
-    | {aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList}
+_REDUCTIONS = frozenset(NORMS).union(
+    _EXTREMA, (aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList)
 )
-
-_TRANSPOSES = frozenset({aten.permute.default, aten.t.default, aten.transpose.int})
-
+_TRANSPOSES = (aten.permute.default, aten.t.default, aten.transpose.int)
 # They read only the metadata of their tensor.
-_FACTORIES = frozenset(
-    {
-        aten.new_empty.default, aten.new_empty_strided.default, aten.new_full.default, aten.new_ones.default,
-        aten.new_zeros.default,
-    }
-)  # fmt: skip
+_FACTORIES = tuple(getattr(aten, f"new_{kind}").default for kind in ("empty", "empty_strided", "full", "ones", "zeros"))
 
 
 class _Propagation:
-    """Sharding propagation of ops on DTensors of ours, which have a ``GTPShard`` or lie on a mesh where another one had
-    it, because most ops make a plain ``Shard(0)`` of a ``GTPShard(0)``."""
+    """Sharding propagation of ops on DTensors of ours: on a mesh where one had a ``GTPShard``, which most ops lose."""
 
     def __init__(self) -> None:
         self._meshes: WeakSet[DeviceMesh] = WeakSet()
@@ -151,13 +112,13 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Op
     if handler is not None and handler.__module__.startswith("torch."):
         raise unsupported(op, operands, "it has a handler of its own in DTensor")
     is_known = op in propagator.op_strategy_funcs or op in propagator.op_single_dim_strategy_funcs
-    if is_known and is_elementwise(op):
-        sharding = propagate_alike(schema, operands)
-        if sharding is not None:
+    if is_known and elementwise.is_elementwise(op):
+        if (sharding := propagate_alike(schema, operands)) is not None:
             return sharding
         try:
-            return propagate_elementwise(schema, operands, propagator._propagate_tensor_meta_non_cached(schema))
-        except NotElementwiseError:
+            out_meta = propagator._propagate_tensor_meta_non_cached(schema)
+            return elementwise.propagate_elementwise(schema, operands, out_meta)
+        except elementwise.NotElementwiseError:
             logger.debug("%s on %s gathers its block placements", op, [o.spec for o in operands])
     elif op in _REDUCTIONS or op in _TRANSPOSES:
         needs_rows = op in _EXTREMA or needs_rows_for_norm(schema)

@@ -1,9 +1,8 @@
 """Random initialization in place: every rank gets the rows that the unsharded tensor would have drawn.
 
-DTensor draws each shard by itself. On CUDA the values differ from those of the unsharded tensor; on CPU, where DTensor
-has no generator, every rank even draws the same values. Here each rank draws the whole of a tensor on a mesh that
-``gtp_shard`` shards over, from the generator that an unsharded tensor would use, and keeps its part. With ranks seeded
-alike, ``to_empty`` and ``reset_parameters`` give the parameters and the generator's state of the unsharded module.
+DTensor draws each shard by itself. Here each rank draws the whole of a tensor on a mesh that ``gtp_shard`` shards over,
+and keeps its part. With ranks seeded alike, ``to_empty`` and ``reset_parameters`` give the parameters and the
+generator's state of the unsharded module.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class WholeDraws:
     """DTensor's handler of the random ops."""
 
     def __init__(self) -> None:
-        # Hashes, which are the same for equal meshes. A mesh would keep its process groups alive, and a weak reference
-        # would be lost with the first of several equal meshes.
+        # Hashes: a mesh would keep its process groups alive, a weak reference be lost with the first of equal meshes.
         self._meshes: set[int] = set()
 
     def add_mesh(self, mesh: DeviceMesh) -> None:
@@ -39,11 +37,8 @@ class WholeDraws:
         self._meshes.add(hash(mesh))
 
     def read_scalar(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``tensor.item()``; a truth value is that of the whole tensor.
-
-        DTensor reads a rank's own part of a sum that is still to be reduced (torch 2.11 to 2.13). ``trunc_normal_``
-        draws until no value is out of bounds: ranks would stop at different times, and their generators would differ.
-        """
+        """``tensor.item()``. A truth value is that of the whole tensor, but DTensor reads a rank's own part (torch 2.11
+        to 2.13): in ``trunc_normal_`` ranks would draw until their own values are in bounds, and differ."""
         target = args[0]
         if target.dtype == torch.bool and hash(target.device_mesh) in self._meshes:
             return op(target.full_tensor(), *args[1:], **kwargs)
@@ -54,13 +49,8 @@ class WholeDraws:
         """Run the in-place random ``op`` on ``args[0]``."""
         target = args[0]
         is_ours = isinstance(target, DTensor) and hash(target.device_mesh) in self._meshes
-        is_partial = is_ours and any(placement.is_partial() for placement in target.placements)
-        if (
-            not is_ours
-            or is_partial
-            or compat.local_tensor(target).is_meta
-            or not compat.is_real_rank(target.device_mesh)
-        ):
+        has_part = is_ours and not compat.local_tensor(target).is_meta and compat.is_real_rank(target.device_mesh)
+        if not has_part or any(placement.is_partial() for placement in target.placements):
             with compat.stock_dtensor_dispatch(op):
                 return op(*args, **kwargs)
         local = compat.local_tensor(target)

@@ -1,7 +1,6 @@
 """The arguments of ``gtp_shard`` and their checks, before anything changes.
 
-Each rank checks for itself. Then one exchange of three numbers tells all ranks of the mesh whether everybody passed and
-saw the same model. Only a rank whose ``mesh`` does not contain it cannot tell the others.
+Each rank checks for itself. Then one exchange tells all ranks of the mesh whether all passed and saw the same model.
 """
 
 from __future__ import annotations
@@ -57,10 +56,8 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("gtp_shard expects an eager nn.Module, but got a ScriptModule. Shard it before scripting.")
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
-        raise ValueError(
-            f"gtp_shard expects a module with a forward, but got a {type(module).__name__}. Call it on each element or "
-            "on the module that contains it."
-        )
+        what = f"a module with a forward, but got a {type(module).__name__}"
+        raise ValueError(f"gtp_shard expects {what}. Call it on each element or on the module that contains it.")
 
 
 def validate_mesh(mesh: Any) -> None:
@@ -70,28 +67,21 @@ def validate_mesh(mesh: Any) -> None:
         raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got {got}. Build one with init_device_mesh.")
     rank, axes = dist.get_rank(), mesh.mesh_dim_names
     if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"gtp_shard expects a 1-D (gtp) or 2-D (replicate, gtp) mesh, but got a {mesh.ndim}-D mesh with axes "
-            f"{axes} of sizes {tuple(mesh.shape)} (rank {rank}). Pass a sub-mesh, e.g. mesh['gtp']."
-        )
+        got = f"a {mesh.ndim}-D mesh with axes {axes} of sizes {tuple(mesh.shape)} (rank {rank})"
+        expected = "a 1-D (gtp) or 2-D (replicate, gtp) mesh"
+        raise ValueError(f"gtp_shard expects {expected}, but got {got}. Pass a sub-mesh, e.g. mesh['gtp'].")
     if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"gtp_shard expects a mesh that contains this rank, but rank {rank} is not among the ranks "
-            f"{mesh.mesh.flatten().tolist()} of mesh axes {axes}. Call it on the mesh's ranks only."
-        )
+        what = f"but rank {rank} is not among the ranks {mesh.mesh.flatten().tolist()} of mesh axes {axes}"
+        raise ValueError(f"gtp_shard expects a mesh that contains this rank, {what}. Call it on the mesh's ranks only.")
     if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
-        raise ValueError(
-            f"gtp_shard expects a mesh of a device that this process has, but got a '{mesh.device_type}' mesh with "
-            f"axes {axes} (rank {rank}). Build it with init_device_mesh('cpu', ...) to run here."
-        )
+        got = f"a '{mesh.device_type}' mesh with axes {axes} (rank {rank})"
+        what = f"a mesh of a device that this process has, but got {got}"
+        raise ValueError(f"gtp_shard expects {what}. Build it with init_device_mesh('cpu', ...) to run here.")
 
 
 def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
-    """``mesh`` itself, or the mesh of the same process groups in which ranks ascend along each axis.
-
-    A process group counts its ranks in ascending order, and collectives place each rank's rows accordingly. DTensor
-    computes offsets from coordinates in the mesh. If the two differ, a checkpoint files a shard under another's rows.
-    """
+    """``mesh`` itself, or the mesh of the same process groups in which ranks ascend along each axis: collectives place
+    rows by ascending ranks, DTensor by coordinates. If these differ, a checkpoint files a shard under wrong rows."""
     ranks = mesh.mesh.cpu()
     if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)):
         return mesh
@@ -104,8 +94,8 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
             f"groups, but got {ranks.tolist()} on axes {mesh.mesh_dim_names} (rank {dist.get_rank()}): the replicas of "
             "a shard would be in different groups. Build the mesh with init_device_mesh."
         )
-    groups = mesh.get_all_groups()
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=rows, mesh_dim_names=mesh.mesh_dim_names)
+    names = mesh.mesh_dim_names
+    return DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh=rows, mesh_dim_names=names)
 
 
 def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Parameter]) -> None:
@@ -122,8 +112,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 "fully_shard; or use a (replicate, gtp) mesh instead of DistributedDataParallel; or leave the module "
                 "out by passing all its parameters in ignored_params."
             )
-    sharded = binding_of(module)
-    if sharded is not None:
+    if (sharded := binding_of(module)) is not None:
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__} that an earlier call on it or on a module that "
             f"contains it has sharded already over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
@@ -146,8 +135,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 f"(rank {dist.get_rank()}). Move the module, or build the mesh for its device."
             )
     _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
-    held = _held_elsewhere(module, replaced)
-    if held:
+    if held := _held_elsewhere(module, replaced):
         _refuse_holders(held, mesh)
 
 
@@ -178,19 +166,15 @@ def _held_elsewhere(module: nn.Module, params: dict[str, nn.Parameter]) -> dict[
 
 
 def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows.
-
-    To look at all objects of the process takes 0.1 s or more. So look only if one of ``params`` may be in a list, as
-    those of optimizers are. (``gc.get_referrers`` compares each reference of the process with each of ``params``.)
-    """
+    """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows. All objects of the
+    process are looked at, for 0.1 s or more, only if one of ``params`` may be in a list, as those of optimizers are."""
     if len(params) <= 64 and not any(isinstance(held, list | tuple) for held in gc.get_referrers(*params.values())):
         return
     names = {id(param): name for name, param in params.items()}
     holders = _living(DistributedDataParallel, torch.optim.Optimizer)
     wrapped = [p for h in holders if isinstance(h, DistributedDataParallel) for p in h._module_parameters]
     _refuse_params_of("DistributedDataParallel", wrapped, params)
-    early = _early_optimizer(holders, names)
-    if early is not None:
+    if (early := _early_optimizer(holders, names)) is not None:
         # An optimizer that nobody uses any more may wait in a reference cycle: collect it and look again.
         del holders
         gc.collect()

@@ -19,10 +19,8 @@ BINDING = "_gtp_binding"
 
 
 class Reads:
-    """Whether a forward, or a method that counts as one, reads sharded weights as attributes.
-
-    True from the start for a module that owns weights and has no fused forward; otherwise learned in the first call.
-    """
+    """Whether a forward, or a method that counts as one, reads sharded weights as attributes. True from the start for a
+    module that owns weights and has no fused forward; otherwise learned in the first call."""
 
     def __init__(self) -> None:
         self.is_reading: bool | None = None
@@ -30,11 +28,8 @@ class Reads:
         self._learned_in: int | None = None
 
     def may_read(self, num_steps: int) -> bool:
-        """Whether tensors that a call after ``num_steps`` optimizer steps saves need hooks.
-
-        The answer changes between steps only: a recomputation (activation checkpointing) must save as many tensors in
-        the same way as its forward did, also if forwards of other microbatches ran in between.
-        """
+        """Whether tensors that a call after ``num_steps`` optimizer steps saves need hooks. The answer changes between
+        steps only: a recomputation (activation checkpointing) must save tensors as its forward did."""
         if self._learned_in is not None and num_steps != self._learned_in:
             self.is_reading, self._learned_in = True, None
         return self.is_reading is not False
@@ -64,9 +59,7 @@ class Binding:
     """What ``gtp_shard`` attaches to ``module``; ``params`` are those that are registered on this very module."""
 
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
-        self.group = group
-        self.params = params
-        self.reads = Reads()
+        self.group, self.params, self.reads = group, params, Reads()
         self.compiled = {  # the sharded weights as compiled code names them
             name: CompiledWeight(lambda: group.runtime, param, Site(module, name))
             for name, param in params.items()

@@ -47,8 +47,7 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
     unmanaged: set[Site] = set()
     managed = {id(p.param): p for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
     for prefix, submodule in module.named_modules():
-        binding = binding_of(submodule)
-        if binding is not None:
+        if (binding := binding_of(submodule)) is not None:
             unmanaged |= {site for site in binding.group.unmanaged if site.module is submodule}
             continue
         for name, param in submodule._parameters.items():
@@ -102,16 +101,15 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> Pla
             f"gtp_shard expects shard_placement_fn to return a GTPShard, a Shard, a Replicate or None, but got "
             f"{placement!r} for {what}. Return None where the default is right."
         )
+    returned = f"{what}, but shard_placement_fn returned {placement!r}"
     if not -param.ndim <= placement.dim < param.ndim:
+        limits = f"[{-param.ndim}, {param.ndim})"
         raise ValueError(
-            f"gtp_shard expects a dim in [{-param.ndim}, {param.ndim}) for {what}, but shard_placement_fn returned "
-            f"{placement!r}. Name a dim that it has, or return None for the default."
+            f"gtp_shard expects a dim in {limits} for {returned}. Return one in it, or None as the default."
         )
     if getattr(placement, "split_factor", 1) != 1:
-        raise ValueError(
-            f"gtp_shard derives the split factor from the tensor-parallel placements of {what}, but "
-            f"shard_placement_fn returned {placement!r}. Leave split_factor out."
-        )
+        rule = "gtp_shard derives the split factor from the tensor-parallel placements"
+        raise ValueError(f"{rule} of {returned}. Leave split_factor out.")
     return GTPShard(placement.dim % param.ndim, block_size=getattr(placement, "block_size", 1))
 
 
@@ -129,8 +127,7 @@ def _place(site: Site, param: nn.Parameter, asked: Placement | None, min_numel: 
         return Replicate(), "no elements"
     if param.numel() < min_numel:
         return Replicate(), f"below min_shard_numel={min_numel}"
-    own = _placement_of_module(site)
-    if own is not None:
+    if (own := _placement_of_module(site)) is not None:
         return own, f"by {type(site.module).__name__}" if isinstance(own, Replicate) else ""
     # Dim 0; dim 1 if tensor parallelism has cut dim 0 in blocks: a cut in blocks must be the last one of its dim.
     earlier = [p for p in getattr(param, "placements", ()) if isinstance(p, GTPShard) and p.block_size > 1]
@@ -147,26 +144,20 @@ def _placement_of_module(site: Site) -> Placement | None:
 
 def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     if isinstance(param, nn.UninitializedParameter):
-        raise ValueError(
-            f"gtp_shard expects parameters with a shape, but '{fqn}' of a lazy module has none yet. Run one forward "
-            "before gtp_shard, or build the module with its input size."
-        )
+        what = f"parameters with a shape, but '{fqn}' of a lazy module has none yet"
+        raise ValueError(f"gtp_shard expects {what}. Run one forward before, or build the module with its input size.")
     if param.layout != torch.strided:
-        raise NotImplementedError(
-            f"gtp_shard does not support parameter '{fqn}' of shape {tuple(param.shape)} and layout {param.layout}. "
-            "Convert it with to_dense() or pass it in ignored_params."
-        )
+        what = f"parameter '{fqn}' of shape {tuple(param.shape)} and layout {param.layout}"
+        raise NotImplementedError(f"gtp_shard does not support {what}. Use to_dense() or pass it in ignored_params.")
     if not isinstance(param, DTensor):
         return
     axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names
-    what = (
-        f"parameter '{fqn}' of shape {tuple(param.shape)} is a DTensor with placements {param.placements} on mesh axes "
-        f"{axes}"
-    )
+    cut = f"DTensor with placements {param.placements} on mesh axes {axes}"
+    what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a {cut}"
     if axes is None or gtp_axes is None:
+        what = f"{what} and its own mesh has axes {gtp_axes} (rank {dist.get_rank()})"
         raise ValueError(
-            f"gtp_shard expects meshes with named axes, but {what} and its own mesh has axes {gtp_axes} (rank "
-            f"{dist.get_rank()}). Pass mesh_dim_names to init_device_mesh."
+            f"gtp_shard expects meshes with named axes, but {what}. Pass mesh_dim_names to init_device_mesh."
         )
     # Compare the ranks of the roots, not the objects: DTensor may have replaced the parameter's mesh by an equal one.
     if not torch.equal(*(compat.root_mesh(m).mesh.flatten() for m in (param.device_mesh, mesh))):
@@ -188,8 +179,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 def _check_sites(decision: Decision) -> None:
-    """Ask the modules of a parameter, and refuse embeddings whose forward writes the weight, or whose gradient is
-    sparse or depends on the tokens of all ranks."""
+    """Ask the modules of a parameter, and refuse embeddings whose options write the weight or change its gradient."""
     for module, _ in decision.sites:
         if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
             module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]

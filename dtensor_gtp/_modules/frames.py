@@ -104,10 +104,7 @@ def _call_in_frame(
 
 
 def _refuse_added_params(group: ShardGroup) -> None:
-    """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone, silently.
-
-    Called in the first forward, and again after any module of the process was given a module or a parameter.
-    """
+    """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone, silently."""
     for fqn, site, param in unmanaged_params(group.module):
         if param.requires_grad and site not in group.unmanaged:
             raise RuntimeError(

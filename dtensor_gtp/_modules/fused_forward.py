@@ -88,8 +88,7 @@ def forward_in_frame(module: BoundModule, mixin: type[BoundModule], *args: Tenso
 
 def fused_mixin(module: nn.Module, params: dict[str, ManagedParam]) -> type[GTPFused] | None:
     """The mixin with the fused op for ``module``, if its forward is the stock one and its weight is a shard."""
-    of_layer = getattr(type(module), "gtp_fused_mixin", None)
-    if of_layer is not None:
+    if (of_layer := getattr(type(module), "gtp_fused_mixin", None)) is not None:
         return cast("type[GTPFused] | None", of_layer(module, params))
     weight = params.get("weight")
     # What hooks make of a weight (HookWire), only code that knows the hooks can use.

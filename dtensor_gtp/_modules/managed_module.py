@@ -1,8 +1,8 @@
 """How the runtime gets into a module: ``bind`` swaps its class for a subclass made on the fly, as ``fully_shard`` does.
 
 A call of the module opens a frame (see ``frames``). A managed parameter becomes a class attribute: the full weight
-while a forward or backward runs, otherwise the sharded parameter. The stock forward of ``nn.Linear``, ``nn.Embedding``
-and ``GroupedLinear`` is replaced by a fused op. State dicts, ``parameters()`` and hooks are those of ``nn.Module``.
+while a forward or backward runs, otherwise the sharded parameter. Some stock forwards are replaced by fused ops. State
+dicts, ``parameters()`` and hooks are those of ``nn.Module``.
 """
 
 from __future__ import annotations
@@ -57,31 +57,25 @@ class GTPManaged(BoundModule):
                 self._gtp_binding.group.runtime.drop_kept(managed)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """``assign=True`` registers other parameter objects: follow them, and report what is not a shard as an error.
-        The last argument is the list of error messages."""
+        """``assign=True`` registers other parameter objects: follow them, and report an error for what is no shard."""
         before = dict(self._parameters)
         super()._load_from_state_dict(*args)
         for name, managed in self._gtp_binding.params.items():
             try:
                 managed.follow_assigned(Site(self, name), before[name])
             except RuntimeError as error:
-                args[-1].append(str(error))
+                args[-1].append(str(error))  # the list of error messages
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} cannot be copied after gtp_shard, because the copy would share its runtime. Copy "
-            "the module before gtp_shard, or build it again and load the state dict."
-        )
+        why = "after gtp_shard, because the copy would share its runtime. Copy it before, or load its state dict anew"
+        raise RuntimeError(f"{type(self).__name__} cannot be copied {why}.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} cannot be pickled or copied after gtp_shard, because it holds process groups. Save "
-            "its state_dict() and load it into a module that is built again."
-        )
+        why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"
+        raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}.")
 
     def _get_name(self) -> str:
-        """What ``repr`` shows. The class itself keeps its name, because other code goes by it: transformers writes it
-        into the config of an export, and recognizes norms and rotary embeddings by it."""
+        """What ``repr`` shows. The class itself keeps its name, because other code (transformers) goes by it."""
         original = self._gtp_original.__name__
         return f"{type(self).__name__.removesuffix(original)}{self._gtp_prefix}{original}"
 
@@ -130,11 +124,6 @@ class ParamAccess:
         return runtime.reads.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.reads.read(managed)
 
 
-def _flat_weights(module: nn.RNNBase) -> list[Any]:
-    """``nn.RNNBase._flat_weights``: the list of parameters that recurrent layers pass on, made anew at each read."""
-    return [getattr(module, name, None) for name in module._flat_weights_names]
-
-
 def _zero_padding_row(module: nn.Embedding | nn.EmbeddingBag) -> None:
     """Replaces torch's method with which ``reset_parameters`` zeros the row of ``padding_idx``."""
     weight = module._parameters["weight"]
@@ -143,12 +132,8 @@ def _zero_padding_row(module: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[tuple[Any, ...], type]) -> None:
-    """Attach ``binding`` and swap the module's class for a subclass.
-
-    Args:
-        mixin: A further base for the module that was passed to ``gtp_shard``, which always opens a frame.
-        classes: Subclasses made so far in this call; modules of one class share one.
-    """
+    """Attach ``binding`` and swap the module's class for a subclass. ``mixin`` is a further base of the module that was
+    passed to ``gtp_shard``; ``classes`` are the subclasses made so far in this call."""
     fused = fused_mixin(module, binding.params)
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if fused is None and weights:
@@ -162,8 +147,10 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     if key not in classes:
         body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
         if isinstance(module, nn.RNNBase) and binding.params:
-            # RNNBase assigns the list when a parameter changes; nothing needs to be stored.
-            body["_flat_weights"] = property(_flat_weights, lambda module, value: None)
+            # The list of parameters that recurrent layers pass on, made anew at each read. RNNBase assigns it.
+            body["_flat_weights"] = property(
+                lambda m: [getattr(m, n, None) for n in m._flat_weights_names], lambda *_: None
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and "weight" in binding.params:
             body["_fill_padding_idx_with_zero"] = _zero_padding_row
         # ``repr`` marks modules whose own parameters are sharded, and the root, but not containers.

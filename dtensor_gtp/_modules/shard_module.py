@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
@@ -31,33 +28,21 @@ from .managed_module import bind
 
 
 def shard_module(
-    module: nn.Module,
-    arguments: Arguments,
-    decisions: list[Decision],
-    ignored: set[Site],
-    runtime: Runtime,
-    mixin: type,
+    module: nn.Module, arguments: Arguments, decisions: list[Decision], ignored: set[Site], runtime: Runtime, base: type
 ) -> None:
-    """Replace the parameters and swap the classes. Nothing in here may fail on bad input.
-
-    Args:
-        ignored: Where ignored parameters are registered.
-        runtime: Serves this call from now on, and earlier calls on submodules.
-        mixin: A base of the class of ``module`` alone.
-    """
-    mesh, mp_policy = arguments.mesh, arguments.mp_policy
+    """Replace the parameters and swap the classes. Nothing in here may fail on bad input. ``runtime`` also serves
+    earlier calls on submodules from now on; ``base`` is a further base of the class of ``module`` alone."""
     for submodule in module.modules():  # buffers stay whole; like ``fully_shard``, move them to the mesh's device
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
                 submodule._buffers[name] = buffer.to(runtime.device)
     nested = _adopt_earlier(module, decisions, runtime)
-    group = ShardGroup(module, mesh, mp_policy, runtime, ignored)
+    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
     for decision in decisions:
         param = decision.existing
         if param is None:
-            param = _make_param(decision, mesh, runtime.device, mp_policy)
-            param.flags.reshard_after_forward = arguments.reshard_after_forward
+            param = _make_param(decision, arguments, runtime.device)
             group.params.append(param)
         else:
             param.sites.extend(decision.sites)
@@ -69,20 +54,18 @@ def shard_module(
         is_ours = any(m in owned or m in nested for m in submodule.modules())
         if submodule not in nested and (is_ours or submodule is module):
             binding = Binding(submodule, group, owned.get(submodule, {}))
-            bind(submodule, binding, mixin if submodule is module else None, classes)
+            bind(submodule, binding, base if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
-    for replacements in (gradients, torch_patches):
-        replacements.install()
+    gradients.install()
+    torch_patches.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
     """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a parameter with ``module``.
-
-    Returns the modules below ``module`` that earlier calls manage.
-    """
+    Returns the modules below ``module`` that earlier calls manage."""
     nested = [m for m in module.modules() if binding_of(m) is not None]
     tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
@@ -98,23 +81,24 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     return set(nested)
 
 
-def _make_param(
-    decision: Decision, mesh: DeviceMesh, device: torch.device, mp_policy: MixedPrecisionPolicy
-) -> ManagedParam:
-    """Cut a parameter, and make the DTensor parameter of the shard and its manager."""
+def _make_param(decision: Decision, arguments: Arguments, device: torch.device) -> ManagedParam:
     old, recipe, placement = decision.param, decision.recipe, decision.placement
-    local, tp_spec, spec_mesh, placements = _local_part(old, mesh)
-    local = master_of(local).detach()
+    spec_mesh = mesh = arguments.mesh
+    placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)  # before the gtp axis
+    tp_spec = compat.dtensor_spec(old) if isinstance(old, DTensor) else None
+    if tp_spec is not None:
+        # The tp axes come first: placements apply from left to right, so gtp cuts what tp has left, also unevenly.
+        spec_mesh = compat.concatenate_meshes([tp_spec.mesh, mesh])
+        placements = (*tp_spec.placements, *placements)
+    local = master_of(compat.local_part(old)).detach()
     layout: WeightLayout | None = None
     if isinstance(placement, GTPShard):
-        axis = mesh.ndim - 1
-        rank, world = mesh.get_local_rank(axis), mesh.size(axis)
+        rank, world = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         layout = WeightLayout(local.shape, placement.dim, world, rank, placement.block_size)
         shard = layout.shard_of(local)
     else:
         shard = local.clone(memory_format=torch.contiguous_format)
-    if not shard.is_meta:
-        shard = shard.to(device)
+    shard = shard if shard.is_meta else shard.to(device)
     spec = compat.make_spec(spec_mesh, (*placements, placement), old.shape, old.dtype)
     if isinstance(shard, NativeWeight):
         assert recipe is not None
@@ -125,24 +109,13 @@ def _make_param(
         if key not in structural:
             new.__dict__.setdefault(key, value)  # tags that users put on parameters
     managed: ManagedParam
+    mp_policy = arguments.mp_policy
     if layout is not None:
         managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec)
         weight.set_wire(make_wire(weight, recipe, mp_policy))
     else:
         managed = WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
+    managed.flags.reshard_after_forward = arguments.reshard_after_forward
     managed.replaced = replaced = ReplacedParam(old)
     replaced.manager = managed
     return managed
-
-
-def _local_part(
-    param: nn.Parameter, mesh: DeviceMesh
-) -> tuple[Tensor, compat.DTensorSpec | None, DeviceMesh, tuple[Placement, ...]]:
-    """What gtp cuts, the tp spec, the mesh of the new parameter, and its placements before the gtp axis."""
-    replicate = (Replicate(),) * (mesh.ndim - 1)
-    if not isinstance(param, DTensor):
-        return param, None, mesh, replicate
-    spec = compat.dtensor_spec(param)
-    # The tp axes come first: placements apply from left to right, so gtp cuts what tp has left, also unevenly.
-    spec_mesh = compat.concatenate_meshes([spec.mesh, mesh])
-    return compat.local_tensor(param), spec, spec_mesh, (*spec.placements, *replicate)

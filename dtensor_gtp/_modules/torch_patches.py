@@ -1,7 +1,4 @@
-"""Replaces functions of torch that have no hooks, so that they work with modules of ours, or refuse them.
-
-For modules without managed parameters the replacements do what torch does.
-"""
+"""Replaces functions of torch that have no hooks, so that they work with modules of ours, or refuse them."""
 
 from __future__ import annotations
 
@@ -37,11 +34,10 @@ def install() -> None:
 def _wrap_fully_shard() -> None:
     """Let ``fully_shard`` around modules of ours cut our parameters once more, over a data-parallel axis.
 
-    In forward and backward it registers DTensors like ours, which the runtime follows. Two things need care. A gather
-    must not read a shard that ``fully_shard`` has freed, so gathers in flight are dropped before. Gradients must be in
-    ``.grad`` when its post-backward reads them. Both moments are methods of its parameter groups, which
-    ``replicate`` of torch 2.13 uses, too. Hooks on modules would miss calls of ``fully_shard`` on modules around ours,
-    on lists, and on single layers. If this torch has other groups, ``ManagedParam.follow`` raises at the first use.
+    In forward and backward it registers DTensors like ours, which the runtime follows. A gather must not read a shard
+    that ``fully_shard`` has freed, so gathers in flight are dropped before. Gradients must be in ``.grad`` when its
+    post-backward reads them. Both moments are methods of its parameter groups, which ``replicate`` of torch 2.13 uses,
+    too. If this torch has other groups, ``ManagedParam.follow`` raises at the first use.
     """
     group_class = compat.fully_shard_group_class()
     if group_class is None:
@@ -101,8 +97,7 @@ def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
 
 
 def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cut: compat.FullyShardCut) -> None:
-    """Refuse a mesh that has more than this rank in common with the mesh of a parameter of ours, and a cut that would
-    split blocks which must stay whole. Nothing has changed yet."""
+    """Refuse a mesh that shares other ranks with that of a parameter, and a cut that would split whole blocks."""
     ours = {id(managed.param): managed for module in modules for _, managed in managed_params(module)}
     outer = set(cut.mesh.mesh.flatten().tolist())
     for param in params:
@@ -133,10 +128,9 @@ def _refuse_wrappers() -> None:
     """``DistributedDataParallel`` and others take each parameter for a plain tensor that all ranks hold alike.
 
     They would broadcast one rank's shard, and wait for gradients that never come, because ours do not pass through
-    autograd; ``make_graphed_callables`` would train nothing for the same reason. All ranks call them, so all raise,
-    before anything has changed. One case is right: ``DistributedDataParallel`` over exactly the ranks of the gtp mesh
-    reduces the ``ignored_params`` of ``gtp_shard``. Code that has imported ``make_graphed_callables`` by name before
-    gets an error from the recording itself, see ``refuse_partial_recording``.
+    autograd; ``make_graphed_callables`` would train nothing. One case is right: ``DistributedDataParallel`` over
+    exactly the ranks of the gtp mesh reduces the ``ignored_params`` of ``gtp_shard``. Code that has imported
+    ``make_graphed_callables`` by name before gets an error from the recording itself (``refuse_partial_recording``).
     """
     _before_init(DistributedDataParallel, _check_ddp)
     _before_init(FullyShardedDataParallel, _check_others)
@@ -169,11 +163,10 @@ def _refuse_wrappers() -> None:
 def _before_init(cls: type, check: Callable[[type, dict[str, Any]], None]) -> None:
     """Call ``check(cls, arguments)`` ahead of ``cls(module, ...)``."""
     stock: Any = cls.__init__  # type: ignore[misc]
-    signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = signature.bind_partial(self, *args, **kwargs).arguments
+        arguments = inspect.signature(stock).bind_partial(self, *args, **kwargs).arguments
         if isinstance(arguments.get("module"), nn.Module):
             check(cls, arguments)
         stock(self, *args, **kwargs)
@@ -226,13 +219,11 @@ def _check_others(cls: type, arguments: dict[str, Any]) -> None:
 def follow_pipelining() -> None:
     """Let pipeline stages run a backward in two parts (zero bubble), once ``torch.distributed.pipelining`` is imported.
 
-    First come the gradients of a stage's inputs; those of its weights fill bubbles later. torch splits the autograd
-    graph at ``stage.submod.parameters()``. Our gradients do not pass through these, so torch would never compute one.
-    Instead, the first part is a whole backward in which the fused ops postpone their weight gradients; the second part
-    computes and reduces those. Weights that are read as attributes, and whole parameters, are done in the first part.
+    torch splits the autograd graph at ``stage.submod.parameters()``, through which our gradients do not pass. Instead,
+    the first part is a whole backward in which the fused ops postpone their weight gradients; the second part computes
+    and reduces those. Weights that are read as attributes, and whole parameters, are done in the first part.
     """
-    stage_class = compat.pipeline_stage_class()
-    if stage_class is not None:
+    if (stage_class := compat.pipeline_stage_class()) is not None:
         _replace_backward(stage_class)
 
 

@@ -1,8 +1,7 @@
-"""The only place that imports private torch symbols.
+"""The only place that imports private torch symbols; tested on torch 2.11 and 2.13.
 
-Everything else in the package takes them from here, so that a torch release that moves one of them is handled in one
-place. Tested on torch 2.11 and 2.13. A replacement for a symbol that a release lacks stands beside the import. The
-files below hand on all their public names. Code and tests call ``compat.name``, so that tests can replace it.
+A replacement for a symbol that a release lacks stands beside the import. The files below hand on all their public
+names. Code and tests call ``compat.name``, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from torch.distributed.tensor import _redistribute as redistribute_module
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
-# Makes DTensor's RNG tracker now, and seeds torch. Else the first random op of DTensor makes it, and overwrites every
-# rank's state with that of rank 0.
+# Makes DTensor's RNG tracker, which the first random op would make with the state of rank 0, and seeds torch.
 from torch.distributed.tensor._random import manual_seed as seed_dtensor_rng
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim._muon import _adjust_lr as muon_adjust_lr

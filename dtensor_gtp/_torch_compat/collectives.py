@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +17,8 @@ from torch.utils._pytree import tree_map_only
 from .dtensor import dtensor_spec, local_part, local_tensor, wrap_local
 
 # torch 2.11 has these collectives under other names, which later releases warn of.
-_all_gather_autograd: Callable[..., Tensor] = (
-    getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
-)
-_reduce_scatter_autograd: Callable[..., Tensor] = (
-    getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
-)
+_all_gather: Any = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+_reduce_scatter: Any = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
 
 Work = dist.Work | None
 
@@ -77,20 +72,16 @@ def all_to_all_rows(
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Differentiable gather of as many rows (dim 0) of each rank; its gradient is the sum over the ranks."""
-    return _with_contiguous_grad(_all_gather_autograd(rows, 0, group))
+    return _with_contiguous_grad(_all_gather(rows, 0, group))
 
 
 def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Differentiable sum over the ranks; each keeps its equal part of the rows (dim 0)."""
-    return _with_contiguous_grad(_reduce_scatter_autograd(rows, "sum", 0, group))
+    return _with_contiguous_grad(_reduce_scatter(rows, "sum", 0, group))
 
 
 def complete_collectives(tree: Any) -> Any:
-    """``tree`` (nested containers) with a wait for each tensor that a functional collective has yet to fill.
-
-    For the inputs of compiled code. torch 2.13 drops the gradient of such an input, because it takes the tensor out of
-    its wrapper and so out of the graph (pytorch 191113), and does not look for one inside of a DTensor (180614).
-    """
+    """``tree`` after a wait for its tensors: compiled code drops gradients of pending ones (pytorch 191113, 180614)."""
 
     def completed(tensor: Tensor) -> Any:
         is_pending = isinstance(local_part(tensor), AsyncCollectiveTensor)
@@ -106,8 +97,7 @@ def completed_local(tensor: DTensor) -> Tensor:
 
 
 def _with_contiguous_grad(result: Tensor) -> Tensor:
-    """The result of a differentiable collective, waited for. Its backward communicates the gradient, which torch 2.11
-    does not make contiguous (that of a sum is expanded)."""
+    """The result of a differentiable collective, waited for. torch 2.11 communicates its gradient as it lies."""
     completed: Tensor = _ContiguousGrad.apply(complete_collectives(result))  # type: ignore[no-untyped-call]
     return completed
 

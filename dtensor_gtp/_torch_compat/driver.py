@@ -1,8 +1,7 @@
 """Operations of streams (CUDA driver API): signals between GPUs, and copies.
 
-A kernel that waits for a peer needs a place on an SM before it can tell the peer that it is there. Beside a GEMM that
-fills the GPU each rank waits for that, for a different time. Signals take no SM: the front end of the GPU executes them
-in the order of the stream. NCCL (2.28) orders its copy-engine collectives with them. CUDA graphs can record them.
+A kernel that waits for a peer would wait for a place on an SM beside a GEMM that fills the GPU. Signals take no SM: the
+front end of the GPU executes them in the order of the stream. CUDA graphs can record them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._autograd import _profiler_enabled
 
-_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
+_WAIT_VALUE, _WRITE_VALUE = 1, 2  # CUstreamBatchMemOpType, of 32 bits
 _WAIT_EQUAL = 1  # CUstreamWaitValue_flags
 _FLAG_NBYTES = 4
 _IN_ORDER_OF_STREAM = 1  # CUmemcpySrcAccessOrder
@@ -75,12 +74,8 @@ def raw_stream(device: torch.device) -> int:
 def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
     """Give the stream of this handle, which is the current one, these copies, of different memory each.
 
-    They are one call of the driver where possible (``cuMemcpyBatchAsync``, CUDA 13; a graph cannot record it), because
-    ``Tensor.copy_`` takes the host several microseconds. While a profiler records, each copy is a call of the runtime:
-    a trace does not show who launched copies of the driver.
-
-    Raises:
-        RuntimeError: The driver or the runtime refuses.
+    One call of the driver where possible (``cuMemcpyBatchAsync``, CUDA 13; a graph cannot record it). While a profiler
+    records, each copy is a call of the runtime, because a trace does not show who launched copies of the driver.
     """
     driver, handle = _driver(), ctypes.c_void_p(stream)
     copies = [copy for copy in copies if copy[2]]
@@ -109,11 +104,7 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
 
 
 def capture_id(stream: torch.cuda.Stream) -> int:
-    """A number, unique in the process, of the recording into a CUDA graph that ``stream`` takes part in.
-
-    Raises:
-        RuntimeError: The driver refuses.
-    """
+    """A number, unique in the process, of the recording into a CUDA graph that ``stream`` takes part in."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     arguments = (ctypes.byref(status), ctypes.byref(number), None, None, None)
     if code := _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream.cuda_stream), *arguments):
@@ -125,23 +116,17 @@ class SignalBarrier:
     """Barriers of some ranks' streams.
 
     [Note: two sets of flags]
-    Each rank has a flag for each peer. A barrier writes 1 to this rank's flag at every peer, waits until all of its own
-    flags are 1, and sets them to 0. A peer may come to the next barrier before this rank has cleared the flags of this
-    one, so two sets take turns. The peer cannot come to the one after that, because the one in between waits for this
-    rank. Since values are constant, graphs can record barriers, and replay them in any order if each holds an even
-    number of them. ``flags`` are the addresses of each rank's flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
+    A barrier writes 1 to this rank's flag at every peer, waits until all of its own flags are 1, and sets them to 0. A
+    peer may come to the next barrier before this rank has cleared its flags, so two sets take turns. It cannot come to
+    the one after that before this rank. A graph may record an even number of barriers. ``flags`` are the addresses of
+    each rank's flags: ``num_flag_bytes(len(flags))`` bytes of zeros.
     """
 
     def __init__(self, flags: Sequence[int], rank: int) -> None:
         self._turns = [_barrier(flags, rank, turn) for turn in range(2)]
 
     def wait(self, turn: int, stream: int) -> None:
-        """Let the stream of this handle wait until those of all ranks have come here; ``turn`` is 0 and 1 in
-        alternation.
-
-        Raises:
-            RuntimeError: The driver refuses.
-        """
+        """Let the stream of this handle wait until those of all ranks have come here; ``turn`` alternates (0, 1)."""
         operations = self._turns[turn]
         if code := _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(operations), operations, 0):
             raise RuntimeError(f"cuStreamBatchMemOp failed with CUresult {code}")
@@ -158,10 +143,7 @@ def _barrier(flags: Sequence[int], rank: int, turn: int) -> ctypes.Array[_Operat
     def flag(of: int, peer: int) -> int:
         return flags[of] + (turn * num_ranks + peer) * _FLAG_NBYTES
 
-    tell = [_Operation(operation=_WRITE_VALUE_32, address=flag(peer, rank), value=1) for peer in peers]
-    hear = [
-        _Operation(operation=_WAIT_VALUE_32, address=flag(rank, peer), value=1, flags=_WAIT_EQUAL) for peer in peers
-    ]
-    clear = [_Operation(operation=_WRITE_VALUE_32, address=flag(rank, peer), value=0) for peer in peers]
-    operations = [*tell, *hear, *clear]
-    return (_Operation * len(operations))(*operations)
+    tell = [_Operation(operation=_WRITE_VALUE, address=flag(peer, rank), value=1) for peer in peers]
+    hear = [_Operation(operation=_WAIT_VALUE, address=flag(rank, peer), value=1, flags=_WAIT_EQUAL) for peer in peers]
+    clear = [_Operation(operation=_WRITE_VALUE, address=flag(rank, peer), value=0) for peer in peers]
+    return (_Operation * (3 * len(peers)))(*tell, *hear, *clear)

@@ -23,18 +23,15 @@ from .dtensor import op_dispatcher
 _HOST_BACKENDS = frozenset({"gloo", "fake"})
 
 root_mesh = DeviceMesh._get_root_mesh
-# Makes the 1-D mesh, with a name, of the ranks of a mesh in row-major order; a sub-mesh of the same root.
-flatten_mesh = DeviceMesh._flatten
-# The live process group of a name.
-resolve_group = cast("Callable[[str], dist.ProcessGroup]", _resolve_process_group)
+flatten_mesh = DeviceMesh._flatten  # a 1-D sub-mesh of the same root, with a name, of the ranks in row-major order
+resolve_group = cast("Callable[[str], dist.ProcessGroup]", _resolve_process_group)  # the live group of a name
 
 
 def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
     """A second communicator of the ranks of ``group``. Collective over them, and no others.
 
-    ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the process
-    has. Ranks that have made different numbers of groups, for sub-meshes of their own, would never meet. A name could
-    come twice after a group was destroyed. So the ranks agree on a name first.
+    ``dist.new_group(use_local_synchronization=True)`` names a group by how many groups the process has. Ranks that have
+    made different numbers of groups would never meet. So the ranks agree on a name first.
     """
     return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group)
 
@@ -49,8 +46,8 @@ def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> 
 def named_group(ranks: list[int], name: str, desc: str, parent: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and no others.
 
-    It has the time limit of ``parent``: torch's default is 10 or 30 minutes. It does not split the communicator of a
-    default group that is bound to a device: that would wait for all of its ranks.
+    It has the time limit of ``parent``. It does not split the communicator of a default group that is bound to a
+    device: that would wait for all of its ranks.
     """
     timeout = timeout_of(parent)
     with (
@@ -103,11 +100,8 @@ def restart_group_names() -> None:
 
 
 def leave_process_groups() -> None:
-    """Abort all process groups of this process without waiting for their ranks, some of which may be gone.
-
-    DTensor caches plans by mesh, and meshes of equal ranks are equal: a mesh that is made later would get plans whose
-    groups are gone. So clear the caches.
-    """
+    """Abort all process groups of this process without waiting for their ranks, some of which may be gone. Clear
+    DTensor's caches: a later mesh of equal ranks would get plans whose groups are gone."""
     abort_device_groups()
     distributed_c10d._abort_process_group()
     op_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
@@ -134,11 +128,8 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 @functools.cache
 def _accept_unsorted_axes() -> None:
-    """Let DTensor redistribute over a mesh whose axes stand in another order than in its root mesh.
-
-    Before it merges collectives over several axes, torch (2.11, 2.13) looks for a flattened mesh of these axes. In such
-    a mesh the lookup raises a KeyError instead of saying that there is none.
-    """
+    """Let DTensor redistribute over a mesh whose axes stand in another order than in its root mesh: there torch (2.11,
+    2.13), which looks for a flattened mesh of some axes, gets a KeyError instead of none."""
     lookup = getattr(redistribute_module, "_get_flattened_mesh_by_layout", None)
     if lookup is None:
         return

@@ -13,20 +13,14 @@ from .. import _torch_compat as compat
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+Verdict = tuple[T, str]  # what runs, and why it is not Triton (empty if it is)
 
 
 def decided(
-    verdicts: dict[K, tuple[T, str]],
-    key: K,
-    otherwise: T,
-    attempt: Callable[[], tuple[T, str]],
-    warn: Callable[[str], None],
-) -> tuple[T, str]:
-    """What runs, and why it is not Triton (empty if it is).
-
-    ``verdicts`` has earlier results by ``key``: all that a kernel is compiled for. ``attempt`` compiles, loads and
-    compares the kernels, ``otherwise`` does the same without Triton, ``warn`` is called once with the reason.
-    """
+    verdicts: dict[K, Verdict[T]], key: K, otherwise: T, attempt: Callable[[], Verdict[T]], warn: Callable[[str], None]
+) -> Verdict[T]:
+    """``verdicts`` has earlier results by ``key``: all that a kernel is compiled for. ``attempt`` compiles, loads and
+    compares the kernels, ``otherwise`` does the same without Triton, ``warn`` is called once with the reason."""
     found = verdicts.get(key)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
@@ -45,8 +39,7 @@ def failure(error: Exception) -> str:
 
 
 def has_same_bits(actual: Tensor, expected: Tensor) -> bool:
-    # As bytes; they may lie column by column.
-    pair = [tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)]
+    pair = [tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)]  # they may lie column by column
     return actual.shape == expected.shape and torch.equal(*pair)
 
 

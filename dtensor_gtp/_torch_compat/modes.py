@@ -10,13 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch.utils import _python_dispatch as python_dispatch
-from torch.utils import checkpoint as checkpoint_module
+from torch.utils import checkpoint
 
 # Active in the forward, and in the recomputation, of a checkpoint with a policy.
-POLICY_MODES: tuple[type[Any], ...] = (
-    checkpoint_module._CachingTorchDispatchMode,
-    checkpoint_module._CachedTorchDispatchMode,
-)
+POLICY_MODES: tuple[Any, ...] = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 _NOTHING = nullcontext()
 
@@ -33,8 +30,7 @@ def asks_checkpoint_policy() -> bool:
 
 
 def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
-    """A context whose ops selective activation checkpointing neither counts nor caches nor skips: it expects a
-    recomputation to run the ops of the forward, but ops that serve later uses are others."""
+    """A context whose ops selective activation checkpointing neither counts nor caches nor skips."""
     if not asks_checkpoint_policy():
         return _NOTHING
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())

@@ -33,10 +33,10 @@ def fully_shard_group_class() -> Any:
 
 
 class FullyShardCut(NamedTuple):
-    """How a parameter group of ``fully_shard`` cuts its parameters; ``num_shards`` is 1 for ``replicate``."""
+    """How a parameter group of ``fully_shard`` cuts its parameters."""
 
     mesh: DeviceMesh
-    num_shards: int
+    num_shards: int  # 1 for ``replicate``
     placement_fn: Callable[[torch.nn.Parameter], Any] | None
 
     @classmethod
@@ -55,17 +55,13 @@ class FullyShardCut(NamedTuple):
 
 def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
     """Module and attribute name of each parameter of a group."""
-    infos = [param._module_info for param in group.fsdp_params]
-    return [(info.module, info.param_name) for info in infos]
+    return [(param._module_info.module, param._module_info.param_name) for param in group.fsdp_params]
 
 
 @contextmanager
 def empty_grads_set_aside(group: Any) -> Iterator[None]:
-    """Around the post-backward of a parameter group, which cannot reduce gradients without elements.
-
-    All ranks of its mesh have equal shards and leave out the same ones. The sharded parameter gets a gradient without
-    elements, so that all ranks of the other axes have gradients of the same parameters.
-    """
+    """Around the post-backward of a parameter group, which cannot reduce gradients without elements. The parameter gets
+    an empty gradient, so that all ranks of the other axes have gradients of the same parameters."""
     empty = []
     for param in group.fsdp_params:
         unsharded: Any = getattr(param, "_unsharded_param", None)
@@ -99,5 +95,4 @@ def is_replicated_by_ddp(module: torch.nn.Module) -> bool:
 
 def pipeline_stage_class() -> Any | None:
     """Base class of the stages of ``torch.distributed.pipelining``; None as long as nobody has imported that."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    return getattr(module, "_PipelineStageBase", None)
+    return getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)

@@ -14,13 +14,12 @@ _T = TypeVar("_T", bound=Tensor)
 PackHook = Callable[[Tensor], Any]
 UnpackHook = Callable[[Any], Tensor]
 
-# Makes a tensor of a class and a shape without memory of its own; the options are strides, dtype and device.
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 def ignored_saved_weight() -> object:
-    """What a saved-tensor hook has made of the weight of a convolution whose input needs no gradient, if its node of
-    autograd's graph runs now, which unpacks the weight but does not read its values. None elsewhere."""
+    """In the backward of a convolution whose input needs no gradient, which unpacks the weight but does not read it:
+    what a saved-tensor hook has made of the weight. None elsewhere."""
     node = torch._C._current_autograd_node()
     if node is None or not node.name().startswith("ConvolutionBackward") or node.next_functions[0][0] is not None:
         return None
@@ -76,8 +75,7 @@ def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
-    """A contiguous tensor of class ``cls`` without memory of its own, on the device of ``like``, whose strides it gets
-    if that has its shape."""
+    """A tensor of class ``cls`` without memory; contiguous, but with the strides of ``like`` if that has its shape."""
     stride = like.stride() if like.shape == shape else torch.empty(shape, device="meta").stride()
     return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
 
@@ -88,10 +86,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target: all of one pair of dtypes in one launch, where shapes and strides allow it.
-
-    (With several dtypes of targets in one call some versions of torch write wrong values: pytorch/pytorch#173531.)
-    """
+    """Copy each source into its target: a launch for each pair of dtypes, because of pytorch/pytorch#173531."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
         return

@@ -1,15 +1,13 @@
 """Blocks of a model as CUDA graphs of their own: ``capture_blocks``.
 
 The compute of a block's forward and of its backward is recorded, a graph each, without communication. Around a replay,
-eager code gathers the weights into buffers at fixed addresses, by the plan as ever, and reduces the gradients that the
-graph has left in others (see [Note: fixed buffers] in ``record_block.py``). So gathers and reductions overlap with
-graphs as with ops, any gather backend and any kind of reduce-scatter works, and the sequence of collectives is that of
-eager code: some ranks may replay what others run eagerly.
+eager code gathers the weights into buffers at fixed addresses and reduces the gradients that the graph has left in
+others (see [Note: fixed buffers] in ``record_block.py``). So gathers and reductions overlap with graphs as with ops,
+and the collectives are those of eager code: some ranks may replay what others run eagerly.
 
 [Note: memory of a recorded block]
-What forward saves for backward stays allocated, because graphs of other blocks share the pool: they share only memory
-that one graph uses and frees. A forward that comes before the backward of the last one would overwrite what that one
-has saved, so it runs eagerly.
+What forward saves for backward stays allocated: graphs of other blocks, which share the pool, must not overwrite it. A
+forward before the backward of the last one would overwrite it, so it runs eagerly.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ def capture_blocks(
 ) -> CapturedBlocks:
     """Run blocks of a model as CUDA graphs where the whole step cannot be one.
 
-    The code around the blocks stays eager: an embedding, a loss that asks the host, a ``GradScaler``, a data-dependent
-    branch, the optimizer. Each block's forward and backward become a graph. Their collectives stay eager, and overlap
-    with the graphs of other blocks::
+    Each block's forward and backward become a graph. The code around the blocks (a data-dependent branch, the
+    optimizer) and all collectives stay eager; collectives overlap with the graphs of other blocks::
 
         gtp_shard(model, mesh, schedule=SchedulePolicy(prefetch_nbytes=bytes_of_a_block))
         capture_blocks(model, model.layers)
@@ -47,28 +44,26 @@ def capture_blocks(
     The ``forward`` of each block is replaced in place; hooks on the block run around it. The first ``warmup_calls``
     calls with gradients run eagerly, the next one with inputs that have been seen is recorded. A block runs eagerly
     without gradients, under autocast, in a recomputation, with weights that ``unshard`` keeps, and where a forward
-    comes before the backward of the last one (microbatches of a pipeline). Its weights are always gathered again for
-    backward, also with ``keep_nbytes`` or ``reshard_after_forward=False``.
+    comes before the backward of the last one (microbatches of a pipeline). Its weights are gathered again for backward
+    in any case.
 
-    It costs memory: two sets of full weights and two of full gradients for each kind of block, and what forward saves
-    stays allocated between steps. ``prefetch_nbytes`` should be at least the bytes of a block's weights, because a
-    graph is launched when all of them are there. Prefer ``capture_step`` where the whole step can be recorded.
+    It costs memory: two sets of full weights and full gradients for each kind of block, and what forward saves stays
+    allocated between steps. ``prefetch_nbytes`` should be at least the bytes of a block's weights, because a graph
+    waits for all of them. Prefer ``capture_step`` where the whole step can be recorded.
 
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
-        blocks: Modules below it that do not contain each other. Arguments: any tree of tensors, which are copied and
-            only read, and other values, which are compared. Outputs are copies; backward must come to the same ones as
-            in the eager calls. Other tensors must stay where they are: parameters and buffers are watched, attributes
-            (a cache) are not.
+        blocks: Modules below it that do not contain each other. Arguments: any tree of tensors, which are copied, and
+            other values, which are compared. Outputs are copies; backward must come to the same ones as in the eager
+            calls. Tensors that are attributes (a cache) must stay where they are: nobody watches them.
         warmup_calls: Eager calls of each block before its first recording, at least 2.
         max_graphs: Beyond so many combinations of inputs for one block, further ones run eagerly.
 
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or out of range.
         RuntimeError: The weights are not on a CUDA device.
-        NotImplementedError: The module or a block has something that is not supported: an outer ``fully_shard``,
-            unequal replicas, recipes, tensor parallelism, exchanges of activations, compiled blocks, parameters that
-            ``gtp_shard`` does not manage.
+        NotImplementedError: An outer ``fully_shard``, unequal replicas, recipes, tensor parallelism, exchanges of
+            activations, compiled blocks, or parameters that ``gtp_shard`` does not manage.
     """
     blocks = list(blocks)
     device = runtimes_of(module, "capture_blocks")[0].device
@@ -131,17 +126,12 @@ class CapturedBlocks:
             block.calls.forget()
 
     def remove(self) -> None:
-        """Give the blocks their own ``forward`` back, and free graphs and buffers.
-
-        Raises:
-            RuntimeError: The backward of a call may still come.
-        """
+        """Give the blocks their own ``forward`` back, and free graphs and buffers. Raises RuntimeError if the backward
+        of a call may still come."""
         for block in self._blocks:
             if any(graph.awaits_backward for graph in block.calls.graphs.values()):
-                raise RuntimeError(
-                    "remove() expects no forward whose backward is still to come, but that of block "
-                    f"'{block.own.name}' may. Run it, or drop the loss and all outputs."
-                )
+                what = f"no forward whose backward is still to come, but that of block '{block.own.name}' may"
+                raise RuntimeError(f"remove() expects {what}. Run it, or drop the loss and all outputs.")
         for block in self._blocks:
             block.remove()
 
@@ -217,7 +207,5 @@ class _CapturedBlock:
         for weight in self._weights:
             fixed = weight.fixed
             if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
-                raise RuntimeError(
-                    f"The dtype of '{weight.fqn}' has changed since capture_blocks: call remove() on what it has "
-                    "returned, then capture_blocks again."
-                )
+                what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
+                raise RuntimeError(f"{what}: call remove() on what it has returned, then capture_blocks again.")

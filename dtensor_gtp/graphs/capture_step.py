@@ -3,8 +3,8 @@
 A recording computes nothing, so the call that records replays, too: n calls leave what n eager steps leave.
 
 [Note: what a graph has baked in]
-A graph has baked in addresses (of inputs, parameters, buffers, optimizer states, gradients that exist before the step),
-shapes, and every number that Python knew. Inputs are copied to where the graph reads them. Each call compares the rest:
+A graph has baked in addresses, shapes, and every number that Python knew. Inputs are copied to where the graph reads
+them. Each call compares the rest:
 
 * Shapes, dtypes, other arguments, autocast, which gradients exist: another combination gets another graph.
 * What the parameters are, whether they are trained, switches of ``GTPModule``, addresses of parameters, buffers and
@@ -14,7 +14,7 @@ shapes, and every number that Python knew. Inputs are copied to where the graph 
 A step that replaces a buffer or a state by a new tensor, or writes to its inputs, is refused: a replay would not do so.
 
 [Note: state of the runtime around graphs]
-A recording runs the runtime's Python code once, a replay runs none of it. So:
+A replay runs none of the runtime's Python code. So:
 
 * Nothing is kept gathered when a recording begins: the graph would use an old weight for ever. Nothing that it has
   gathered outlives it: that memory belongs to the graph, and its events can be waited for in the recording only.
@@ -76,14 +76,12 @@ def capture_step(
         loss = step(tokens)
 
     Every call does one step. The first ``warmup_steps`` run eagerly, the next is recorded and replayed, all later ones
-    are replayed. Inputs of another shape run eagerly once, and get a graph of their own when they come again. All
-    graphs share one pool of memory.
+    are replayed. Inputs of another shape run eagerly once, and get a graph of their own when they come again.
 
     A step must not wait for the GPU (``item()``, ``print`` of a tensor, ``GradScaler``, data-dependent branches). Other
     work of Python in it (counting, ``LRScheduler.step``) happens only when it is recorded: keep it outside. A learning
     rate that changes must be a tensor on the GPU. Call ``zero_grad`` at the end of the step, or outside: if at its
-    begin, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same shapes:
-    else some ranks replay what others run, which does not work with exchanges of activations.
+    begin, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same shapes.
 
     Args:
         fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other values, which are
@@ -125,12 +123,8 @@ class CapturedStep(Generic[P, R]):
         return len(self._calls.graphs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one step.
-
-        Raises:
-            ValueError: A tensor among the arguments is on another device, or needs a gradient.
-            RuntimeError: The step cannot be recorded, or what a graph has baked in has changed.
-        """
+        """Run one step. Raises ValueError if a tensor among the arguments is on another device or needs a gradient,
+        RuntimeError if the step cannot be recorded, or what a graph has baked in has changed."""
         leaves, spec = compat.tree_flatten((args, kwargs))
         check_inputs(leaves, self._device)
         if not self._around.has_same_binding() or not self._around.is_in_place():
@@ -165,8 +159,7 @@ class CapturedStep(Generic[P, R]):
         is_full = len(calls.graphs) >= calls.max_graphs
         if is_warm and is_new and is_full:
             logger.warning("capture_step runs eagerly: there are %d graphs already, the most allowed", calls.max_graphs)
-        # So that this step gathers what a recording gathers (in which a gather stage cannot grow), and what other ranks
-        # gather that record or replay meanwhile.
+        # So that this step gathers what a recording, and other ranks that record or replay meanwhile, gather.
         drop_kept(around.runtimes)
         with self._recorder.eager(is_last=is_warm and not is_new and not is_full):
             result: R = compat.tree_map_only(Tensor, lambda t: t.detach().clone(), self._fn(*args, **kwargs))

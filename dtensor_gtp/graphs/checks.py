@@ -33,10 +33,8 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
     bindings = filter(None, map(binding_of, module.modules()))
     runtimes = list(dict.fromkeys(binding.group.runtime for binding in bindings))
     if not runtimes:
-        raise ValueError(
-            f"{caller} expects a module that gtp_shard was called on, or one around it, but got a plain "
-            f"{type(module).__name__}. Call gtp_shard first."
-        )
+        what = f"a module that gtp_shard was called on, or one around it, but got a plain {type(module).__name__}"
+        raise ValueError(f"{caller} expects {what}. Call gtp_shard first.")
     for runtime in runtimes:
         if any(param.is_cut_again for param in runtime.params):
             raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
@@ -127,10 +125,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     name = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable") is False:
-            raise ValueError(
-                f"capture_step expects optimizers that can be captured, but group {index} of {name} has "
-                "capturable=False. Create it with capturable=True."
-            )
+            what = f"optimizers that can be captured, but group {index} of {name} has capturable=False"
+            raise ValueError(f"capture_step expects {what}. Create it with capturable=True.")
     for param in params_outside(module, [optimizer]):
         if any(isinstance(placement, GTPShard) for placement in getattr(param, "placements", ())):
             raise ValueError(
@@ -186,10 +182,8 @@ def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
         if not isinstance(leaf, Tensor):
             _check_hides_none(leaf, what)
         elif leaf.device.type != device.type:
-            raise ValueError(
-                f"{what} expects tensors on '{device.type}', but got one of shape {tuple(leaf.shape)} on "
-                f"'{leaf.device.type}'. Move it before the call."
-            )
+            got = f"one of shape {tuple(leaf.shape)} on '{leaf.device.type}'"
+            raise ValueError(f"{what} expects tensors on '{device.type}', but got {got}. Move it before the call.")
 
 
 def _check_hides_none(leaf: Any, what: str) -> None:

@@ -10,21 +10,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from .. import _torch_compat as compat
 from .._schedule.runtime import Runtime
 
 Graph = TypeVar("Graph")
 
-# An object and the name of its attribute that is a gradient or None.
-Place = tuple[Any, str]
-
+Place = tuple[Any, str]  # an object and the name of its attribute that is a gradient or None
 # Attributes of managed parameters with sums over microbatches, beside ``.grad``.
 SUMS = ("_wide_grad", "unsharded_grad", "unreplicated_grad", "unsynced_grad")
-
-# Kinds of calls that are remembered, so that one that comes again is recorded.
-MOST_SEEN = 256
-
+MOST_SEEN = 256  # kinds of calls that are remembered, so that one that comes again is recorded
 PLAIN = (Tensor, nn.Parameter)
 
 
@@ -57,9 +53,7 @@ class KnownCalls(Generic[Graph]):
 class Surroundings:
     """What a step finds beside its inputs, as it is now: modules, parameters, buffers, optimizer states, switches."""
 
-    def __init__(
-        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], runtimes: Sequence[Runtime]
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], runtimes: Sequence[Runtime]) -> None:
         self.module, self.optimizers, self.runtimes = module, optimizers, runtimes
         self._modules = {f"{name}." if name else "": submodule for name, submodule in module.named_modules()}
         self._outside = params_outside(module, optimizers)
@@ -99,8 +93,7 @@ class Surroundings:
 
     @contextmanager
     def put_back_on_error(self) -> Iterator[None]:
-        """If the context raises, put back gradients, parameters, buffers, states and their memory: a recording that
-        failed has computed nothing of what it put in their place."""
+        """If the context raises, put back what was there: a failed recording has computed none of its new tensors."""
         dicts = [held for *_, held in self._dicts()] + [optimizer.state for optimizer in self.optimizers]
         contents = [(held, dict(held)) for held in dicts]
         tensors = {id(t): t for held in dicts for v in held.values() for t in tensors_in(v) if type(t) in PLAIN}
@@ -158,12 +151,12 @@ def write_values(places: list[Place], values: list[Tensor | None]) -> None:
         setattr(owner, name, value)
 
 
-def stepped_params(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Tensor]:
+def stepped_params(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
     """All parameters that these optimizers step, by id."""
     return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def params_outside(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+def params_outside(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Parameters that optimizers step and ``module`` does not have, such as those of a criterion."""
     own = {id(param) for param in module.parameters()}
     return [param for identity, param in stepped_params(optimizers).items() if identity not in own]
@@ -179,7 +172,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def address(tensor: Tensor) -> Hashable:
-    """Where the memory of a tensor begins; of a tensor that wraps others, where theirs begins."""
+    """Where the memory of a tensor, or of those that it wraps, begins."""
     if isinstance(tensor, DTensor):
         tensor = compat.local_tensor(tensor)
     if type(tensor) not in PLAIN and (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
@@ -188,7 +181,7 @@ def address(tensor: Tensor) -> Hashable:
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-def hyperparameters(optimizers: Iterable[torch.optim.Optimizer]) -> dict[tuple[str, int, int], Any]:
+def hyperparameters(optimizers: Iterable[Optimizer]) -> dict[tuple[str, int, int], Any]:
     """By name, index of the optimizer and index of its group."""
     return {
         (name, number, index): _value(value)
@@ -227,8 +220,6 @@ def signature(leaf: Any) -> Hashable:
     try:
         hash(leaf)
     except TypeError:
-        raise ValueError(
-            "A captured step expects tensors, and values that can be compared (hashable), but got a "
-            f"{type(leaf).__name__}."
-        ) from None
+        what = type(leaf).__name__
+        raise ValueError(f"A captured step expects tensors and hashable values, but got a {what}.") from None
     return type(leaf), leaf

@@ -2,15 +2,13 @@
 
 [Note: fixed buffers]
 A graph has addresses baked in, so the weights of a recorded block are gathered into buffers of their own, and its full
-gradients are written to others. Blocks of one kind take turns with two sets: one set can be gathered or reduced while
-the other is in use. All rules of [Note: streams and memory] hold. A fixed buffer is free when nobody holds it. A gather
-that finds it taken uses another buffer, and the weight is copied before the replay. A full gradient is overwritten when
-the reduction that reads it has been retired.
+gradients are written to others. Blocks of one kind take turns with two sets: one is gathered or reduced while the other
+is in use, by the rules of [Note: streams and memory]. A gather that finds its fixed buffer held uses another one, and
+the weight is copied before the replay. A full gradient is overwritten once the reduction that reads it is retired.
 
-A recording reads weights in a frame of its own (``AttributeReads.apart``). The frame around it would release a fixed
-buffer as if it had been gathered, and keep it for backward while the next gather overwrites it. That gave wrong steps
-on a GPU with ``keep_nbytes``; the repair was tested on a CPU only. So nothing of a recorded block is kept from forward
-to backward: not at the turning point, not by ``keep_nbytes``, not by ``reshard_after_forward=False``.
+A recording reads weights in a frame of its own (``AttributeReads.apart``). The frame around it would keep a fixed
+buffer for backward, while the next gather overwrites it. So nothing of a recorded block is kept from forward to
+backward, not even by ``keep_nbytes`` or ``reshard_after_forward=False``. (Tested on a CPU only.)
 """
 
 from __future__ import annotations
@@ -46,28 +44,23 @@ class Recording:
     def __init__(self) -> None:
         self.used: list[ShardedWeight] = []  # for each use
         self.written: list[Written] = []
-        # For each reading of a whole parameter the leaf that stood for it, whose gradient the graph leaves.
-        self.whole: list[tuple[WholeParam, Tensor]] = []
+        self.whole: list[tuple[WholeParam, Tensor]] = []  # for each reading, with the leaf that stood for it
         self._bundle: int | None = None
 
     def acquire(self, target: Gatherable) -> Gathered:
         weight = target.weight
         if weight.fixed is None:
-            raise NotImplementedError(
-                f"capture_blocks expects blocks that use weights of their own alone, but one uses '{weight.fqn}'."
-            )
+            raise NotImplementedError(f"capture_blocks expects blocks that use their own weights, not '{weight.fqn}'.")
         self.used.append(weight)
         buffer = weight.fixed.gathered.view(weight.fixed.gathered.shape)  # counts as a holder
         full = weight.layout.full_view(buffer)
         return Gathered(buffer, full, Done(), weight.shard, weight.version, is_alias=True, holds=1)
 
     def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
-        """Where to put the gradient of a use, in ``dtype`` or else that of the reduction. Several uses are reduced each
-        by itself, as without a graph: all but the first get memory of the graph."""
+        """Where to put the gradient of a use. Each is reduced by itself: all but the first get memory of the graph."""
         assert weight.fixed is not None
         grad, dtype = weight.fixed.grad, dtype or weight.reduce_dtype
-        is_first = all(weight is not other.weight for other in self.written)
-        if not is_first or dtype.itemsize > grad.dtype.itemsize:
+        if dtype.itemsize > grad.dtype.itemsize or any(weight is other.weight for other in self.written):
             return torch.empty_like(grad, dtype=dtype)
         if dtype == grad.dtype:
             return grad
@@ -127,11 +120,10 @@ class Block(NamedTuple):
 
 
 class Reached:
-    """Which differentiable outputs of eager calls have got a gradient; None before a backward. What only the others
-    depend on gets none, so a graph must not make zeros for it."""
+    """Which differentiable outputs get a gradient in eager calls: a graph must not make zeros for the others."""
 
     def __init__(self) -> None:
-        self.indices: set[int] | None = None
+        self.indices: set[int] | None = None  # before a backward
 
     def observed(self, leaves: list[Any]) -> list[Any]:
         """The outputs for the caller: views, so that a gradient from within the block does not count."""
@@ -149,10 +141,7 @@ class Reached:
 
 
 class BlockGraph:
-    """The two graphs of a block for arguments with these leaves and this spec, with everything that must live as long.
-
-    ``reached`` says which outputs get gradients.
-    """
+    """The two graphs of a block for arguments with these leaves and this spec, with all that must live as long."""
 
     def __init__(self, block: Block, leaves: list[Any], spec: Any, reached: Reached) -> None:
         self.block = block
@@ -176,10 +165,9 @@ class BlockGraph:
                 f"capture_blocks could not record block '{block.name}': {type(error).__name__}: {error}. A block that "
                 "is recorded must not wait for the GPU, draw from generators of its own, or communicate."
             ) from error
-        # Parameters whose gradients the graphs leave.
         written = [each.weight for each in self.backward_pass.written]
         whole = [param for param, value in self.forward_pass.whole if value.requires_grad]
-        self.trained: list[ManagedParam] = list(dict.fromkeys((*written, *whole)))
+        self.trained: list[ManagedParam] = list(dict.fromkeys((*written, *whole)))  # the graphs leave their gradients
         self._anchor.requires_grad_(any(self.is_differentiable))
         logger.info("capture_blocks: block '%s' recorded", block.name)
 
@@ -190,10 +178,8 @@ class BlockGraph:
             outputs, spec = compat.tree_flatten(block.forward(*args, **kwargs))
         for index, (before, now) in enumerate(zip(versions, versions_of(self.inputs), strict=True)):
             if before != now:
-                raise ValueError(
-                    f"it writes to its input {index}, of shape {tuple(self.inputs[index].shape)}, of which a graph "
-                    "has a copy, so the caller would not see it; return it"
-                )
+                what = f"its input {index}, of shape {tuple(self.inputs[index].shape)}"
+                raise ValueError(f"it writes to {what}, of which a graph has a copy, so nobody would see it; return it")
         tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
         # Keeps alive what autograd has saved, see [Note: memory of a recorded block].
         self._differentiable = [tensor for tensor in tensors if tensor.requires_grad]
@@ -253,8 +239,7 @@ class _Call:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: BlockGraph, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """``tensors`` are the inputs, then the leaves of trained parameters, which tell whether a backward wants their
-        gradients."""
+        """``tensors``: inputs, then the leaves of trained parameters, which tell whether their gradients are wanted."""
         graph.num_calls += 1
         for target, source in zip(graph.inputs, tensors, strict=False):
             target.detach().copy_(source)

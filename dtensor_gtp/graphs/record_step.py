@@ -17,12 +17,9 @@ from .recorder import CudaRecorder
 
 
 class RecordedStep:
-    """The step ``fn`` as one graph, for arguments with these leaves and this spec, with everything that must live as
-    long as the graph. See the notes in ``capture_step.py``."""
+    """The step ``fn`` as one graph, with everything that must live as long. See the notes in ``capture_step.py``."""
 
-    def __init__(
-        self, fn: Callable[..., Any], leaves: list[Any], spec: Any, around: Surroundings, recorder: CudaRecorder
-    ) -> None:
+    def __init__(self, fn: Any, leaves: list[Any], spec: Any, around: Surroundings, recorder: CudaRecorder) -> None:
         self._around = around
         check_none_pinned(around.runtimes)
         check_none_in_flight(around.runtimes, "before it is recorded")
@@ -91,10 +88,8 @@ class RecordedStep:
             )
         for before, now, given in zip(versions, versions_of(self._inputs), self._inputs, strict=True):
             if before != now:
-                raise ValueError(
-                    "capture_step expects a step that only reads its inputs, but this one writes to one of shape "
-                    f"{tuple(given.shape)}: graphs read copies, so the caller would not see it. Return it."
-                )
+                what = f"a step that only reads its inputs, but this one writes to one of shape {tuple(given.shape)}"
+                raise ValueError(f"capture_step expects {what}: graphs read copies, so nobody would see it. Return it.")
 
     def _check_constant(self, when: str) -> None:
         before, now = self._hyperparameters, hyperparameters(self._around.optimizers)
@@ -115,8 +110,7 @@ class RecordedStep:
         check_none_pinned(around.runtimes)
         check_none_in_flight(around.runtimes, "before it is replayed")
         self._check_constant("since the step was recorded")
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for target, source in zip(self._inputs, given, strict=True):
+        for target, source in zip(self._inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True):
             target.copy_(source, non_blocking=True)
         self._replay()
         write_values(around.places, self._grads_after)

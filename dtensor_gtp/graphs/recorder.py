@@ -62,8 +62,7 @@ class CudaRecorder:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection: it may free an earlier model whose memory peers map. That waits for the GPU, which ends
-    the process while a graph is recorded (torch 2.11: from a destructor)."""
+    """No garbage collection: to free a model whose memory peers map waits for the GPU, which a recording must not."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -83,9 +82,7 @@ def _refusing_synchronization() -> Iterator[None]:
     except RuntimeError as error:
         if "synchronizing" not in str(error):
             raise
-        raise RuntimeError(
-            "capture_step expects a step that does not wait for the GPU, but it does where this error comes from: "
-            f"{error}. Return tensors and read them outside of the step."
-        ) from error
+        what = f"a step that does not wait for the GPU, but it does where this error comes from: {error}"
+        raise RuntimeError(f"capture_step expects {what}. Read tensors outside of the step.") from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

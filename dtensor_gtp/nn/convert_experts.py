@@ -1,10 +1,9 @@
 """From the experts that models come with to grouped layers, and their state dicts there and back.
 
 Models store experts *fused*, in one module with ``gate_up_proj`` ``(num_experts, 2 * hidden, dim)`` and ``down_proj``
-``(num_experts, dim, hidden)``, as ``transformers`` 5 (Mixtral, Qwen-MoE, DeepSeek and others); or as *modules*, a
-``ModuleList`` of MLPs with the linear layers ``gate_proj``, ``up_proj``, ``down_proj``, as in DeepSeek's code and in
-checkpoints on the hub; or like *mixtral*, the same with the names ``w1``, ``w3``, ``w2``. :class:`GroupedExperts` keeps
-``gate`` and ``up`` as the fused form does, so nothing is reordered.
+``(num_experts, dim, hidden)``, as ``transformers`` 5 and :class:`GroupedExperts`; or as *modules*, a ``ModuleList`` of
+MLPs with the linear layers ``gate_proj``, ``up_proj``, ``down_proj``, as DeepSeek's code and checkpoints on the hub; or
+like *mixtral*, the same with the names ``w1``, ``w3``, ``w2``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from .experts import GroupedExperts, GroupedMLP
 
-# Names below the experts' prefix: those of gate and up, in one tensor or in two, and of down. ``{}`` stands for the
-# number of an expert where each has weights of its own.
+# Names of gate and up, in one tensor or in two, and of down. ``{}`` is the number of an expert with its own weights.
 _FORMS = {
     "grouped": ("mlp.gate_up.weight", "mlp.down.weight"),
     "grouped_split": ("mlp.gate.weight", "mlp.up.weight", "mlp.down.weight"),
@@ -58,19 +56,15 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
 def group_experts_(
     module: nn.Module, forwards: Mapping[type[nn.Module], Callable[..., Any]] | None = None, *, is_fused: bool = True
 ) -> nn.Module:
-    """Replace all experts below ``module`` by :class:`GroupedExperts`, in place.
+    """Replace all experts below ``module`` by :class:`GroupedExperts`, in place. Returns ``module``.
 
     Fused experts that are called with ``(hidden_states, top_k_index, top_k_weights)``, as those of ``transformers``,
-    are found by themselves. Blocks whose own forward runs over a list of experts need another forward.
+    are found. Blocks whose own forward runs over a list of experts need another forward.
 
     Args:
         module: Changed in place, before ``gtp_shard`` and before the optimizer is created.
-        forwards: For each class of such blocks the forward that takes the place of its own; there the list has become
-            a :class:`GroupedExperts`.
+        forwards: For each class of such blocks a new forward; there the list has become a :class:`GroupedExperts`.
         is_fused: As for :class:`GroupedMLP`.
-
-    Returns:
-        ``module``.
 
     Raises:
         ValueError: There are no experts to replace.
@@ -141,24 +135,18 @@ def _take(state: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> tupl
     while "{}" in names[-1] and prefix + names[-1].format(num_experts) in state:
         num_experts += 1
     try:
-        *gates, down = [
-            torch.stack([state.pop(prefix + name.format(i)) for i in range(num_experts)])
-            if "{}" in name
-            else state.pop(prefix + name)
-            for name in names
-        ]
+        values = [[state.pop(prefix + n.format(i)) for i in range(num_experts if "{}" in n else 1)] for n in names]
     except KeyError as error:
-        raise ValueError(
-            f"convert_experts_state_dict expects all weights of the experts under '{prefix}', but {error} is missing."
-        ) from None
+        what = f"all weights of the experts under '{prefix}', but {error} is missing"
+        raise ValueError(f"convert_experts_state_dict expects {what}.") from None
+    *gates, down = [torch.stack(parts) if "{}" in name else parts[0] for name, parts in zip(names, values, strict=True)]
     return gates[0] if len(gates) == 1 else torch.cat(gates, 1), down
 
 
 def _is_called_as_ours(module: nn.Module) -> bool:
     if not {"gate_up_proj", "down_proj"} <= module._parameters.keys():
         return False
-    names = list(inspect.signature(module.forward).parameters)
-    return names[:3] == ["hidden_states", "top_k_index", "top_k_weights"]
+    return list(inspect.signature(module.forward).parameters)[:3] == ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
@@ -167,10 +155,8 @@ def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
         return _weights_of_list(experts)
     gate_up, down = (experts._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
     if gate_up is None or down is None:
-        raise TypeError(
-            "group_experts expects a module with gate_up_proj and down_proj or a ModuleList of MLPs, but got "
-            f"{type(experts).__name__}."
-        )
+        expected = "a module with gate_up_proj and down_proj or a ModuleList of MLPs"
+        raise TypeError(f"group_experts expects {expected}, but got {type(experts).__name__}.")
     usual = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
     unusual = [name for name, value in usual.items() if getattr(experts, name, value) != value]
     unusual += [name for name in experts._parameters if name not in ("gate_up_proj", "down_proj")]

@@ -1,19 +1,18 @@
 """Tokens to their experts and back: sorted by expert on one rank, exchanged where experts are distributed over ``ep``.
 
-All exchanges are differentiable functional collectives. The gradient of a permutation is the inverse permutation, so
-gradients are deterministic.
+All exchanges are differentiable, and gradients are deterministic.
 
 [Note: what the host must know]
 ``all_to_all`` sends each row to the rank of its expert. NCCL and gloo take the sizes as numbers on the host, so each
 dispatch waits for the counts. ``all_gather`` sends every token to all ranks of ``ep``, where the rows of the rank's own
-experts are sorted to the front of a buffer for the worst case. All sizes are known beforehand, so the host does not
-wait, and a CUDA graph can be replayed with other routing. It moves about ``ep / k`` times as many bytes.
+experts are sorted to the front of a buffer for the worst case. The host does not wait, and a CUDA graph can be replayed
+with other routing. It moves about ``ep / k`` times as many bytes.
 
 [Note: unequal numbers of tokens]
 By ``all_gather`` all ranks send as many tokens: the capacity, which is declared or agreed on in the first dispatch. A
-rank with fewer adds tokens that choose no expert. The first number that a rank sends is how many tokens it has. If all
-have more than the capacity, they agree on a larger one. If only some do, all raise: at once on a CPU, elsewhere by an
-assertion on the device. So all ranks always launch the same collectives.
+rank with fewer adds tokens that choose no expert. If all have more than the capacity, they agree on a larger one. If
+only some do, all raise: at once on a CPU, elsewhere by an assertion on the device. So all ranks always launch the same
+collectives.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class TokenDispatcher:
         mesh: 1-D, the axis over which experts are distributed; None if every rank has all of them.
         method: With a mesh: ``"all_to_all"`` or ``"all_gather"``, see :class:`DispatchMethod`.
         max_tokens: For ``"all_gather"``: most tokens of a rank in one dispatch, the same on all ranks. None takes the
-            most of the first dispatch, in which ranks compare theirs. Ranks with fewer send padding.
+            most of the first dispatch. Ranks with fewer send padding.
 
     Raises:
         ValueError: The mesh is not 1-D, does not divide the experts, there is no such method, or ``max_tokens`` is
@@ -81,20 +80,16 @@ class TokenDispatcher:
         max_tokens: int | None = None,
     ) -> None:
         if mesh is not None and mesh.ndim != 1:
-            raise ValueError(
-                f"TokenDispatcher expects a 1-D mesh, but got mesh axes {mesh.mesh_dim_names} of shape "
-                f"{tuple(mesh.shape)}. Pass the axis of the experts, e.g. mesh['ep']."
-            )
+            got = f"mesh axes {mesh.mesh_dim_names} of shape {tuple(mesh.shape)}"
+            raise ValueError(f"TokenDispatcher expects a 1-D mesh, but got {got}. Pass one axis, e.g. mesh['ep'].")
         if method not in {m.value for m in DispatchMethod} | set(DispatchMethod):
             known = ", ".join(repr(m.value) for m in DispatchMethod)
             raise ValueError(f"TokenDispatcher expects one of {known} as method, but got {method!r}.")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"TokenDispatcher expects max_tokens >= 1, but got {max_tokens}.")
-        self.mesh = mesh
-        self.method = DispatchMethod(method)
+        self.mesh, self.method, self.num_experts = mesh, DispatchMethod(method), num_experts
         self._is_declared = max_tokens is not None
         self._capacity = max_tokens or 0  # 0 until it is known, see [Note: unequal numbers of tokens]
-        self.num_experts = num_experts
         self.num_local = experts_per_rank(num_experts, mesh)
 
     @property
@@ -115,9 +110,9 @@ class TokenDispatcher:
             RuntimeError: The first dispatch by ``"all_gather"`` is recorded into a CUDA graph.
         """
         if tokens.ndim != 2 or experts.ndim != 2 or experts.shape[0] != tokens.shape[0]:
+            what = "tokens of shape (num_tokens, dim) and experts of shape (num_tokens, k)"
             raise ValueError(
-                "TokenDispatcher expects tokens of shape (num_tokens, dim) and experts of shape (num_tokens, k), but "
-                f"got {tuple(tokens.shape)} and {tuple(experts.shape)}."
+                f"TokenDispatcher expects {what}, but got {tuple(tokens.shape)} and {tuple(experts.shape)}."
             )
         if experts.dtype != torch.int64:
             raise TypeError(f"TokenDispatcher expects experts as int64, but got {experts.dtype}.")
@@ -131,15 +126,12 @@ class TokenDispatcher:
         return self._exchange(rows, counts, order)
 
     def combine(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts, on the rank of the token.
+        """The weighted sum of each token's experts, on the rank of the token: ``(num_tokens, dim)``, dtype of ``rows``.
 
         Args:
             rows: What the experts made of ``dispatched.rows``, in the same order.
             dispatched: What :meth:`dispatch` has returned.
             weights: Of the experts of each token, shape ``(num_tokens, k)``, floating point.
-
-        Returns:
-            Shape ``(num_tokens, dim)``, dtype of ``rows``.
         """
         assert dispatched.rows.shape[0] == rows.shape[0], "combine expects the rows that dispatch has returned"
         if dispatched._capacity:
@@ -222,10 +214,8 @@ def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
     num_ranks = 1 if mesh is None else mesh.size()
     if num_experts < 1 or num_experts % num_ranks:
         name = mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else "ep"
-        raise ValueError(
-            f"Expert parallelism expects a number of experts that the {num_ranks} ranks of mesh axis '{name}' divide, "
-            f"but got {num_experts}. Choose an axis whose size divides it."
-        )
+        what = f"a number of experts that the {num_ranks} ranks of mesh axis '{name}' divide, but got {num_experts}"
+        raise ValueError(f"Expert parallelism expects {what}. Choose an axis whose size divides it.")
     return num_experts // num_ranks
 
 
@@ -233,8 +223,7 @@ def sort_by_group(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """A stable order of rows by their group, and how many rows each of ``num_groups`` has, without a wait of the host.
     Rows with other numbers, from ``num_groups`` on, are sorted to the end and not counted."""
     ordered, order = groups.sort(stable=True)
-    numbers = torch.arange(num_groups, device=groups.device)
-    ends = torch.searchsorted(ordered, numbers, right=True)
+    ends = torch.searchsorted(ordered, torch.arange(num_groups, device=groups.device), right=True)
     return order, ends.diff(prepend=ends.new_zeros(1))
 
 
@@ -250,8 +239,7 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """The rows ``order`` of ``k`` copies of each row. The gradient sums up the copies in a fixed order, unlike that of
-    indexing."""
+    """The rows ``order`` of ``k`` copies of each row. Unlike indexing, it sums up gradients in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, k: int) -> Tensor:

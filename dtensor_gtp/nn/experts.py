@@ -61,14 +61,8 @@ class GroupedMLP(nn.Module):
         self.tp_mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor, split_sizes: Tensor) -> Tensor:
-        """
-        Args:
-            x: Shape ``(num_rows, dim)``, sorted by group.
-            split_sizes: As for :meth:`GroupedLinear.forward`.
-
-        Returns:
-            Shape ``(num_rows, dim)``; rows that belong to no group are zero.
-        """
+        """Shape ``(num_rows, dim)``, as ``x``, which is sorted by group; rows that belong to no group become zero.
+        ``split_sizes`` are as for :meth:`GroupedLinear.forward`."""
         if self.tp_mesh is not None:
             # Each rank has a part of the width, so the gradients of x are terms of a sum.
             replicated = DTensor.from_local(x, self.tp_mesh, [Replicate()], run_check=False)
@@ -89,8 +83,6 @@ class GroupedMLP(nn.Module):
 class GroupedExperts(nn.Module):
     """Routed experts: tokens go to their experts, wherever these are, and come back as a weighted sum.
 
-    Takes what a router returns, in the order of arguments that the experts of ``transformers`` have.
-
     Args:
         mlp: The experts.
         dispatcher: Brings tokens to them; by default for experts that are all on this rank.
@@ -106,18 +98,15 @@ class GroupedExperts(nn.Module):
         return self.mlp.num_groups
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """
+        """What the experts make of each token, shape ``(num_tokens, dim)``, as ``hidden_states``.
+
         Args:
-            hidden_states: Tokens, shape ``(num_tokens, dim)``.
+            hidden_states: Tokens.
             top_k_index: Experts of each token, shape ``(num_tokens, k)``, int64; none twice for a token.
             top_k_weights: Their weights, same shape, floating point.
-
-        Returns:
-            Shape ``(num_tokens, dim)``.
         """
         dispatched = self.dispatcher.dispatch(hidden_states, top_k_index)
-        rows = self.mlp(dispatched.rows, dispatched.split_sizes)
-        return self.dispatcher.combine(rows, dispatched, top_k_weights)
+        return self.dispatcher.combine(self.mlp(dispatched.rows, dispatched.split_sizes), dispatched, top_k_weights)
 
 
 def parallelize_experts(
@@ -129,6 +118,7 @@ def parallelize_experts(
     max_tokens: int | None = None,
 ) -> nn.Module:
     """Distribute all grouped layers of ``module`` over the ranks of expert parallelism, in place, before ``gtp_shard``.
+    Returns ``module``.
 
     Their parameters, equal on all ranks or on the meta device, become DTensors of which each rank keeps its part,
     without communication. Each :class:`GroupedExperts` gets a dispatcher over ``ep_mesh``.
@@ -142,15 +132,10 @@ def parallelize_experts(
         ep_mesh: 1-D; each rank gets an equal part of the experts.
         tp_mesh: 1-D; each rank gets an equal part of the inner width of every :class:`GroupedMLP`, and all see the same
             tokens. Grouped layers outside of one stay whole.
-        method: How tokens travel, see :class:`TokenDispatcher`.
-        max_tokens: Most tokens of a rank, see there.
-
-    Returns:
-        ``module``.
+        method, max_tokens: How tokens travel, see :class:`TokenDispatcher`.
 
     Raises:
-        ValueError: ``ep_mesh`` does not divide the experts, ``tp_mesh`` does not divide the inner width, or parameters
-            are DTensors already.
+        ValueError: A mesh does not divide the experts or the inner width, or parameters are DTensors already.
         NotImplementedError: A grouped layer has a weight for each group, or ``tp_mesh`` meets a fused ``gate_up``.
     """
     tp_dims = {} if tp_mesh is None else _tp_dims(module, tp_mesh)
@@ -158,15 +143,11 @@ def parallelize_experts(
     for layer in layers:
         experts_per_rank(layer.num_groups, ep_mesh)
         if not layer.single_grouped_weight:
-            raise NotImplementedError(
-                "parallelize_experts supports a GroupedLinear with one weight for all groups, but got one with a "
-                "weight for each. Build it with single_grouped_weight=True."
-            )
+            what = "a GroupedLinear with one weight for all groups, but got one with a weight for each"
+            raise NotImplementedError(f"parallelize_experts supports {what}. Set single_grouped_weight=True.")
         if any(isinstance(param, DTensor) for param in layer.parameters()):
-            raise ValueError(
-                "parallelize_experts expects parameters that nothing has cut yet, but got DTensors. Call it once, "
-                "before gtp_shard."
-            )
+            what = "parameters that nothing has cut yet, but got DTensors"
+            raise ValueError(f"parallelize_experts expects {what}. Call it once, before gtp_shard.")
     for layer in layers:
         cuts = [(ep_mesh, 0), (tp_mesh, tp_dims.get(id(layer)))]
         _cut(layer, [(mesh, dim) for mesh, dim in cuts if mesh is not None and dim is not None])
@@ -183,15 +164,12 @@ def _tp_dims(module: nn.Module, tp_mesh: DeviceMesh) -> dict[int, int]:
     dims: dict[int, int] = {}
     for mlp in (m for m in module.modules() if isinstance(m, GroupedMLP)):
         if mlp.is_fused:
-            raise NotImplementedError(
-                "parallelize_experts supports tp_mesh for a GroupedMLP with is_fused=False, because a cut through "
-                "gate_up would give some ranks gate alone. Build it so."
-            )
+            why = "because a cut through gate_up would give some ranks gate alone"
+            what = "tp_mesh for a GroupedMLP with is_fused=False"
+            raise NotImplementedError(f"parallelize_experts supports {what}, {why}. Build it so.")
         if mlp.hidden_dim % tp_mesh.size():
-            raise ValueError(
-                f"parallelize_experts expects a tp_mesh whose size divides the inner width {mlp.hidden_dim}, but got "
-                f"{tp_mesh.size()}."
-            )
+            what = f"a tp_mesh whose size divides the inner width {mlp.hidden_dim}, but got {tp_mesh.size()}"
+            raise ValueError(f"parallelize_experts expects {what}.")
         dims.update({id(mlp.gate): 1, id(mlp.up): 1, id(mlp.down): 2})
     return dims
 

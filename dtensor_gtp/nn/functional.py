@@ -34,26 +34,22 @@ def linear_cross_entropy(
 
     Each rank computes the logits of its own rows of ``linear.weight`` for the tokens of all ranks of the gtp axis, in
     chunks. So neither the weight nor its gradient nor the logits are ever whole, and hidden states are communicated
-    instead; the logits are computed twice, in forward and in backward. Sums over the vocabulary and over ranks are
-    of float32. It is a collective: all ranks of the axis call it, each with its own tokens and for its own loss.
+    instead; the logits are computed in forward and again in backward. Sums are of float32. It is a collective: all
+    ranks of the axis call it, each with its own tokens and for its own loss.
 
-    How many tokens one exchange carries, and what happens if a rank has more, is as for
-    ``SchedulePolicy(embedding="exchange")``. ``SchedulePolicy(head=...)`` can choose to gather the weight instead, by
-    name or by bytes. Without gradients it is gathered in any case, and ranks may have any numbers of tokens. A
-    ``linear`` that nobody shards, or that ``gtp_shard`` left whole, is computed on each rank by itself.
+    Exchanges carry as many tokens as with ``SchedulePolicy(embedding="exchange")``. ``SchedulePolicy(head=...)`` can
+    choose to gather the weight instead. Without gradients it is gathered in any case, and ranks may have any numbers of
+    tokens. A ``linear`` that nobody shards, or that ``gtp_shard`` left whole, is computed on each rank by itself.
 
     Args:
         input: Hidden states, shape ``(*, in_features)``, in the dtype in which ``linear`` computes.
         linear: The output projection; or the embedding that it is tied to, whose table is the weight. Its own forward
             is not called, so neither are its hooks.
         target: Rows of the weight, integers of shape ``(*)``.
-        reduction: ``"none"`` returns a loss for each token, ``"sum"`` their sum, ``"mean"`` their mean over this rank's
-            tokens whose target is not ignored, as ``F.cross_entropy`` on this rank.
+        reduction: ``"none"`` returns a loss for each token, in the shape of ``target``, ``"sum"`` their sum, ``"mean"``
+            their mean over this rank's tokens whose target is not ignored; in float32 or wider.
         ignore_index: Target of tokens that have no loss.
         label_smoothing: As in ``F.cross_entropy``, in [0, 1].
-
-    Returns:
-        float32 or wider; a scalar, or the shape of ``target`` without a reduction.
 
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or shape, or a rank has more tokens than an exchange
@@ -88,15 +84,13 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
         pairs = zip(hidden.split(_EVALUATED_TOKENS), targets.split(_EVALUATED_TOKENS), strict=True)
         with runtime.using(weight) as full:
             return torch.cat([_cross_entropy(F.linear(h, full, bias), t, label_smoothing) for h, t in pairs])
-    # A bias that nobody manages gets the gradient of this rank's tokens over the whole vocabulary. In an exchange a
-    # rank has the logits of its own rows only, for the tokens of all ranks.
+    # A bias that nobody manages needs this rank's tokens over the whole vocabulary, which an exchange does not have.
     own_bias = None if "bias" in binding.params else linear._parameters.get("bias")
     trains_own_bias = own_bias is not None and own_bias.requires_grad
     can_exchange = torch.is_grad_enabled() and weight.layout.world > 1 and not trains_own_bias
     exchange = loss_exchange(runtime, weight) if can_exchange else None
     if exchange is not None:
-        hidden = hidden.to(_compute_dtype(hidden, weight))
-        bias = _bias(linear, binding)
+        hidden, bias = hidden.to(_compute_dtype(hidden, weight)), _bias(linear, binding)
         losses = vocabulary_parallel_loss(hidden, targets, bias, runtime, weight, exchange, label_smoothing)
         if losses is not None:
             return losses
@@ -110,9 +104,8 @@ def _compute_dtype(hidden: Tensor, weight: ShardedWeight) -> torch.dtype:
         return torch.get_autocast_dtype(hidden.device.type)
     if hidden.dtype != weight.compute_dtype:
         raise ValueError(
-            f"linear_cross_entropy expects input of {weight.compute_dtype}, in which parameter '{weight.fqn}' is "
-            f"computed with, but got {hidden.dtype}. Convert it, or call it inside of the module that gtp_shard was "
-            "called on, whose policy casts."
+            f"linear_cross_entropy expects input of {weight.compute_dtype}, as parameter '{weight.fqn}', but got "
+            f"{hidden.dtype}. Convert it, or call it inside of the module of gtp_shard, whose policy casts."
         )
     return hidden.dtype
 
@@ -137,9 +130,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float) -> T
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
 
 
-def _check(
-    input: Tensor, linear: nn.Linear | nn.Embedding, target: Tensor, reduction: str, label_smoothing: float
-) -> None:
+def _check(input: Tensor, linear: nn.Module, target: Tensor, reduction: str, label_smoothing: float) -> None:
     name = "linear_cross_entropy"
     if not isinstance(linear, nn.Linear | nn.Embedding):
         raise TypeError(f"{name} expects an nn.Linear or nn.Embedding as linear, but got {type(linear).__name__}.")
@@ -149,10 +140,8 @@ def _check(
         raise TypeError(f"{name} expects integers as target, but got {target.dtype}: probabilities are not supported.")
     width = linear.embedding_dim if isinstance(linear, nn.Embedding) else linear.in_features
     if input.shape[-1:] != (width,) or input.shape[:-1] != target.shape:
-        raise ValueError(
-            f"{name} expects input of shape (*, {width}) and target of shape (*), but got {tuple(input.shape)} and "
-            f"{tuple(target.shape)}."
-        )
+        got = f"{tuple(input.shape)} and {tuple(target.shape)}"
+        raise ValueError(f"{name} expects input of shape (*, {width}) and target of shape (*), but got {got}.")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{name} expects 'none', 'mean' or 'sum' as reduction, but got {reduction!r}.")
     if not 0 <= label_smoothing <= 1:

@@ -28,9 +28,7 @@ class GroupedLinear(nn.Module):
     The rows of the input are sorted by group; how many belong to each is a tensor on the device. Where torch has a
     grouped kernel (bfloat16 on Hopper and newer), the host does not wait for it, and a CUDA graph can be replayed with
     other groups; elsewhere torch's own loop over the groups reads the counts. Initialized as ``nn.Linear``.
-
-    ``gtp_shard`` cuts the grouped weight on ``out_features``, so that each rank holds rows of every group and one
-    gather brings all groups; biases stay whole.
+    ``gtp_shard`` cuts the grouped weight on ``out_features``; biases stay whole.
 
     Args:
         num_groups: Groups (experts).
@@ -115,8 +113,7 @@ class GroupedLinear(nn.Module):
         return GTPGroupedLinear if is_stock and is_cut and len(specs) == len(weights) else None
 
     def check_gtp_placement(self, fqn: str, param: Tensor, placement: GTPShard) -> None:
-        """Called before ``gtp_shard`` cuts a parameter. Raises a ValueError if expert or tensor parallelism has cut it
-        over an axis that does not divide the groups, or through blocks of rows."""
+        """Refuse what expert or tensor parallelism has cut over an axis that does not divide the groups or blocks."""
         if not isinstance(param, DTensor):
             return
         shape, mesh = list(param.shape), param.device_mesh
@@ -127,28 +124,23 @@ class GroupedLinear(nn.Module):
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             what = f"parameter '{fqn}' of shape {tuple(param.shape)}, which mesh axis '{name}' of size {size} cuts"
             if dim == 0 and self.single_grouped_weight and shape[0] % size:
-                raise ValueError(
-                    f"gtp_shard expects as many groups on each rank of a GroupedLinear, but got {what}. Choose an axis "
-                    f"whose size divides the {self.num_groups} groups."
-                )
+                advice = f"Choose an axis whose size divides the {self.num_groups} groups."
+                raise ValueError(f"gtp_shard expects as many groups on each rank, but got {what}. {advice}")
             rows = -(-shape[dim] // size)
             if dim == placement.dim and size > 1 and rows % placement.block_size:
-                raise ValueError(
-                    f"gtp_shard expects slices of whole blocks of {placement.block_size} along dim {dim}, but got "
-                    f"{what} into slices of {rows}. Choose a block size that divides {rows}."
-                )
+                what = f"{what} into slices of {rows}. Choose a block size that divides {rows}"
+                blocks = f"whole blocks of {placement.block_size} along dim {dim}"
+                raise ValueError(f"gtp_shard expects slices of {blocks}, but got {what}.")
             shape[dim] = rows
 
     def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
-        """
+        """Multiply each group's rows, which gives shape ``(num_rows, out_features)``.
+
         Args:
             x: Shape ``(num_rows, in_features)``, sorted by group.
             split_sizes: Rows of each group, shape ``(num_groups,)``, int32 or int64, on the device of ``x``. Groups may
                 be empty. Rows beyond their sum are ignored and come out zero.
             scales: With ``scale_bias``: factor of each row's bias, shape ``(num_rows,)``.
-
-        Returns:
-            Shape ``(num_rows, out_features)``.
 
         Raises:
             ValueError, TypeError: An argument has the wrong shape, dtype or device.
@@ -183,24 +175,18 @@ class GroupedLinear(nn.Module):
                 "would make the host wait. Keep the counts where the router computes them."
             )
         if split_sizes.shape != (num_groups,):
-            raise ValueError(
-                f"GroupedLinear expects split_sizes of shape ({num_groups},), a count for each group of this rank, but "
-                f"got {tuple(split_sizes.shape)}."
-            )
+            what = f"shape ({num_groups},), a count for each group of this rank, but got {tuple(split_sizes.shape)}"
+            raise ValueError(f"GroupedLinear expects split_sizes of {what}.")
         if (scales is not None) != self.scale_bias:
-            raise ValueError(
-                "GroupedLinear expects scales with scale_bias=True and only then, but got "
-                f"{'none' if scales is None else 'some'} with scale_bias={self.scale_bias}."
-            )
+            what = f"{'none' if scales is None else 'some'} with scale_bias={self.scale_bias}"
+            raise ValueError(f"GroupedLinear expects scales with scale_bias=True and only then, but got {what}.")
         if scales is not None and scales.shape != x.shape[:1]:
             raise ValueError(f"GroupedLinear expects scales of shape ({x.shape[0]},), but got {tuple(scales.shape)}.")
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             counts = split_sizes.tolist()
             if min(counts) < 0 or sum(counts) > x.shape[0]:
-                raise ValueError(
-                    f"GroupedLinear expects split_sizes that sum up to at most the {x.shape[0]} rows of x, none below "
-                    f"0, but got {counts}."
-                )
+                limits = f"sum up to at most the {x.shape[0]} rows of x, none below 0"
+                raise ValueError(f"GroupedLinear expects split_sizes that {limits}, but got {counts}.")
         elif self._asserts_splits:
             assert_counts(split_sizes, x.shape[0])
 
@@ -210,13 +196,10 @@ class GroupedLinear(nn.Module):
 
 
 def assert_counts(split_sizes: Tensor, num_rows: int) -> None:
-    """Check the counts on the device, without a wait of the host. On a CPU it raises a RuntimeError; on a GPU a kernel
-    fails and ends the process with this message."""
-    compat.assert_on_device(
-        (split_sizes >= 0).all() & (split_sizes.sum() <= num_rows),
-        "GroupedLinear expects split_sizes that sum up to at most the rows of x, none below 0 (found by "
-        "DTENSOR_GTP_DEBUG=splits).",
-    )
+    """Check the counts on the device: a CPU raises a RuntimeError, on a GPU a kernel fails and ends the process."""
+    expected = "split_sizes that sum up to at most the rows of x, none below 0 (found by DTENSOR_GTP_DEBUG=splits)"
+    is_right = (split_sizes >= 0).all() & (split_sizes.sum() <= num_rows)
+    compat.assert_on_device(is_right, f"GroupedLinear expects {expected}.")
 
 
 def convert_grouped_state_dict(
@@ -226,8 +209,7 @@ def convert_grouped_state_dict(
 
     Args:
         state_dict: Plain tensors, of the layer or of a model that contains it.
-        prefix: Name of the layer in ``state_dict`` with the dot after it (``"layers.0.experts.up."``); other keys are
-            passed on.
+        prefix: Name of the layer with the dot after it (``"layers.0.experts.up."``); other keys are passed on.
         single_grouped_weight: The form to convert to.
 
     Raises:
@@ -264,8 +246,7 @@ class GTPGroupedLinear(GTPFused):
                 return cast(Tensor, super().forward(x, split_sizes, scales))
             compiled = binding.compiled["weight"]
             module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
-            # Read the bias as an attribute, whoever manages it: the graph gets its value.
-            value = None if module.bias is None else _local(module.bias)
+            value = None if module.bias is None else _local(module.bias)  # read as an attribute: the graph gets it
             return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
         get, names_of = binding.params.get, module.names_of
         weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}

@@ -1,7 +1,4 @@
-"""Linear and grouped layers in compiled code: each op gathers the weight, multiplies and frees it.
-
-Nothing of the full weight is saved for backward, and the compiler need not know the shapes of grouped GEMMs.
-"""
+"""Linear and grouped layers in compiled code: each op gathers the weight, multiplies and frees it."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from .._params.saved_for_backward import check_unmodified
+from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 from ..quant.float8_gemms import gemms_of_name
 from .compiled_weight import CompiledWeight, gradient_of, handles, show_to_policies
 from .grouped import add_bias, multiply, multiply_grad, reduce_wgrad
@@ -44,9 +43,8 @@ def parallel_linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight
     local = input.to_local(grad_placements=[plan.grad_input])
     local = linear(local, bias.to_local() if isinstance(bias, DTensor) and not is_sum else None, compiled)
     stride = tuple(math.prod(plan.shape[dim + 1 :]) for dim in range(len(plan.shape)))
-    result = DTensor.from_local(
-        local, input.device_mesh, [plan.output], run_check=False, shape=plan.shape, stride=stride
-    )
+    mesh, placements = input.device_mesh, [plan.output]
+    result = DTensor.from_local(local, mesh, placements, run_check=False, shape=plan.shape, stride=stride)
     return result + bias if is_sum and bias is not None else result
 
 
@@ -86,18 +84,14 @@ def _float8_linear(
 # In backward the input is None if the weight is frozen.
 @torch.library.custom_op("dtensor_gtp::linear_backward", mutates_args=())
 def _linear_backward(
-    grad: Tensor, input: Tensor | None, leaf: Tensor, handle: Tensor, in_features: int, needs_input: bool, call: int
+    grad: Tensor, input: Tensor | None, leaf: Tensor, handle: Tensor, width: int, needs_input: bool, call: int
 ) -> tuple[Tensor, Tensor]:
     runtime, weight = handles()[handle].resolve_in_backward()
     job = None
-    if input is not None and weight.stand_in.is_awaited:
-        job = partial(wgrad, runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, in_features))
-    grad_input = grad.new_empty(0)
-    with runtime.grads.beside_dgrad(job):
-        if needs_input:
-            check_unmodified(weight, weight.compiled_version)
-            grad_input = dgrad(runtime, weight, grad)
-    return grad_input, gradient_of(leaf)
+    if input is not None:
+        job = partial(wgrad, runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, width))
+    grad_input = _run_beside(job, partial(dgrad, runtime, weight, grad) if needs_input else None, runtime, weight)
+    return grad.new_empty(0) if grad_input is None else grad_input, gradient_of(leaf)
 
 
 @torch.library.custom_op("dtensor_gtp::grouped_linear_backward", mutates_args=())
@@ -107,21 +101,16 @@ def _grouped_backward(
     leaf: Tensor,
     ends: Tensor,
     handle: Tensor,
-    in_features: int,
+    width: int,
     needs_input: bool,
     call: int,
 ) -> tuple[Tensor, Tensor]:
     runtime, weight = handles()[handle].resolve_in_backward()
     grad = grad.contiguous()
-    job = None
-    if input is not None and weight.stand_in.is_awaited:
-        job = partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
-    grad_input = grad.new_empty(0)
-    with runtime.grads.beside_dgrad(job):
-        if needs_input:
-            check_unmodified(weight, weight.compiled_version)
-            grad_input = multiply_grad(grad, ends, runtime, (weight,))
-    return grad_input, gradient_of(leaf)
+    job = None if input is None else partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
+    product = partial(multiply_grad, grad, ends, runtime, (weight,)) if needs_input else None
+    grad_input = _run_beside(job, product, runtime, weight)
+    return grad.new_empty(0) if grad_input is None else grad_input, gradient_of(leaf)
 
 
 @torch.library.custom_op("dtensor_gtp::float8_linear_backward", mutates_args=())
@@ -130,7 +119,7 @@ def _float8_backward(
     for_wgrad: list[Tensor],
     leaf: Tensor,
     handle: Tensor,
-    in_features: int,
+    width: int,
     dtype: torch.dtype,
     gemms: str,
     call: int,
@@ -140,17 +129,23 @@ def _float8_backward(
     runtime, weight = handles()[handle].resolve_in_backward()
     float8 = gemms_of_name(gemms)
     job = None
-    if for_wgrad and weight.stand_in.is_awaited:
-        if float8.high_precision_wgrad:
-            job = partial(wgrad, runtime, weight, *for_wgrad)
-        else:
-            job = partial(float8_wgrad, runtime, weight, float8, for_wgrad)
-    grad_input = None
-    with runtime.grads.beside_dgrad(job):
-        if casts:
-            check_unmodified(weight, weight.compiled_version)
-            grad_input = float8_dgrad(runtime, weight, float8, casts)
+    if for_wgrad and float8.high_precision_wgrad:
+        job = partial(wgrad, runtime, weight, *for_wgrad)
+    elif for_wgrad:
+        job = partial(float8_wgrad, runtime, weight, float8, for_wgrad)
+    product = partial(float8_dgrad, runtime, weight, float8, casts) if casts else None
+    grad_input = _run_beside(job, product, runtime, weight)
     return for_wgrad[0].new_empty(0, dtype=dtype) if grad_input is None else grad_input, gradient_of(leaf)
+
+
+def _run_beside(job: Any, product: Any, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
+    """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns dgrad."""
+    with runtime.grads.beside_dgrad(job if job is not None and weight.stand_in.is_awaited else None):
+        if product is None:
+            return None
+        check_unmodified(weight, weight.compiled_version)
+        grad_input: Tensor = product()
+        return grad_input
 
 
 for _op in (_linear, _grouped_linear, _float8_linear):
@@ -162,20 +157,20 @@ for _op in (_linear, _grouped_linear, _float8_linear):
 @_linear_backward.register_fake
 @_grouped_backward.register_fake
 def _(grad: Tensor, input: Tensor | None, leaf: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    in_features, needs_input, _ = others[-3:]
-    return grad.new_empty((*grad.shape[:-1], in_features) if needs_input else 0), gradient_of(leaf)
+    width, needs_input, _ = others[-3:]
+    return grad.new_empty((*grad.shape[:-1], width) if needs_input else 0), gradient_of(leaf)
 
 
 @_float8_backward.register_fake
 def _(casts: list[Tensor], for_wgrad: list[Tensor], leaf: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    _, in_features, dtype, *_ = others
-    shape = (casts[0].shape[0], in_features) if casts else (0,)
+    _, width, dtype, *_ = others
+    shape = (casts[0].shape[0], width) if casts else (0,)
     return (casts or for_wgrad)[0].new_empty(shape, dtype=dtype), gradient_of(leaf)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor, *ends: Tensor) -> None:
     input, leaf, _, handle, *_ = inputs
-    ctx.in_features = input.shape[-1]
+    ctx.width = input.shape[-1]
     # The gradient of a frozen weight is not computed, so its input is not saved.
     ctx.save_for_backward(input if leaf.requires_grad else None, leaf, *ends, handle)
 
@@ -190,7 +185,7 @@ def _grad(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_input = grad_leaf = None
     if needs_input or needs_weight:
         call = handles().next_call()
-        grad_input, grad_leaf = backward(grad, *ctx.saved_tensors, ctx.in_features, needs_input, call)
+        grad_input, grad_leaf = backward(grad, *ctx.saved_tensors, ctx.width, needs_input, call)
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
     return grad_input if needs_input else None, grad_leaf if needs_weight else None, grad_bias, None, None
 
@@ -199,18 +194,18 @@ def _float8_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The casts are traced into the compiled backward, where they fuse with the ops before them."""
     input, leaf, handle = ctx.saved_tensors
     needs_input, needs_weight = ctx.needs_input_grad[:2]
-    gemms, in_features = gemms_of_name(ctx.gemms), ctx.in_features
+    gemms, width = gemms_of_name(ctx.gemms), ctx.width
     grad_2d = grad.reshape(-1, grad.shape[-1])
     casts = gemms.cast_grad(grad_2d) if needs_input or not gemms.high_precision_wgrad else []
     for_wgrad: list[Tensor] = []
     if needs_weight:
-        input_2d = input.reshape(-1, in_features)
+        input_2d = input.reshape(-1, width)
         for_wgrad = [grad_2d, input_2d] if gemms.high_precision_wgrad else gemms.cast_wgrad(grad_2d, input_2d, casts)
     call = handles().next_call()
     grad_input, grad_leaf = _float8_backward(
-        casts if needs_input else [], for_wgrad, leaf, handle, in_features, grad.dtype, ctx.gemms, call
+        casts if needs_input else [], for_wgrad, leaf, handle, width, grad.dtype, ctx.gemms, call
     )
-    grad_input = grad_input.view(*grad.shape[:-1], in_features) if needs_input else None
+    grad_input = grad_input.view(*grad.shape[:-1], width) if needs_input else None
     return grad_input, grad_leaf if needs_weight else None, [None] * ctx.num_casts, None, None, None
 
 

@@ -29,8 +29,7 @@ def materialize(compiled: CompiledWeight) -> Tensor:
     weight = compiled.weight
     shape, device = list(weight.layout.shape), weight.shard.device
     full: Tensor = _materialize(weight.stand_in.leaf, compiled.handle, shape, weight.compute_dtype, device)
-    spec = weight.tp_spec
-    if spec is None:
+    if (spec := weight.tp_spec) is None:
         return full
     # The slices of the ranks may differ in size, so from_local needs the logical shape.
     return DTensor.from_local(full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
@@ -49,20 +48,15 @@ def _embedding(
 
 
 _embedding.register_fake(
-    lambda indices, leaf, handle, dim, padding_idx, dtype, may_exchange: indices.new_empty(
-        (*indices.shape, dim), dtype=dtype
-    )
+    lambda indices, leaf, handle, dim, padding, dtype, *_: indices.new_empty((*indices.shape, dim), dtype=dtype)
 )
 
 
 @torch.library.custom_op("dtensor_gtp::embedding_backward", mutates_args=())
-def _embedding_backward(
-    grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding_idx: int, call: int
-) -> Tensor:
+def _embedding_backward(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding: int, call: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_backward()
     if weight.stand_in.is_awaited:
-        ids = exchanged_ids(indices, runtime, weight)
-        embedding_grad(runtime, weight, grad, indices, ids, padding_idx)
+        embedding_grad(runtime, weight, grad, indices, exchanged_ids(indices, runtime, weight), padding)
     return gradient_of(leaf)
 
 
@@ -100,14 +94,12 @@ def _reduce_grad(grad: Tensor, leaf: Tensor, handle: Tensor, call: int) -> Tenso
     return gradient_of(leaf)
 
 
-def _materialize_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _full_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _reduce_grad(grad, *ctx.saved_tensors, handles().next_call()), None, None, None, None
 
 
 _embedding_backward.register_fake(lambda grad, indices, leaf, *others: gradient_of(leaf))
 _reduce_grad.register_fake(lambda grad, leaf, *others: gradient_of(leaf))
 _embedding.register_autograd(_embedding_grad, setup_context=_save_lookup)
-_materialize.register_autograd(
-    _materialize_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2])
-)
+_materialize.register_autograd(_full_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
 show_to_policies(_embedding, _materialize)

@@ -1,14 +1,12 @@
 """How ``torch.compile`` sees a sharded weight: opaque custom ops use it, so that a block compiles with ``fullgraph``.
 
-A 0-dim tensor on the host, the *handle*, names the weight. Tensors are inputs of a compiled graph, so all layers of one
-shape share one graph. A number would be compiled into the graph of each layer. ``leaf``, one number on the host, stands
-for the weight in autograd's graph.
+A 0-dim tensor on the host, the *handle*, names the weight: an input of the compiled graph, so that all layers of one
+shape share one graph. ``leaf``, one number on the host, stands for the weight in autograd's graph.
 
 [Note: effects of opaque ops]
-The compiler does not know that a backward op reduces a gradient. Two things keep it from dropping or merging the op.
-It returns a gradient of ``leaf``, which has one element: Inductor computes empty tensors itself and drops the op. And
-its argument ``call`` differs in each call: in ``linear(x) + linear(x)``, two ops have equal inputs and gradients, and
-both gradients count.
+The compiler does not know that a backward op reduces a gradient. Two things keep it from dropping or merging the op: it
+returns a gradient of ``leaf`` with one element (Inductor drops ops that return empty tensors), and its argument
+``call`` differs in each call (in ``linear(x) + linear(x)``, two ops have equal inputs, and both gradients count).
 """
 
 from __future__ import annotations
@@ -58,9 +56,7 @@ class CompiledWeight:
     call on an outer module replaces; ``site`` is where the parameter is registered."""
 
     def __init__(self, runtime_of: Any, weight: ShardedWeight, site: Any) -> None:
-        self._runtime_of = runtime_of
-        self.weight = weight
-        self.site = site
+        self._runtime_of, self.weight, self.site = runtime_of, weight, site
         self.handle = handles().add(self)
 
     def resolve_in_forward(self) -> tuple[Runtime, ShardedWeight]:
@@ -100,8 +96,7 @@ def show_to_policies(*ops: Any) -> None:
 
 
 def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """While a checkpoint with a policy is compiled, save the output of a linear layer if the policy wants to save the
-    output of the GEMM of ``nn.Linear``."""
+    """While a checkpoint is compiled, save the output of a linear layer if the policy would save that of its GEMM."""
     if not compat.is_tracing():
         # Compiled code runs within a checkpoint. It may write to what an op returns, so nothing may be saved.
         return op(*args, **(kwargs or {}))

@@ -1,10 +1,9 @@
 """Cross entropy of a linear layer whose vocabulary stays sharded: neither the logits nor the weight are ever whole.
 
 The hidden states of all ranks are all-gathered in chunks of some tokens of each rank, while each rank computes the
-logits of its own rows of the vocabulary for the chunk before: at most ``ranks * tokens * own rows`` at a time. The
-largest logit, the sum of exponentials and the target's logit of each token are all-reduced in float32. Backward
-computes the logits again. The gradient of the hidden states is a partial sum, which is reduce-scattered in float32 to
-the ranks they came from. The gradient of the own rows stays on the rank.
+logits of its own rows of the vocabulary for the chunk before. The largest logit, the sum of exponentials and the
+target's logit of each token are all-reduced in float32. Backward computes the logits again, and reduce-scatters the
+gradient of the hidden states in float32. The gradient of the own rows stays on the rank.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ IGNORED = -(2**62)
 
 
 def loss_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | None:
-    """What ranks have agreed on for losses over the rows of ``weight``; None where it is always gathered.
-
-    Raises:
-        NotImplementedError: The policy asks for an exchange, but ranks do not hold whole rows.
-    """
+    """What ranks have agreed on for losses over the rows of ``weight``; None where it is always gathered."""
     choice = runtime.schedule.head
     if choice == "gather" or (choice != "exchange" and not can_exchange(runtime, weight)):
         return None
@@ -68,11 +63,7 @@ def vocabulary_parallel_loss(
     label_smoothing: float,
 ) -> Tensor | None:
     """The loss of each token of this rank in float32 or wider, or None where ranks have agreed to gather the weight.
-
-    Args:
-        hidden: Shape ``(tokens, in_features)``, in the compute dtype.
-        target: Shape ``(tokens,)``: rows of the weight, or ``IGNORED`` for tokens without a loss, whose loss is zero.
-    """
+    ``hidden`` is in the compute dtype; ``target`` is ``IGNORED`` for tokens without a loss, whose loss is zero."""
     check_differentiable(weight)
     runtime.ensure_initialized()
     weight.check_readable()
@@ -123,10 +114,8 @@ class _Job:
         self.runtime.comm.wait(launch(compat.all_reduce, what, self.runtime, self.weight, values, op))
 
     def all_gather(self, part: Tensor, what: str) -> tuple[Tensor, Done]:
-        """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``.
-
-        Not in the gather group: when backward begins, the weights of earlier layers are on their way there.
-        """
+        """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``. Not in the gather group,
+        where the weights of earlier layers are on their way when backward begins."""
         received = part.new_empty((self.weight.layout.world * part.shape[0], *part.shape[1:]))
         what = f"{what} for the loss over {self.weight.fqn}"
         return received, launch(compat.all_gather_base, what, self.runtime, self.weight, received, part)
@@ -255,8 +244,7 @@ def _backward(
         if grad_hidden is not None:
             job.reduce_scatter(_product(grad_logits, rows, dtype), grad_hidden[chunk])
         if wgrad is not None and layout.local_rows:
-            filled = layout.filled(wgrad)
-            filled += _product(grad_logits.t(), received, wgrad_dtype)
+            layout.filled(wgrad).add_(_product(grad_logits.t(), received, wgrad_dtype))
         del logits, grad_logits  # before the next logits
     if wgrad is not None:
         job.runtime.grads.add_rows(job.weight, wgrad)

@@ -1,7 +1,4 @@
-"""``F.embedding`` on a sharded table: gather, look up, free. Backward needs the indices alone.
-
-Where the policy says so, activations are exchanged instead of the table, see ``exchange``.
-"""
+"""``F.embedding`` on a sharded table: gather, look up, free; or exchange activations, see ``exchange``."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ class _Embedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.runtime, ctx.weight = runtime, weight
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
-        found = exchanged_lookup(indices, runtime, weight)
-        if found is not None:
+        if (found := exchanged_lookup(indices, runtime, weight)) is not None:
             output, ids = found
             ctx.save_for_backward(indices, ids)
             return output
@@ -67,7 +63,6 @@ def embedding_grad(
         exchanged_grad(runtime, weight, grad_output, ids, padding_idx)
         return
     # aten's own backward (a deterministic sort on CUDA, unlike index_add) returns a new, dense gradient.
-    grad = torch.ops.aten.embedding_dense_backward(
-        grad_output.contiguous(), indices, weight.layout.shape[0], padding_idx, False
-    )
+    num_rows, grad_output = weight.layout.shape[0], grad_output.contiguous()
+    grad = torch.ops.aten.embedding_dense_backward(grad_output, indices, num_rows, padding_idx, False)
     runtime.grads.add_full(weight, grad, is_owned=True)

@@ -3,8 +3,7 @@
 Each rank looks up its own rows for the tokens of all ranks: an all_gather of token ids, a lookup, a reduce_scatter of
 activations. That moves ``world * tokens * dim`` elements, a gather moves ``rows * dim``. Backward all_gathers the
 gradient of the activations, and each rank sums up that of its rows in float32 or wider. The activations are the bits of
-the table: one rank has the row of a token, the others add zero bits, as integers. An all_to_all would move less, but
-its sizes depend on the tokens, so the host would have to wait for them.
+the table: other ranks add zero bits, as integers. An all_to_all would move less, but the host would wait for its sizes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Group sizes stay on the device, so the host never waits for them. Rows beyond the last group, which ``F.grouped_mm``
 leaves uninitialized, are zeros in the output and in the input's gradient. A sharded layer has one weight of logical
 shape ``(num_groups, N, K)``, or one of shape ``(N, K)`` for each group. The latter are gathered in one launch into
-slices of one buffer, so that their stack, which the GEMM takes, is a view. Where they come from elsewhere (one rank, a
-recipe, gathers at different times) it is a copy.
+slices of one buffer, so that their stack is a view; it is a copy where they come from elsewhere (one rank, a recipe).
 """
 
 from __future__ import annotations
@@ -36,25 +35,17 @@ Weights = tuple[ShardedWeight, ...]  # of one layer
 def grouped_linear(
     x_TK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, split_sizes_G: Tensor, scales_T: Tensor | None = None
 ) -> Tensor:
-    """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by the row's scale.
-
-    The rows are sorted by group. The sum of ``split_sizes_G`` is at most their number.
-    """
+    """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by the row's scale."""
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
     output: Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
 def sharded_grouped_linear(
-    x_TK: Tensor,
-    bias_GN: Tensor | None,
-    split_sizes_G: Tensor,
-    scales_T: Tensor | None,
-    runtime: Runtime,
-    weights: Weights,
+    x_TK: Tensor, bias_GN: Tensor | None, sizes_G: Tensor, scales_T: Tensor | None, runtime: Runtime, weights: Weights
 ) -> Tensor:
     """:func:`grouped_linear` on the sharded weights of one layer."""
-    ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
+    ends_G = sizes_G.cumsum(0, dtype=torch.int32)
     if torch.is_grad_enabled():
         leaves = [weight.leaf for weight in weights]
         output: Tensor = _ShardedGroupedMM.apply(x_TK, ends_G, runtime, weights, *leaves)  # type: ignore[no-untyped-call]
@@ -68,8 +59,7 @@ def add_bias(output_TN: Tensor, bias_GN: Tensor | None, ends_G: Tensor, scales_T
     if bias_GN is None:
         return output_TN
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
-    group_T = torch.searchsorted(ends_G, rows, right=True).clamp_(max=bias_GN.shape[0] - 1)
-    bias_TN = bias_GN[group_T]
+    bias_TN = bias_GN[torch.searchsorted(ends_G, rows, right=True).clamp_(max=bias_GN.shape[0] - 1)]
     if scales_T is not None:
         bias_TN = bias_TN * scales_T.unsqueeze(-1).to(bias_TN.dtype)
     return torch.where((rows < ends_G[-1]).unsqueeze(-1), output_TN + bias_TN, 0)
@@ -99,10 +89,8 @@ def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
             wgrad[group] = grad_TN[begin:end].t() @ x_TK[begin:end]
         return wgrad
     pad_N, pad_K = _paddings(grad_TN, x_TK)
-    if pad_N:
-        grad_TN = F.pad(grad_TN, (0, pad_N))
-    if pad_K:
-        x_TK = F.pad(x_TK, (0, pad_K))
+    grad_TN = F.pad(grad_TN, (0, pad_N)) if pad_N else grad_TN
+    x_TK = F.pad(x_TK, (0, pad_K)) if pad_K else x_TK
     return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, :N, :K]
 
 
@@ -113,8 +101,7 @@ def _paddings(left: Tensor, right: Tensor) -> tuple[int, int]:
 
 
 def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
-    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles a Function without its gradient if the
-    Function returns the very tensor that it has written to in place."""
+    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles no gradient for what was written to."""
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
     return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 
@@ -140,7 +127,6 @@ def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: We
 
 
 def _using(runtime: Runtime, weights: Weights, for_backward: bool) -> AbstractContextManager[Tensor]:
-    """A use of the weights of all groups, shape ``(num_groups, N, K)``."""
     if len(weights[0].layout.shape) == 3:
         return runtime.using(weights[0].for_backward if for_backward else weights[0])
     return _using_stacked(runtime, weights, for_backward)
@@ -174,8 +160,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 def reduce_wgrad(
     runtime: Runtime, weights: Weights, awaited: Sequence[bool], grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor
 ) -> None:
-    """Compute the gradients of all weights, and send those that are awaited to the shards. ``F.grouped_mm`` takes no
-    output buffer, so ``add_full`` copies what cannot be sent as it is."""
+    """Compute the gradients of all weights, and send those that are awaited to the shards."""
     with profiler_range("GTP::wgrad", ", ".join([weight.fqn for weight in weights])):
         wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
     if len(weights[0].layout.shape) == 3:
@@ -224,7 +209,6 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # Save only what backward uses.
         ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
         gemms = _gemms_of(weight_GNK)
         if gemms is None:

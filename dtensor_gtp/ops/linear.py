@@ -75,10 +75,9 @@ def _float8_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight:
 def check_float8_input(input: Tensor, weight: ShardedWeight) -> None:
     """Raise as ``F.linear`` does for an input of another dtype than the layer computes in."""
     if input.dtype != weight.compute_dtype:
-        raise RuntimeError(
-            f"F.linear expects input and weight of one dtype, but got {input.dtype} and {weight.compute_dtype} for "
-            f"parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}."
-        )
+        what = f"parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}"
+        got = f"{input.dtype} and {weight.compute_dtype} for {what}"
+        raise RuntimeError(f"F.linear expects input and weight of one dtype, but got {got}.")
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -156,7 +155,7 @@ def float8_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
     runtime.grads.add_full(weight, gemms.grad_weight(casts, weight.reduce_dtype), is_owned=True)
 
 
-class ParallelPlan(NamedTuple):
+class TPPlan(NamedTuple):
     """How a linear layer whose weight is cut over tp runs on local tensors."""
 
     output: Placement
@@ -164,12 +163,8 @@ class ParallelPlan(NamedTuple):
     shape: torch.Size  # logical, of the output
 
 
-def parallel_plan(input: Tensor, bias: Tensor | None, weight: ShardedWeight) -> ParallelPlan | None:
-    """The plan of a layer that can run on its local tensors alone, None where DTensor has more to do.
-
-    Column-wise, each rank of tp has the whole input and some of the output's features. The input's gradient is a
-    partial sum. Row-wise, it has some of the input's features, and the output is a partial sum.
-    """
+def parallel_plan(input: Tensor, bias: Tensor | None, weight: ShardedWeight) -> TPPlan | None:
+    """The plan of a layer that can run on its local tensors alone, None where DTensor has more to do."""
     spec = weight.tp_spec
     if spec is None or spec.mesh.ndim != 1 or not isinstance(input, DTensor):
         return None
@@ -184,15 +179,14 @@ def parallel_plan(input: Tensor, bias: Tensor | None, weight: ShardedWeight) -> 
     block_size = getattr(of_weight, "block_size", 1)
     last: Placement = Shard(input.ndim - 1) if block_size == 1 else GTPShard(input.ndim - 1, block_size=block_size)
     if of_weight.dim == 0 and of_input == Replicate() and (bias is None or of_bias == of_weight):
-        return ParallelPlan(last, Partial(), shape)
+        return TPPlan(last, Partial(), shape)
     if of_weight.dim == 1 and of_input == last and (bias is None or of_bias == Replicate()):
-        return ParallelPlan(Partial(), last, shape)
+        return TPPlan(Partial(), last, shape)
     return None
 
 
 def parallel_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
-    """``F.linear`` of DTensors on their local tensors, or None without a plan for it. DTensor's own dispatch finds the
-    placements op by op, which takes the host longer than a small GEMM."""
+    """``F.linear`` of DTensors on their local tensors, without DTensor's slow dispatch; None without a plan for it."""
     plan = parallel_plan(input, bias, weight)
     if plan is None:
         return None
@@ -200,9 +194,7 @@ def parallel_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight
         check_differentiable(weight)
     # DTensor adds the bias to a partial sum, because only one rank may do so.
     is_sum = plan.output == Partial()
-    output: Tensor = _ParallelLinear.apply(  # type: ignore[no-untyped-call]
-        input, weight.leaf, None if is_sum else bias, runtime, weight, plan
-    )
+    output: Tensor = _ParallelLinear.apply(input, weight.leaf, None if is_sum else bias, runtime, weight, plan)  # type: ignore[no-untyped-call]
     return output + bias if is_sum and bias is not None else output
 
 
@@ -211,13 +203,7 @@ class _ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: DTensor,
-        leaf: Tensor,
-        bias: DTensor | None,
-        runtime: Runtime,
-        weight: ShardedWeight,
-        plan: ParallelPlan,
+        ctx: Any, input: DTensor, _: Tensor, bias: DTensor | None, runtime: Runtime, weight: ShardedWeight, plan: TPPlan
     ) -> DTensor:
         given = compat.dtensor_spec(input)
         input_spec = compat.make_spec(given.mesh, (plan.grad_input,), given.shape, input.dtype)

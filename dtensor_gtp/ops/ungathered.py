@@ -1,8 +1,7 @@
 """Uses of a weight by the fused ops: in float8, and as a tensor that is gathered by the first op that computes with it.
 
-Selective activation checkpointing asks a policy about every aten op, and in the recomputation returns what it has saved
-instead of running the op. A fused op shows it the GEMM (``aten.mm``, ``aten.addmm``) or the lookup on an
-``UngatheredWeight``: if the output was saved, the weight is not gathered.
+A fused op shows the policy of a selective activation checkpoint the GEMM (``aten.mm``, ``aten.addmm``) or the lookup on
+an ``UngatheredWeight``: if the output was saved, the recomputation does not gather the weight.
 """
 
 from __future__ import annotations
@@ -50,20 +49,16 @@ class UngatheredWeight(Tensor):
     def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
         shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
         strides = (1, shape[0]) if is_transposed else (shape[1], 1)
-        self = compat.make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=weight.compute_dtype, device=weight.shard.device
-        )
+        dtype, device = weight.compute_dtype, weight.shard.device
+        self = compat.make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
         return self  # type: ignore[no-any-return]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             (weight,) = args
-            is_turned = func is torch.ops.aten.t.default
-            return cls(weight._runtime, weight._weight, weight._is_transposed != is_turned)
+            return cls(weight._runtime, weight._weight, weight._is_transposed != (func is torch.ops.aten.t.default))
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and isinstance(args[-1], cls):
             *bias, matrix, weight = args
             if weight._weight.gemms is not None and weight._is_transposed:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dtensor_gtp._dtensor import propagation
+from dtensor_gtp._dtensor import block_layout, propagation
 from dtensor_gtp.placement import GTPShard, Preparation, chunk_rows, chunk_size_and_offset
 
 ALL_KINDS = [
@@ -340,7 +340,7 @@ def test_unknown_dtensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def moved() -> None:
         raise AttributeError("module has no attribute '_gen_transform_infos'")
 
-    monkeypatch.setattr(propagation, "wrap_spec", moved)
+    monkeypatch.setattr(block_layout, "wrap_spec", moved)
     monkeypatch.setattr(GTPShard, "_preparation", Preparation(propagation.prepare, propagation.install.__wrapped__))
     for kwargs in ({"block_size": 2}, {"split_factor": 2}):
         with pytest.raises(

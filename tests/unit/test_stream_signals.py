@@ -27,10 +27,10 @@ class FrontEnds:
     def execute(self, operations: Any) -> Iterator[None]:
         """One operation, or one look at what it waits for, at a time."""
         for operation in operations:
-            if operation.operation == driver._WRITE_VALUE_32:
+            if operation.operation == driver._WRITE_VALUE:
                 self.memory[operation.address] = operation.value
             else:
-                assert (operation.operation, operation.flags) == (driver._WAIT_VALUE_32, driver._WAIT_EQUAL)
+                assert (operation.operation, operation.flags) == (driver._WAIT_VALUE, driver._WAIT_EQUAL)
                 while self.memory.get(operation.address, 0) != operation.value:
                     yield
             yield
