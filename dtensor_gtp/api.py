@@ -67,7 +67,8 @@ def gtp_shard(
             gather and of compute, ``reduce_dtype`` that of gradient reduction; inputs and outputs of ``module`` are
             cast. Without a ``reduce_dtype`` gradients are reduced in ``param_dtype`` (``fully_shard`` of torch 2.15:
             in the parameter's own).
-        schedule: When weights are gathered and gradients reduced. The policy of the outermost call counts.
+        schedule: What may be gathered, kept and reduced when. The default chooses all of it in the first forward. The
+            policy of the outermost call counts.
         ignored_params: Parameters that are left as they are; their gradients are not reduced.
 
     Returns:
@@ -224,11 +225,8 @@ class GTPModule(BoundModule):
         for param in self._params():
             param.flags.gradient_divide_factor = float(factor)
 
-    def reset_exchanges(self) -> None:
-        """Forget how many tokens an exchange of activations carries (see ``SchedulePolicy.embedding``); ranks compare
-        theirs again in the next use. Call it on all ranks of the mesh, if all will have fewer tokens from now on."""
-        for weight in self._weights():
-            weight.lookups = weight.losses = None
+    def _chosen_policy(self) -> SchedulePolicy | None:
+        return self._gtp_binding.group.runtime.chosen_policy()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one before ``.grad`` is read. False leaves gradients in flight, beside

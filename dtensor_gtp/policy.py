@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+import functools
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
+Memory = Literal["balanced", "least", "most_speed"]
 ReduceScatterKind = Literal["ring", "all_to_all", "copy_engine"]
+ReduceScatterName = Literal["ring", "all_to_all", "copy_engine", "auto"]
 GatherBackendName = Literal["process_group", "copy_engine", "auto"]
 
 
@@ -45,108 +49,185 @@ class Waitable(Protocol):
 
 
 @dataclass(frozen=True)
-class SchedulePolicy:
-    """When weights are gathered and gradients reduced, and by which kinds of communication.
+class Schedule:
+    """The numbers by which gathers and reductions are placed: all that ``SchedulePolicy`` leaves open, chosen.
 
-    The fields change time and memory. Results change only by rounding: ``reduce_scatter``, ``embedding``, ``head`` and
-    ``coalesce_grad_nbytes`` may sum in another order or dtype.
+    The same on all ranks. :meth:`SchedulePolicy.chosen` carries one.
 
     Args:
-        prefetch_depth: At least this many weights are gathered ahead of the one in use. 0 gathers each weight when it
-            is used.
-        max_inflight_reduce_scatters: Number of gradient send buffers that may wait for their reduce-scatter before
-            compute waits for the oldest. At least 1. Each costs one full gradient of memory.
-        min_shard_numel: A weight with fewer elements stays whole on every rank (``Replicate()``), because a collective
-            for it costs more than it saves. 0 shards every weight with two or more dims.
-        reduce_scatter: How gradients are summed over the ranks of the axis. ``"ring"`` is the backend's reduce-scatter,
-            which sends and adds in ``reduce_dtype``. ``"all_to_all"`` sends in ``reduce_dtype``, adds on the receiving
-            rank in float32 and accumulates in float32: with a 16-bit ``reduce_dtype`` the error does not grow with the
-            axis. It costs one more full gradient of memory for each reduction in flight. Parameters that stay whole
-            are then all-reduced in float32. ``"copy_engine"`` computes the same sum, but the copy engines of GPUs of
-            one host fetch the addends of peers.
-        embedding: How ``nn.Embedding`` looks up tokens if gradients are computed. ``"gather"`` gathers the table, like
-            any weight. ``"exchange"`` does not: each rank looks up its own rows for the tokens of all ranks, and ranks
-            exchange the activations, and their gradients in backward. The activations are the same bits. ``"auto"``
-            takes what moves fewer bytes; the first lookup decides, by the largest number of tokens of a rank. An
-            exchange carries this number of tokens of each rank: fewer are padded, and more raise an error, unless all
-            ranks have more. Without gradients, and if ranks do not hold whole rows (tensor parallelism, quantized
-            tables), the table is gathered.
-        head: How ``nn.functional.linear_cross_entropy`` computes losses if gradients are computed. ``"exchange"``: each
-            rank computes the logits of its own rows of the vocabulary for the tokens of all ranks; no rank holds the
-            whole weight or all logits. ``"gather"``: the weight is gathered, like any. ``"auto"`` as above.
-        exchange_tokens: Largest number of tokens of a rank in one call, for exchanges of activations. None takes that
-            of the first call, in which ranks compare theirs.
-        prefetch_nbytes: At least this many bytes of weights are gathered ahead of the one in use. The gather of a
-            larger weight begins as many bytes ahead as the weight has. 0 leaves it to ``prefetch_depth``. The larger of
-            the two windows counts: at most these bytes and one weight, or ``prefetch_depth`` weights, are gathered
-            ahead. A link of 300 GB/s moves the default in about a millisecond.
-        coalesce_nbytes: Successive weights of at most this size together are gathered in one operation; 0 gathers each
-            by itself. Every operation costs the host a launch, and on all ranks it waits until GEMMs leave it room.
-            With the default, about half a block of a model with 8 billion parameters is gathered together.
-        coalesce_grad_nbytes: Successive gradients of at most this size together are reduce-scattered in one operation;
-            0 reduces each by itself. They wait for each other. No compute hides the last ones at the end of backward:
-            less than half a millisecond on a link of 300 GB/s with the default. The rounding of a sum may depend on
-            what is reduced in the same operation.
-        expert_blocks_ahead: Weights of ``gtp_shard`` calls on other meshes than the outermost one, such as experts, are
-            gathered this many calls ahead, each while its counterpart of the earlier call is used. Each call ahead
-            costs the memory of its gathered weights. 0 treats them like all others.
-        keep_nbytes: Bytes of gathered weights that may be kept from forward to backward, which saves a gather of each.
-            Those are kept that backward uses first, where the least compute hides a gather; the report names them.
-            Weights that ``keep_last`` and ``reshard_after_forward=False`` keep come in addition.
-        gather_backend: Who gathers. ``"process_group"``: the process group of the mesh. ``"copy_engine"``: the copy
-            engines of GPUs of one host, through symmetric memory, which leaves all SMs to the GEMMs but costs the host
-            a launch for each peer. ``"auto"``: copy engines if all ranks of the mesh can have them, else the process
-            group; the report says which and why. A class: one object of it is made for each communicator, see
-            :class:`GatherBackend`.
-        wgrad_first: Whether backward of a linear or grouped layer computes the gradient of its weight before that of
-            its input. Then the first GEMM hides the end of the weight's gather, and the second the reduce-scatter.
-            False computes it after the gathered weight has been freed. If one layer (a head) causes the peak of memory,
-            the peak is lower by the smaller of weight and gradient.
-        keep_last: Whether the last weight of the forward, if it is the first of backward (a head), stays gathered in
-            between. False gathers it once more when the gradient of the loss is there. Nothing hides this gather, but
-            the loss, where logits are largest, can use the weight's memory.
+        prefetch_depth: Number of weights, at least, that are gathered ahead of the one in use. 0 gathers each weight
+            when it is used.
+        prefetch_nbytes: Bytes of gathered weights, at least, that are gathered ahead. A larger weight is begun as many
+            bytes ahead as it has. The larger of the two windows counts.
+        coalesce_nbytes: Weights used one after the other are gathered in one launch up to this size. 0: each by itself.
+        coalesce_grad_nbytes: The same for the gradients of one launch.
+        max_inflight_reduce_scatters: Launches of gradients before compute waits for the oldest.
+        expert_blocks_ahead: Weights on other meshes than the outermost call's are gathered this many calls ahead. 0
+            treats them as all others.
+        keep_nbytes: Bytes of gathered weights that are kept from forward to backward, those first that backward uses
+            first.
+        keep_last: Keep the last weight of the forward, if it is the first of backward.
+        wgrad_first: A layer computes the gradient of its weight before that of its input, to hide the weight's gather.
+            False: after it, when the weight is freed.
+        gather_backend: As in ``SchedulePolicy``.
+        reduce_scatter: As in ``SchedulePolicy``.
 
     Raises:
-        TypeError: A number is not an ``int``, or a flag not a ``bool``.
-        ValueError: A field is out of its range, or is not one of its choices.
+        ValueError: A number is out of its range.
     """
 
     prefetch_depth: int = 2
-    max_inflight_reduce_scatters: int = 2
-    min_shard_numel: int = 1024
-    reduce_scatter: ReduceScatterKind = "ring"
-    embedding: ExchangeKind = "gather"
-    head: ExchangeKind = "exchange"
-    exchange_tokens: int | None = None
     prefetch_nbytes: int = 256 << 20
     coalesce_nbytes: int = 256 << 20
     coalesce_grad_nbytes: int = 128 << 20
+    max_inflight_reduce_scatters: int = 2
     expert_blocks_ahead: int = 1
     keep_nbytes: int = 0
-    gather_backend: GatherBackendName | type[GatherBackend] = "process_group"
-    wgrad_first: bool = True
     keep_last: bool = True
+    wgrad_first: bool = True
+    gather_backend: GatherBackendName | type[GatherBackend] = "process_group"
+    reduce_scatter: ReduceScatterName = "ring"
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"SchedulePolicy expects an int for {name}, but got {value!r}.")
-            if value < least:
-                raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
-        for name in ("wgrad_first", "keep_last"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"SchedulePolicy expects a bool for {name}, but got {value!r}.")
-        _check_choice("reduce_scatter", self.reduce_scatter, get_args(ReduceScatterKind))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = int(field.name == "max_inflight_reduce_scatters")
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"Schedule expects {field.name} >= {least}, but got {value}.")
+
+
+_GONE = {
+    "prefetch_depth": "pass prefetch_nbytes, or leave the window to the library",
+    "coalesce_nbytes": "what travels together is chosen; memory='least' makes it less",
+    "coalesce_grad_nbytes": "what travels together is chosen; memory='least' makes it less",
+    "max_inflight_reduce_scatters": "how many reductions are in flight is chosen; memory='least' allows one",
+    "expert_blocks_ahead": "when experts are gathered is chosen",
+    "wgrad_first": "pass memory='least' for wgrad_first=False",
+    "keep_last": "pass memory='least' for keep_last=False",
+}
+
+
+def _refuse_old_fields(cls: type[SchedulePolicy]) -> type[SchedulePolicy]:
+    """A class decorator: fields of earlier versions raise, and name the new word."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: SchedulePolicy, *args: Any, **fields: Any) -> None:
+        for name in fields.keys() & _GONE.keys():
+            raise TypeError(f"SchedulePolicy has no field {name} any more: {_GONE[name]}.")
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@_refuse_old_fields
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """How gathers and reduce-scatters are placed around compute. ``SchedulePolicy()`` chooses everything.
+
+    What is open is chosen in the first forward, once and alike on all ranks, from the device, the links, the sizes of
+    the model and the free memory. ``sharding_report`` lists each choice with its reason. No choice changes results but
+    by rounding.
+
+    Args:
+        memory: ``"balanced"``: as fast as possible without more memory than ``fully_shard`` on each block takes.
+            ``"least"``: as little memory as possible: small windows, and the head is gathered twice. ``"most_speed"``:
+            weights may also stay gathered from forward to backward, ``keep_nbytes`` of them.
+        gather_backend: Who gathers. ``"auto"``: copy engines where all ranks of the mesh are GPUs of one host that can
+            map each other's memory, else the process group. ``"process_group"``: NCCL's kernels, or gloo's threads.
+            ``"copy_engine"``: the copy engines, or an error. A class: one of these is made for each communicator, see
+            :class:`GatherBackend`.
+        reduce_scatter: How gradients are summed over the ranks of the axis. ``"auto"``: ``"copy_engine"`` where gathers
+            use copy engines, unless memory is to be least, else ``"ring"``. ``"ring"``: the process group sends and
+            adds in ``reduce_dtype``. ``"all_to_all"``: sends in ``reduce_dtype``, adds and accumulates in float32, so
+            the error of a 16-bit ``reduce_dtype`` does not grow with the axis; takes one more full gradient for each
+            reduction in flight. ``"copy_engine"``: the same sum, fetched by the copy engines of GPUs of one host.
+        prefetch_nbytes: Bytes of weights that are gathered ahead of the one in use. 0 gathers each weight when it is
+            used. None: chosen.
+        keep_nbytes: Bytes of gathered weights that stay from forward to backward, so that they are gathered once less.
+            None: 0, with ``memory="most_speed"`` an eighth of the free memory.
+        embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table.
+            ``"exchange"``: each rank looks up its own rows for the tokens of all ranks, and ranks exchange activations.
+            ``"auto"``: whichever moves fewer bytes. Without gradients, and where ranks do not hold whole rows (tensor
+            parallelism, quantized tables), the table is gathered.
+        head: How ``nn.functional.linear_cross_entropy`` computes losses where gradients are computed. ``"exchange"``:
+            each rank computes the logits of its own rows of the vocabulary for the tokens of all ranks, and neither
+            weight nor logits are ever whole. ``"gather"`` gathers the weight. ``"auto"``: whichever moves fewer bytes.
+        exchange_tokens: Most tokens of a rank in one call, for exchanges of activations. None: ranks tell each other
+            how many they have in each call, on the host. With a number they need not, and more tokens raise an error.
+        min_shard_numel: A weight with fewer elements stays whole on every rank (``Replicate()``), because a collective
+            for it costs more than it saves. 0 shards every weight with two or more dims.
+
+    Raises:
+        TypeError: A field is of the wrong type, or is one of earlier versions: the message names the new one.
+        ValueError: A field is out of its range, or names nothing that there is.
+    """
+
+    memory: Memory = "balanced"
+    gather_backend: GatherBackendName | type[GatherBackend] = "auto"
+    reduce_scatter: ReduceScatterName = "auto"
+    prefetch_nbytes: int | None = None
+    keep_nbytes: int | None = None
+    embedding: ExchangeKind = "auto"
+    head: ExchangeKind = "exchange"
+    exchange_tokens: int | None = None
+    min_shard_numel: int = 1024
+    # Fields of ``Schedule`` that are not chosen but as given here. ``chosen`` has all of them.
+    _numbers: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_nbytes", "keep_nbytes", "exchange_tokens", "min_shard_numel"):
+            _check_number(name, getattr(self, name), is_optional=name != "min_shard_numel")
+        _check_choice("memory", self.memory, get_args(Memory))
+        _check_choice("reduce_scatter", self.reduce_scatter, get_args(ReduceScatterName))
         _check_choice("embedding", self.embedding, get_args(ExchangeKind))
         _check_choice("head", self.head, get_args(ExchangeKind))
-        tokens = self.exchange_tokens
-        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
-            raise TypeError(f"SchedulePolicy expects an int or None for exchange_tokens, but got {tokens!r}.")
-        if tokens is not None and tokens < 1:
-            raise ValueError(f"SchedulePolicy expects exchange_tokens >= 1, but got {tokens}.")
         if not isinstance(self.gather_backend, type):
             _check_choice("gather_backend", self.gather_backend, get_args(GatherBackendName))
+
+    @staticmethod
+    def chosen(module: nn.Module) -> SchedulePolicy:
+        """The policy of a sharded module with all that was chosen in its first forward.
+
+        Passed to ``gtp_shard`` it does the same without choosing. It can be pickled with a checkpoint.
+
+        Raises:
+            ValueError: ``module`` is not sharded, or has not run yet.
+        """
+        find = getattr(module, "_chosen_policy", None)
+        policy: SchedulePolicy | None = None if find is None else find()
+        if policy is None:
+            raise ValueError(
+                f"SchedulePolicy.chosen expects a module after gtp_shard and its first forward, but got a "
+                f"{type(module).__name__} that {'has not run yet' if find else 'is not sharded'}."
+            )
+        return policy
+
+
+def fixed_policy(prefetch_depth: int = Schedule.prefetch_depth, **options: Any) -> SchedulePolicy:
+    """A policy that leaves nothing to choose, for tests and benchmarks: ``options`` are fields of ``Schedule`` and of
+    ``SchedulePolicy``. Others are as in ``Schedule()``, and embeddings are gathered."""
+    names = {field.name for field in fields(Schedule)}
+    schedule = Schedule(prefetch_depth, **{name: options[name] for name in options.keys() & names})
+    own = {"embedding": "gather"} | {name: value for name, value in options.items() if name not in names}
+    return SchedulePolicy(
+        gather_backend=schedule.gather_backend,
+        reduce_scatter=schedule.reduce_scatter,
+        **own,
+        _numbers=tuple(vars(schedule).items()),
+    )
+
+
+def _check_number(name: str, value: object, *, is_optional: bool) -> None:
+    if value is None and is_optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        expected = "an int or None" if is_optional else "an int"
+        raise TypeError(f"SchedulePolicy expects {expected} for {name}, but got {value!r}.")
+    least = int(name == "exchange_tokens")
+    if value < least:
+        raise ValueError(f"SchedulePolicy expects {name} >= {least}, but got {value}.")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -155,22 +236,15 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"SchedulePolicy expects {known} as {name}, but got {value!r}.")
 
 
-_LEAST = {
-    "prefetch_depth": 0,
-    "max_inflight_reduce_scatters": 1,
-    "min_shard_numel": 0,
-    "prefetch_nbytes": 0,
-    "coalesce_nbytes": 0,
-    "coalesce_grad_nbytes": 0,
-    "expert_blocks_ahead": 0,
-    "keep_nbytes": 0,
-}
 __all__ = [
     "ExchangeKind",
     "GatherBackend",
     "GatherBackendName",
+    "Memory",
     "MixedPrecisionPolicy",
     "ReduceScatterKind",
+    "ReduceScatterName",
+    "Schedule",
     "SchedulePolicy",
     "Waitable",
 ]

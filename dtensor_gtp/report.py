@@ -62,8 +62,8 @@ class ShardingReport:
         passes: The same as data.
         symmetric_nbytes: Memory of this rank that peers copy from by copy engines. It does not come from the caching
             allocator, so ``torch.cuda.memory_stats`` does not count it.
-        gather_backends: Who gathers on each mesh and why, as text; empty before the first forward, and if
-            ``SchedulePolicy.gather_backend`` is the default.
+        gather_backends: Who gathers and reduces on each mesh and why, as text; empty before the first forward.
+        choices: What else was chosen in the first forward and why, as text.
     """
 
     mesh: str
@@ -72,6 +72,7 @@ class ShardingReport:
     passes: tuple[PassReport, ...] = ()
     symmetric_nbytes: int = 0
     gather_backends: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
@@ -88,7 +89,7 @@ class ShardingReport:
         lines += [f"{format_nbytes(local)} of parameters per rank; largest gathered weight {format_nbytes(largest)}"]
         if self.symmetric_nbytes:
             lines.append(f"{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from")
-        return "\n".join((*lines, *self.gather_backends, self.schedule or "schedule: not observed yet"))
+        return "\n".join((*lines, *self.gather_backends, *self.choices, self.schedule or "schedule: not observed yet"))
 
 
 def sharding_report(module: nn.Module) -> ShardingReport:
@@ -121,7 +122,8 @@ def sharding_report(module: nn.Module) -> ShardingReport:
         _schedule(runtime),
         _passes(runtime),
         runtime.comm.symmetric_nbytes,
-        () if runtime.schedule.gather_backend == "process_group" else tuple(runtime.comm.choices),
+        tuple(runtime.comm.choices),
+        runtime.reasons,
     )
 
 

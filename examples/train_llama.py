@@ -97,8 +97,7 @@ def build_model(config: LlamaConfig, mesh: DeviceMesh, place: Place, options: ar
     """
     with torch.device("meta"):
         model = Llama(config)
-    embedding = "exchange" if options.exchange else "gather"
-    schedule = SchedulePolicy(prefetch_depth=options.prefetch_depth, embedding=embedding)
+    schedule = SchedulePolicy(memory=options.memory, embedding="exchange" if options.exchange else "auto")
     gtp_shard(model, mesh, mp_policy=mixed_precision(place), schedule=schedule)
     model.to_empty(device=place.device)
     torch.manual_seed(options.seed)

@@ -83,7 +83,7 @@ def build_model(config: MoEConfig, mesh: WeightMesh, place: Place, options: argp
     with the numbers that the whole model would have drawn."""
     with torch.device("meta"):
         model = Llama(config) if options.dense else MoELlama(config)
-    policy, schedule = mixed_precision(place), SchedulePolicy(prefetch_depth=options.prefetch_depth)
+    policy, schedule = mixed_precision(place), SchedulePolicy(memory=options.memory)
     for moe in model.moes if isinstance(model, MoELlama) else ():
         if mesh["ep"].size() > 1:
             parallelize_experts(moe.experts, mesh["ep"], method=options.dispatch)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from checkpoints import CheckpointDir, TrainState, check_requirements, check_same_run
 from dtensor_gtp import MixedPrecisionPolicy, sharding_report
+from dtensor_gtp.policy import Memory
 from launch import Place, UsageError
 from llama import LlamaConfig
 from text_data import Batch, Corpus, TextBatches
@@ -61,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser, checkpoint_dir: str) -> None:
     add("--batch-size", type=int, help="sequences in a step, over all processes (default: the preset's)")
     add("--seq-len", type=int, help="tokens in a sequence (default: the preset's)")
     add("--lr", type=float, help="peak learning rate (default: the preset's)")
-    add("--prefetch-depth", type=int, default=2, help="weights gathered ahead of use")
+    add("--memory", choices=get_args(Memory), default="balanced", help="what may be spent on speed, see SchedulePolicy")
     add("--checkpoint-dir", type=Path, default=Path(checkpoint_dir), help="shared by all hosts")
     add("--checkpoint-every", type=int, help="steps between checkpoints, 0 for none (default: the preset's)")
     add("--resume", action="store_true", help="continue from the last complete checkpoint in --checkpoint-dir")

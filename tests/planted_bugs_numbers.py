@@ -221,11 +221,18 @@ NUMBERS = [
     Bug(
         "exchange carries the fewest tokens",
         "_comm/tokens.py",
-        "            self._settle(max(self._all_gather(count",
-        "            self._settle(min(self._all_gather(count",
+        "dist.all_reduce(most, dist.ReduceOp.MAX",
+        "dist.all_reduce(most, dist.ReduceOp.MIN",
         (
             "tests/distributed/test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_ranks_with_unequal_numbers_of_tokens",
         ),
+    ),
+    Bug(
+        "each rank chooses from its own free memory",
+        "_schedule/first_forward.py",
+        "return ~int(taken)",
+        "return _free_nbytes(device)",
+        ("tests/distributed/test_gtp_shard_choices.py::TestChoices::test_the_least_free_memory_counts_on_all_ranks",),
     ),
     Bug(
         "lookup begins at the wrong row",

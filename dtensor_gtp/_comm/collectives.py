@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from ..policy import ReduceScatterKind
 
 # Not every backend has collectives for every float dtype.
 _WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,6 +36,7 @@ class Groups:
     replicate_name: str | None
     # Whether the gather backend casts shards and fills this rank's part of the output (``CastingBackend``).
     casts_shards: bool = False
+    reduce_scatter: ReduceScatterKind = "ring"
 
     @property
     def gather(self) -> dist.ProcessGroup:

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from ..policy import GatherBackend, SchedulePolicy, Waitable
+from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .collectives import Groups, has_replicas
 from .copy_engine import CastingBackend, PeerCopies
 from .debug import DebugFlags, check_order
-from .gather_backends import choose_gather_backend, make_send_ring
+from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
 from .reductions_in_flight import ReductionsInFlight
 from .send_ring import SendRing
 from .streams import Done
 
-logger = logging.getLogger(__name__)
-# A large gradient that travels alone: 4096 x 14336 elements in 16 bits.
-_GRADIENT_NBYTES = 128 << 20
 _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
 
 class CommContext(ReductionsInFlight):
-    """The one owner of streams, events, extra process groups and work in flight. ``schedule`` says how many reductions
-    may be in flight, and which backends communicate."""
+    """The one owner of streams, events, extra process groups and work in flight."""
 
-    def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
-        has_finish_stream = schedule.reduce_scatter == "copy_engine"
-        super().__init__(device, debug, schedule.max_inflight_reduce_scatters, has_finish_stream)
-        self._schedule = schedule
+    def __init__(self, device: torch.device, debug: DebugFlags) -> None:
+        super().__init__(device, debug)
         self._groups: dict[tuple[str, ...], Groups] = {}
         # By the name of the communicator. A casting backend is in both of the first two.
         self._gather_backends: dict[str, GatherBackend] = {}
@@ -42,38 +36,60 @@ class CommContext(ReductionsInFlight):
         self._send_rings: dict[str, SendRing] = {}
         # One for each mesh: the early and large gathers of experts must not delay gathers of other weights.
         self._gather_streams: dict[str, torch.Stream] = {}
-        # The gather backend of each mesh and the reason for it, for the report.
+        self._host_groups: dict[str, dist.ProcessGroup] = {}
+        # Whether ``capture_step`` may replay steps, which exchange nothing on the host.
+        self.may_replay_steps = False
+        # Who gathers and reduces on each mesh: as fields of ``Schedule``, and with the reasons, for the report.
+        self._chosen: list[tuple[GatherBackendName | type[GatherBackend], ReduceScatterKind]] = []
         self.choices: list[str] = []
 
-    def groups(self, mesh: DeviceMesh) -> Groups:
+    def groups(self, mesh: DeviceMesh, schedule: Schedule) -> Groups:
         """Communicators for a 1-D (gtp) or 2-D (replicate, gtp) mesh; the first call for a mesh is collective."""
         names = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
         if names in self._groups:
             return self._groups[names]
+        self._max_inflight = schedule.max_inflight_reduce_scatters
         replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
         gather = scatter = mesh.get_group(mesh.ndim - 1)
+        kind: ReduceScatterKind = "ring" if schedule.reduce_scatter == "auto" else schedule.reduce_scatter
         if gather.size() > 1:
-            schedule, device = self._schedule, self.device
+            device = self.device
             scatter = compat.twin_group(gather, device, "gtp_scatter")
-            backend, choice = choose_gather_backend(schedule, [gather, *replicate], device)
+            backend, name, why = choose_gather_backend(schedule, [gather, *replicate], device)
             self._gather_backends[gather.group_name] = backend
             if isinstance(backend, CastingBackend):
                 backend.cast_stream = self._new_stream()
                 self._casting_backends[gather.group_name] = backend
             axis = mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "the mesh"
-            self.choices.append(f"gather backend on {axis}={gather.size()}: {choice}")
-            logger.info(self.choices[-1])
-            if schedule.reduce_scatter == "copy_engine":
-                nbytes = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
-                enough = (schedule.max_inflight_reduce_scatters + 1) * nbytes
-                self._send_rings[scatter.group_name] = make_send_ring([scatter, *replicate], device, enough)
+            self.choices.append(f"gather backend on {axis}={gather.size()}: {name_of(name)} ({why})")
+            ring, kind, why = choose_reduce_scatter(schedule, [scatter, *replicate], device, name_of(name))
+            self.choices.append(f"reduce-scatter on {axis}={gather.size()}: {kind} ({why})")
+            self._chosen.append((name, kind))
+            if ring is not None:
+                self._send_rings[scatter.group_name] = ring
+                if self._finish_stream is self._scatter_stream:
+                    self._finish_stream = self._new_stream()
         stream = self._new_stream()
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
         casts_shards = gather.group_name in self._casting_backends
         replicate_name = names[0] if replicate else None
-        groups = self._groups[names] = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards)
+        groups = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards, kind)
+        self._groups[names] = groups
         return groups
+
+    def chosen_backends(self) -> dict[str, Any]:
+        """Fields of ``Schedule``: what was chosen for all meshes alike."""
+        gathers, reduces = {gather for gather, _ in self._chosen}, {kind for _, kind in self._chosen}
+        fields = (("gather_backend", gathers), ("reduce_scatter", reduces))
+        return {name: next(iter(found)) for name, found in fields if len(found) == 1}
+
+    def host_group(self, groups: Groups) -> dist.ProcessGroup:
+        """A group of the ranks of the gather axis for tensors on the host. The first call for a mesh is collective."""
+        name = groups.gather_name
+        if name not in self._host_groups:
+            self._host_groups[name] = compat.host_group(groups.gather, self.device, "gtp_host")
+        return self._host_groups[name]
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather outside of a pass."""

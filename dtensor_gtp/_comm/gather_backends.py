@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from ..policy import GatherBackend, SchedulePolicy
+from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, SchedulePolicy
 from .agreement import by_rank
 from .copy_engine import CopyEngine
 from .send_ring import SendRing
 
 T = TypeVar("T")
+# A large gradient that travels alone: 4096 x 14336 elements in 16 bits.
+_GRADIENT_NBYTES = 128 << 20
 
 
 class _Works:
@@ -53,43 +55,59 @@ class ProcessGroupBackend:
         return _Works(compat.all_gather_base(*pair, group, async_op) for pair in zip(outputs, shards, strict=True))
 
 
-def refuse_unavailable(schedule: SchedulePolicy, device_type: str) -> None:
+def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:
     """Raises:
     ValueError: The policy asks for copy engines by name, but the device has none.
     """
     for name in ("gather_backend", "reduce_scatter"):
-        if getattr(schedule, name) == "copy_engine" and device_type != "cuda":
+        if getattr(policy, name) == "copy_engine" and device_type != "cuda":
             raise ValueError(
                 f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='copy_engine'), but got one of "
                 f"'{device_type}', which has no copy engines. Leave it at its default there."
             )
 
 
+def name_of(backend: GatherBackendName | type[GatherBackend]) -> str:
+    return backend if isinstance(backend, str) else backend.__name__
+
+
 def choose_gather_backend(
-    schedule: SchedulePolicy, groups: list[dist.ProcessGroup], device: torch.device
-) -> tuple[GatherBackend, str]:
-    """The backend that ``schedule`` asks for, and its name with the reason. Collective over all ``groups``: the gather
-    communicator first, then those of the mesh's other axes, whose ranks must agree.
+    schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device
+) -> tuple[GatherBackend, GatherBackendName | type[GatherBackend], str]:
+    """The backend that ``schedule`` asks for, its name in a policy, and the reason. Collective over all ``groups``: the
+    gather communicator first, then those of the mesh's other axes, whose ranks must agree.
 
     "auto" takes copy engines if all ranks can have them: they were faster in each measurement.
     """
     asked = schedule.gather_backend
     if asked == "process_group":
-        return ProcessGroupBackend(groups[0], device), f"{asked} (asked for)"
+        return ProcessGroupBackend(groups[0], device), asked, "asked for"
     if asked == "auto":
         try:
-            return _make_on_all_ranks(CopyEngine, groups, device, "copy_engine"), "copy_engine (one host)"
+            return _make_on_all_ranks(CopyEngine, groups, device, "copy_engine"), "copy_engine", "one host"
         except RuntimeError as error:
-            return ProcessGroupBackend(groups[0], device), f"process_group ({error})"
+            return ProcessGroupBackend(groups[0], device), "process_group", str(error)
     factory: type[GatherBackend] = asked if isinstance(asked, type) else CopyEngine
-    backend = _make_on_all_ranks(factory, groups, device, factory.__name__)
-    return backend, f"{asked if isinstance(asked, str) else factory.__name__} (asked for)"
+    return _make_on_all_ranks(factory, groups, device, factory.__name__), asked, "asked for"
 
 
-def make_send_ring(groups: list[dist.ProcessGroup], device: torch.device, enough_nbytes: int) -> SendRing:
-    """A ring for the first of ``groups``. Collective over all of them."""
-    name = "the send ring of reduce_scatter='copy_engine'"
-    return _make_on_all_ranks(partial(SendRing, enough_nbytes=enough_nbytes), groups, device, name)
+def choose_reduce_scatter(
+    schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, gathers: str
+) -> tuple[SendRing | None, ReduceScatterKind, str]:
+    """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and the reason. Collective over
+    all ``groups``, the scatter communicator first. "auto" takes copy engines where ``gathers`` does."""
+    asked = schedule.reduce_scatter
+    if asked != "copy_engine" and (asked != "auto" or gathers != "copy_engine"):
+        return (None, "ring", f"gathers by {gathers}") if asked == "auto" else (None, asked, "asked for")
+    enough_nbytes = (schedule.max_inflight_reduce_scatters + 1) * max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+    factory = partial(SendRing, enough_nbytes=enough_nbytes)
+    try:
+        ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
+        return ring, "copy_engine", "one host" if asked == "auto" else "asked for"
+    except RuntimeError as error:
+        if asked != "auto":
+            raise
+        return None, "ring", str(error)
 
 
 def _make_on_all_ranks(

@@ -36,18 +36,16 @@ class Reduction(NamedTuple):
 
 
 class ReductionsInFlight(Streams):
-    """The scatter stream of one device and the reductions on it.
+    """The scatter stream of one device and the reductions on it."""
 
-    ``max_inflight`` reductions may be in flight before compute waits for the oldest.
-    """
-
-    def __init__(self, device: torch.device, debug: DebugFlags, max_inflight: int, has_finish_stream: bool) -> None:
+    def __init__(self, device: torch.device, debug: DebugFlags) -> None:
         super().__init__(device, debug)
-        self._max_inflight = max_inflight
+        self._max_inflight = 2  # reductions before compute waits for the oldest
         self._is_bounded = True
         self._reductions: deque[Reduction] = deque()
         self._scatter_stream = self._new_stream()
-        self._finish_stream = self._new_stream() if has_finish_stream else self._scatter_stream
+        # Another one where copy engines exchange gradients, see [Note: kernels after an exchange].
+        self._finish_stream = self._scatter_stream
 
     def scattering(self) -> AbstractContextManager[Any]:
         """Run on the scatter stream, after all compute streams: for any collective of the scatter group."""

@@ -2,13 +2,15 @@
 
 [Note: ranks with unequal numbers of tokens]
 A collective needs one size on all ranks, but each rank knows only its own number of tokens. So there is a *capacity*:
-the most tokens of a rank that one exchange carries. The user declares it, or the ranks agree on it in the first use.
-Every rank always sends that many and pads if it has fewer, so all launch collectives of one size.
+each rank sends that many tokens and pads if it has fewer. Ranks learn it in one of two ways:
 
-The first number that a rank sends is how many tokens it has. If all ranks have more than the capacity, each knows it
-and reads the numbers of the others, and they agree on a larger capacity. If only some have more, these raise. The
-others raise at once if the host can read the numbers; if it would have to wait, an assertion on the device fails. No
-rank ever goes on with another rank's tokens missing.
+* Eager code exchanges the numbers on the host in each call. The capacity is the largest. So any lengths are right, and
+  all ranks decide alike whether to exchange or to gather.
+* If the user declares it (``SchedulePolicy.exchange_tokens``), or ``capture_step`` may replay steps without the host,
+  the capacity is fixed: declared, or the largest number of the first use. The first number that a rank sends is how
+  many tokens it has. If all ranks have more than the capacity, each knows it and reads the numbers of the others, and
+  they agree on a larger capacity. If only some have more, these raise. The others raise at once if the host can read
+  the numbers; if it would have to wait, an assertion on the device fails. No rank goes on without another's tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class TokenExchange:
 
     Args:
         fqn, shape, purpose: For messages: the weight's name and unsharded shape, and what the exchange does.
-        declared: The capacity that the policy declares; None to agree on it in the first use.
+        declared: The capacity that the policy declares; None to agree on it.
         is_worth: Whether to exchange activations at a capacity; all ranks must get the same answer.
     """
 
@@ -61,9 +63,9 @@ class TokenExchange:
         ``values`` has one integer for each token of this rank, 1-D; ``fill`` pads. If only some ranks have more tokens
         than the exchange carries, it raises ValueError, see the note above.
         """
-        if not self.capacity:
-            count = torch.tensor([values.numel()], device=values.device)
-            self._settle(max(self._all_gather(count, "the number of tokens", comm, groups).flatten().tolist()))
+        is_fixed = self._is_declared or comm.may_replay_steps or comm.is_capturing
+        if not (is_fixed and self.capacity):
+            self._settle(self._most_tokens(values.numel(), comm, groups))
         if not self.is_chosen:
             return None
         if comm.is_capturing and values.numel() > self.capacity:
@@ -72,25 +74,34 @@ class TokenExchange:
         message[:1].fill_(values.numel())  # an assignment would wait for the GPU
         num_sent = min(values.numel(), self.capacity)
         message[1 : 1 + num_sent] = values[:num_sent]
-        received = self._all_gather(message, f"{self.capacity} tokens", comm, groups)
+        received = self._all_gather(message, comm, groups)
         counts = received[:, 0]
-        if values.numel() > self.capacity or not comm.has_streams:
+        if is_fixed and (values.numel() > self.capacity or not comm.has_streams):
             numbers = counts.tolist()
             if max(numbers) > self.capacity:
                 if min(numbers) <= self.capacity or self._is_declared:
                     raise ValueError(self._complaint(f"{numbers} tokens"))
                 self._settle(max(numbers))
                 return self.gather(values, fill, comm, groups)
-        else:
+        elif is_fixed:
             compat.assert_on_device((counts <= self.capacity).all(), self._complaint("more tokens"))
         return received[:, 1:]
 
-    def _all_gather(self, values: Tensor, what: str, comm: CommContext, groups: Groups) -> Tensor:
-        if comm.is_capturing and not self.capacity:
+    def _most_tokens(self, num_tokens: int, comm: CommContext, groups: Groups) -> int:
+        """The most tokens of a rank. Ranks exchange it on the host: they would have to wait for a device."""
+        if comm.is_capturing:
             raise RuntimeError(f"{self._complaint('an unknown number of tokens')} Run one step before the capture.")
+        if comm.is_debugged:
+            comm.before_collective("all_reduce", f"the number of tokens for {self.purpose} of {self._fqn}", groups)
+        most = torch.tensor([num_tokens])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=comm.host_group(groups))
+        return int(most)
+
+    def _all_gather(self, values: Tensor, comm: CommContext, groups: Groups) -> Tensor:
         received = values.new_empty((self._mesh.size(self._mesh.ndim - 1), values.numel()))
         with comm.scattering():  # idle in forward; the gather stream would first finish the gathers ahead
-            comm.before_collective("all_gather", f"{what} for {self.purpose} of {self._fqn}", groups)
+            what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
+            comm.before_collective("all_gather", what, groups)
             work = compat.all_gather_base(received.view(-1), values, groups.scatter, not comm.has_streams)
             done = comm.scatter_done(work)
         comm.wait(done)
@@ -98,13 +109,13 @@ class TokenExchange:
 
     def _settle(self, capacity: int) -> None:
         """Take a capacity that all ranks know."""
-        self.capacity = capacity
-        self.is_chosen = capacity > 0 and self._is_worth(capacity)
-        if capacity:
+        was_chosen, was_known = self.is_chosen, bool(self.capacity)
+        self.capacity, self.is_chosen = capacity, capacity > 0 and self._is_worth(capacity)
+        if capacity and not (was_known and was_chosen == self.is_chosen):
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
 
     def _complaint(self, got: str) -> str:
-        source = "the most of the first use, unless all ranks have more"
+        source = "the most of the first use, because capture_step replays without the host"
         if self._is_declared:
             source = "as SchedulePolicy(exchange_tokens=...) says"
         return (

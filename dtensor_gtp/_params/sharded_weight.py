@@ -154,6 +154,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.gemms: Float8GEMMs | None = None  # multiply with the quantized weight; None: with the full weight
         self.fixed: FixedBuffers | None = None  # set for weights of recorded blocks
         # Exchanges of activations, for an embedding and for a head with a vocabulary-parallel loss.
+        self.may_exchange = True
         self.lookups: TokenExchange | None = None
         self.losses: TokenExchange | None = None
         self.num_updates = 0  # optimizer steps that may have written to the shard

@@ -18,11 +18,12 @@ from .._params.whole_param import WholeParam
 _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
 
 
-def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None:
+def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
     """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result. Ranks need not have
     all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones. ``params``
-    have the same order on all ranks. Raises RuntimeError on all ranks of the largest mesh that connects them, if a rank
-    cannot begin or the values of a parameter differ."""
+    have the same order on all ranks. Returns the free memory of the device, the least of these ranks. Raises
+    RuntimeError on all ranks of the largest mesh that connects them, if a rank cannot begin or the values of a
+    parameter differ."""
     compared: dict[DeviceMesh, list[ManagedParam]] = {}
     for param in params:
         of_mesh = compared.setdefault(param.mesh, [])
@@ -38,12 +39,14 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None
             digests[index] = _digest_of(param)
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
-    result = _compare(compared, torch.tensor([-1 if error is None else dist.get_rank()], device=device), digests)
+    # The largest of all ranks counts, so the complement of the least free memory.
+    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device)], device=device)
+    result = _compare(compared, most, digests)
     if error is not None:
         raise error
     if type(result) is not Tensor:
-        return  # a fake one
-    failed_rank, *differences = result.tolist()
+        return 0  # a fake one
+    failed_rank, taken, *differences = result.tolist()
     unequal = [param for param, differs in zip(everything, differences, strict=True) if differs]
     if unequal:
         raise _refusal(unequal)
@@ -52,29 +55,38 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> None
             f"The first forward failed on rank {failed_rank}, whose error says why, so it fails on all ranks of mesh "
             f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in compared)} (rank {dist.get_rank()})."
         )
+    return ~int(taken)
 
 
-def _compare(compared: dict[DeviceMesh, list[ManagedParam]], failed: Tensor, digests: Tensor) -> Tensor:
+def _compare(compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor) -> Tensor:
     """Over one mesh after the other, compare whole parameters between all ranks, and shards between replicas. Gives the
-    largest rank that failed or found a difference (else -1), then whether each parameter differs (False if one failed).
-    """
+    largest ``most`` of all ranks: the rank that failed or found a difference (else -1), and another number; then
+    whether each parameter differs (False if one failed)."""
     results = []
     for (mesh, params), part in zip(compared.items(), digests.split([len(p) for p in compared.values()]), strict=True):
-        is_whole = torch.tensor([isinstance(p, WholeParam) for p in params], dtype=torch.bool, device=failed.device)
+        is_whole = torch.tensor([isinstance(p, WholeParam) for p in params], dtype=torch.bool, device=most.device)
         extremes = torch.stack([part, ~part])  # the largest digest and, as its complement, the smallest
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
-                sent = torch.cat([failed, extremes.flatten()])
+                sent = torch.cat([most, extremes.flatten()])
                 dist.all_reduce(sent, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-                failed, extremes = sent[:1], sent[1:].view_as(extremes)
+                most, extremes = sent[: len(most)], sent[len(most) :].view_as(extremes)
             if axis == 0 and has_replicas(mesh):
                 # Other ranks of the gtp axis have other shards: tell them only whether replicas differ.
                 differs = (extremes[0] != ~extremes[1]).long()
                 extremes = torch.where(is_whole, extremes, torch.stack([differs, torch.full_like(differs, ~0)]))
-        differs = (extremes[0] != ~extremes[1]) & (failed < 0)
-        failed = torch.where(differs.any(), dist.get_rank(), failed)
+        differs = (extremes[0] != ~extremes[1]) & (most[0] < 0)
+        most[0] = torch.where(differs.any(), dist.get_rank(), most[0])
         results.append(differs)
-    return torch.cat([failed, *results])
+    return torch.cat([most, *results])
+
+
+def _free_nbytes(device: torch.device) -> int:
+    """Memory that this rank can still allocate; 0 if that is not known."""
+    if device.type != "cuda":
+        return 0
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _digest_of(param: ManagedParam) -> Tensor | int:

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.collectives import Groups
-from .._comm.context import CommContext
 from .._comm.debug import DebugFlags, profiler_range
 from .._params import gather
 from .._params.gathered import Gathered
@@ -56,8 +56,8 @@ class Use:
 class Gathering(KeepAndFree):
     """Launches the gathers of one runtime, ahead of uses or at a use."""
 
-    def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
-        super().__init__(comm, schedule, debug)
+    def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
+        super().__init__(device, policy, debug)
         self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
         # Weights whose ranks have yet to agree on statistics in this forward, by mesh; meshes that agreed on some.
         self._to_agree: dict[Groups, list[ShardedWeight]] = {}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from typing import Any, Protocol
+
 import torch
+import torch.nn as nn
 
 from .. import _torch_compat as compat
 from .._comm.collectives import Groups
@@ -12,11 +17,22 @@ from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
-from ..policy import SchedulePolicy
+from ..policy import Schedule, SchedulePolicy
+from .choose_schedule import Facts, block_nbytes, choose, no_copy_engines
 from .first_forward import agree_to_begin
 from .order_of_gathers import Plan, Traits, Window, choose_kept
 from .order_of_uses import Chain, ChainKey, Entry
-from .reduce_gradients import BlockRecording
+from .reduce_gradients import BlockRecording, Gradients
+
+logger = logging.getLogger(__name__)
+
+
+class Call(Protocol):
+    """One ``gtp_shard`` call."""
+
+    module: nn.Module
+    params: list[ManagedParam]
+    runtime: Any  # a ``Runtime``
 
 
 class KeepAndFree:
@@ -25,42 +41,65 @@ class KeepAndFree:
 
     is_initialized = False
 
-    def __init__(self, comm: CommContext, schedule: SchedulePolicy, debug: DebugFlags) -> None:
-        self.comm = comm
-        self.schedule = schedule
+    def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
+        self.device = device
+        self.policy = policy
+        self.comm = CommContext(device, debug)
+        self.grads = Gradients(self.comm)
+        self.calls: list[Call] = []  # the calls that it serves
+        self.reasons: tuple[str, ...] = ()  # for what was chosen
         self.debug = debug
         self.weights: list[ShardedWeight] = []
         self.whole: list[WholeParam] = []
         self.gatherables: list[Gatherable] = []  # of the weights; plans name them by index
         self.chains: dict[ChainKey, Chain] = {}
         self.recording: BlockRecording | None = None  # set while a block is recorded
-        self._window = Window(
-            schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
-        )
         self._num_calls = 0  # of ``gtp_shard``
         self._is_in_backward = False
         self._forward_chain: Chain | None = None
-        self._backward_chain = Chain(self._window, self._traits)  # until the first backward
         # In the running forward: weights that ``keep_nbytes`` keeps; weights that ``keep_last`` keeps if used last.
         self._kept_until_backward: frozenset[int] = frozenset()
         self._kept_if_last: frozenset[int] = frozenset()
+        self.use_schedule(Schedule())  # until one is chosen
+
+    def use_schedule(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._window = Window(
+            schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
+        )
+        self._backward_chain = Chain(self._window, self._traits)  # until the first backward
 
     @property
     def params(self) -> list[ManagedParam]:
         return [*self.weights, *self.whole]
 
     def ensure_initialized(self) -> None:
-        """In the first forward, on all ranks alike: check that all ranks can run, and make the communicators."""
+        """In the first forward, on all ranks alike: check that they can run, choose a schedule, make communicators."""
         if self.is_initialized:
             return
         with compat.unseen_by_checkpoint_policies():
-            agree_to_begin(self.params, self.comm.device)
+            free_nbytes = agree_to_begin(self.params, self.device)
+        blocks = block_nbytes((call.module for call in self.calls), self.weights)
+        no_copies = no_copy_engines(self.device, self.grads.replicas is not None)
+        schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
+        self.use_schedule(schedule)
+        self.grads.schedule = schedule
         for param in self.params:
-            param.groups = self.comm.groups(param.mesh)
+            param.groups = self.comm.groups(param.mesh, schedule)
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))
         self.is_initialized = True
+        logger.info("chosen: %s", "; ".join((*self.comm.choices, *self.reasons)))
+
+    def chosen_policy(self) -> SchedulePolicy | None:
+        """What was asked for and chosen, as a policy that leaves nothing open; None before the first forward."""
+        if not self.is_initialized:
+            return None
+        schedule = replace(self.schedule, **self.comm.chosen_backends())
+        numbers = vars(schedule)
+        fixed = {name: numbers[name] for name in ("gather_backend", "reduce_scatter", "prefetch_nbytes", "keep_nbytes")}
+        return replace(self.policy, **fixed, _numbers=tuple(numbers.items()))
 
     def _traits(self) -> list[Traits]:
         """Of each gatherable, for plans: the same on all ranks of its mesh."""

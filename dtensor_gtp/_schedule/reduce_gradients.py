@@ -26,7 +26,7 @@ from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
-from ..policy import SchedulePolicy
+from ..policy import Schedule
 from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
 
 
@@ -64,11 +64,9 @@ class BlockRecording(Protocol):
 class Gradients:
     """Reduces the gradients of one runtime."""
 
-    def __init__(self, comm: CommContext, schedule: SchedulePolicy) -> None:
+    def __init__(self, comm: CommContext) -> None:
         self._comm = comm
-        self._kind = schedule.reduce_scatter
-        self._wgrad_first = schedule.wgrad_first
-        self._together_nbytes = schedule.coalesce_grad_nbytes  # consecutive gradients of up to this size are one launch
+        self.schedule = Schedule()  # until one is chosen
         # By scatter group: ranks of different meshes may use different weights, so each mesh launches its own.
         self._waiting: dict[str, list[_Gradient]] = {}
         self._bundle: object | None = None
@@ -86,10 +84,10 @@ class Gradients:
     @contextmanager
     def beside_dgrad(self, job: Callable[[], None] | None) -> Iterator[None]:
         """Run ``job``, which submits the wgrad of a layer, before or after the context, which computes its dgrad."""
-        if job is not None and self._wgrad_first:
+        if job is not None and self.schedule.wgrad_first:
             job()
         yield
-        if job is not None and not self._wgrad_first:
+        if job is not None and not self.schedule.wgrad_first:
             job()
 
     @contextmanager
@@ -134,7 +132,7 @@ class Gradients:
 
     def _ring_of(self, weight: ShardedWeight) -> SendRing | None:
         """The ring from which copy engines fetch the gradient; None if they do not."""
-        is_fetched = self._kind == "copy_engine" and weight.layout.world > 1
+        is_fetched = weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1
         return self._comm.send_ring(weight.groups) if is_fetched else None
 
     def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
@@ -194,13 +192,13 @@ class Gradients:
             self._launch([gradient])
 
     def _scale(self, weight: ShardedWeight) -> collectives.ReduceScale:
-        dtype = sum_dtype(self._kind, weight.reduce_dtype)
+        dtype = sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
         return collectives.reduce_scale(dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
 
     def _may_wait(self, weight: ShardedWeight) -> bool:
         """Whether a gradient may wait for others, to travel with them."""
-        is_small = self._bundle is not None or weight.sent_nbytes < self._together_nbytes
-        return is_small and can_travel_together(self._kind, weight.layout.world)
+        is_small = self._bundle is not None or weight.sent_nbytes < self.schedule.coalesce_grad_nbytes
+        return is_small and can_travel_together(weight.groups.reduce_scatter, weight.layout.world)
 
     def _launch_others(self, weight: ShardedWeight, scale: collectives.ReduceScale) -> None:
         """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``, may join them."""
@@ -211,7 +209,7 @@ class Gradients:
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         nbytes = weight.sent_nbytes + sum(gradient.weight.sent_nbytes for gradient in waiting)
-        fits = self._bundle is not None or nbytes <= self._together_nbytes
+        fits = self._bundle is not None or nbytes <= self.schedule.coalesce_grad_nbytes
         if not (is_alike and fits and self._may_wait(weight)):
             self._launch(self._waiting.pop(weight.groups.scatter_name))
 
@@ -248,7 +246,9 @@ class Gradients:
         fulls = [gradient.buffer for gradient in together if gradient.buffer is not None]
         ring = self._ring_of(weight)
         places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
-        scattering = Scattering(self._kind, fulls, weight.layout.world, weight.reduce_dtype, ring, places)
+        scattering = Scattering(
+            weight.groups.reduce_scatter, fulls, weight.layout.world, weight.reduce_dtype, ring, places
+        )
         with comm.reducing():
             if comm.is_debugged:
                 comm.before_collective("reduce_scatter", ", ".join(each.weight.fqn for each in together), weight.groups)
@@ -276,7 +276,9 @@ class Gradients:
         flags, scale = weight.flags, self._scale(weight)
         # As the reduce-scatter would do.
         divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
-        slot = (rows if divisor is None else rows.div_(divisor)).to(sum_dtype(self._kind, weight.reduce_dtype))
+        slot = (rows if divisor is None else rows.div_(divisor)).to(
+            sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
+        )
         is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
         self._complete_later(_Gradient(weight, None, scale, is_synced), slot)
 
@@ -328,7 +330,7 @@ class Gradients:
                 share = 1.0 if self.replicas is None else self.replicas.share(factor)
                 self._complete_later(_Gradient(weight, None, scale, True, share), slot)
         whole = [param for param in params if isinstance(param, WholeParam)]
-        reduce_whole(whole, self._kind, self._comm, self.replicas)
+        reduce_whole(whole, self._comm, self.replicas)
         self._comm.end_backward()
         if self.replicas is not None:
             self.replicas.finish()

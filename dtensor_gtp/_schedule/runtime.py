@@ -6,14 +6,12 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _torch_compat as compat
-from .._comm.context import CommContext
 from .._comm.debug import DebugFlags
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
@@ -24,26 +22,15 @@ from .attribute_reads import AttributeReads, Frame
 from .gathering import Gathering
 from .optimizer_steps import optimizer_steps
 from .order_of_uses import Entry
-from .reduce_gradients import Gradients
 
 logger = logging.getLogger(__name__)
-
-
-class Call(Protocol):
-    """One ``gtp_shard`` call."""
-
-    params: list[ManagedParam]
-    runtime: Runtime
 
 
 class Runtime(Gathering):
     """Runtime of a root module and everything below it."""
 
-    def __init__(self, device: torch.device, schedule: SchedulePolicy, debug: DebugFlags) -> None:
-        super().__init__(CommContext(device, schedule, debug), schedule, debug)
-        self.device = device
-        self.grads = Gradients(self.comm, schedule)
-        self.calls: list[Call] = []  # the calls that it serves
+    def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
+        super().__init__(device, policy, debug)
         self.is_last_backward = True
         self.num_steps = 0  # optimizer steps on parameters of this runtime
         self.reads = AttributeReads(self)

@@ -16,7 +16,6 @@ from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import sum_dtype
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from ..policy import ReduceScatterKind
 
 WholeBucket = list[tuple[WholeParam, Tensor]]
 
@@ -32,9 +31,7 @@ class UnequalReplicas(Protocol):
     def reset(self) -> None: ...  # forget gradients that are not summed yet
 
 
-def reduce_whole(
-    params: Iterable[WholeParam], kind: ReduceScatterKind, comm: CommContext, replicas: UnequalReplicas | None
-) -> None:
+def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: UnequalReplicas | None) -> None:
     """All-reduce local gradients, in one call for each mesh, dtype and divide factor."""
     buckets: dict[tuple[Any, ...], WholeBucket] = {}
     for param in params:
@@ -49,7 +46,7 @@ def reduce_whole(
         if replicas is not None:
             replicas.reduce_whole(dtype, factor, bucket)
         else:
-            _reduce_bucket(bucket, sum_dtype(kind, dtype), comm)
+            _reduce_bucket(bucket, sum_dtype(bucket[0][0].groups.reduce_scatter, dtype), comm)
 
 
 def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -> None:

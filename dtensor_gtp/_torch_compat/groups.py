@@ -36,6 +36,15 @@ def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dis
     return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group)
 
 
+def host_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
+    """A group of the ranks of ``group`` that takes tensors on the host: itself if it does, else one of gloo.
+    Collective over them."""
+    if torch.device("cpu") in group._device_types:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return named_group(ranks, agreed_name(group, device, desc), desc, group, backend="gloo")
+
+
 def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
     """A name that no process group has yet. Collective over ``group``."""
     name = torch.tensor(secrets.randbits(62), device=device)
@@ -43,7 +52,9 @@ def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> 
     return f"{prefix}_{int(name):x}"
 
 
-def named_group(ranks: list[int], name: str, desc: str, parent: dist.ProcessGroup) -> dist.ProcessGroup:
+def named_group(
+    ranks: list[int], name: str, desc: str, parent: dist.ProcessGroup, backend: str | None = None
+) -> dist.ProcessGroup:
     """A new process group of ``ranks`` under a name that they have agreed on. Collective over them, and no others.
 
     It has the time limit of ``parent``. It does not split the communicator of a default group that is bound to a
@@ -54,7 +65,7 @@ def named_group(ranks: list[int], name: str, desc: str, parent: dist.ProcessGrou
         mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
         mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
     ):
-        group = dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=desc)
+        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc=desc)
         return cast("dist.ProcessGroup", group)
 
 

@@ -59,7 +59,7 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
             f"{replace(spec, tp_dim=None, tp_block_size=1)}, {p.param.dtype}, requires_grad={p.param.requires_grad}"
             for spec, p in zip(specs, runtime.params, strict=True)
         ]
-        return [f"bucket_nbytes={bucket_nbytes}", str(runtime.schedule), *policies.values(), *flags, *params]
+        return [f"bucket_nbytes={bucket_nbytes}", str(runtime.policy), *policies.values(), *flags, *params]
 
     runtime, specs = agree_on_all_ranks(
         mesh.world, check, describe, caller="synchronize_replicas", expected="the same model and policies"
@@ -86,11 +86,11 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
     if runtime.grads.replicas is not None:
         raise ValueError(f"synchronize_replicas was called on this {type(module).__name__} already: call it once.")
     for name in ("gather_backend", "reduce_scatter"):
-        if (asked := getattr(runtime.schedule, name)) in ("copy_engine", "auto"):
+        if getattr(runtime.policy, name) == "copy_engine":
             raise NotImplementedError(
-                f"synchronize_replicas does not support SchedulePolicy({name}='{asked}'): streams wait for the copy "
-                "engines of other ranks without a limit, and nothing ends that when a rank is lost. Use "
-                "gather_backend='process_group' and reduce_scatter='ring' or 'all_to_all'."
+                f"synchronize_replicas does not support SchedulePolicy({name}='copy_engine'): streams wait for the copy "
+                "engines of other ranks without a limit, and nothing ends that when a rank is lost. Leave "
+                "it at its default."
             )
     for name, submodule in module.named_modules():
         if isinstance(submodule, FSDPModule):

@@ -17,7 +17,7 @@ from .. import _torch_compat as compat
 from .._comm.agreement import agree_on_all_ranks, device_of
 from .._comm.debug import format_nbytes
 from .._comm.process_groups import set_device, start_process_group, world_mesh, world_size
-from ..policy import SchedulePolicy
+from ..policy import Schedule
 from .plan import box_of_rank
 from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
 
@@ -146,7 +146,7 @@ class MemoryModel:
         shard_nbytes: Bytes of each element that a rank holds: parameter, gradient and optimizer state. 16 for float32
             parameters and AdamW.
         gathered_nbytes, reduce_nbytes: Bytes of an element of a gathered weight, and of a gradient that is sent.
-        prefetch_depth, prefetch_nbytes, max_inflight_reduce_scatters: As in ``SchedulePolicy``.
+        prefetch_depth, prefetch_nbytes, max_inflight_reduce_scatters: As in ``policy.Schedule``.
         activation_nbytes: Activations of a rank at tensor-parallel size 1.
     """
 
@@ -157,7 +157,7 @@ class MemoryModel:
     prefetch_depth: int = 2
     max_inflight_reduce_scatters: int = 2
     activation_nbytes: int = 0
-    prefetch_nbytes: int = SchedulePolicy.prefetch_nbytes
+    prefetch_nbytes: int = Schedule.prefetch_nbytes
 
 
 class RankMemory(NamedTuple):
@@ -200,10 +200,10 @@ def _memory(layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpe
     if slices and model.prefetch_depth and model.prefetch_nbytes:
         # The weight in use, those of the prefetch window, and the launch that crosses the end of the window.
         largest = slices[0] * model.gathered_nbytes
-        in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, SchedulePolicy.coalesce_nbytes)
+        in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, Schedule.coalesce_nbytes)
         gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))
     # Gradients that wait to be sent together, and those in flight.
-    launch = max([SchedulePolicy.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
+    launch = max([Schedule.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
     sent = min(sum(slices) * model.reduce_nbytes, (model.max_inflight_reduce_scatters + 1) * launch)
     return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // replica.tp))
 

@@ -111,6 +111,8 @@ class CapturedBlocks:
         for block in blocks:
             runtime = runtimes_of(block, "capture_blocks")[0]
             rings[runtime].assign(weights_of(block))
+            for weight in weights_of(block):
+                weight.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
             own = Block(names[block], block.forward, params_of(block), runtime, recorder)
             self._blocks.append(_CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs)))
 

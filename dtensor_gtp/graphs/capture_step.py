@@ -99,6 +99,8 @@ def capture_step(
     optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     runtimes = check_step(fn, module, optimizers, warmup_steps, max_graphs)
     around = Surroundings(module, optimizers, runtimes)
+    for runtime in runtimes:
+        runtime.comm.may_replay_steps = True  # on all ranks alike
     return CapturedStep(fn, around, CudaRecorder(runtimes[0].device), warmup_steps, max_graphs)
 
 

@@ -47,13 +47,13 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
     owners: dict[ManagedParam, str] = {}
     for block in blocks:
         _check_block(names[block], block, owners)
-    schedule = runtimes_of(blocks[0], "capture_blocks")[0].schedule
+    asked = runtimes_of(blocks[0], "capture_blocks")[0].policy.prefetch_nbytes
     nbytes = max(sum(weight.kept_nbytes for weight in weights_of(block)) for block in blocks)
-    if schedule.prefetch_depth and schedule.prefetch_nbytes < nbytes:
+    if asked and asked < nbytes:
         logger.warning(
             "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) begins to gather the rest of the %d bytes of a block "
             "when the one before is complete; let it be as many",
-            schedule.prefetch_nbytes,
+            asked,
             nbytes,
         )
 

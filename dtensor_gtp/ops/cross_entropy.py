@@ -36,7 +36,7 @@ IGNORED = -(2**62)
 
 def loss_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | None:
     """What ranks have agreed on for losses over the rows of ``weight``; None where it is always gathered."""
-    choice = runtime.schedule.head
+    choice = runtime.policy.head
     if choice == "gather" or (choice != "exchange" and not can_exchange(runtime, weight)):
         return None
     if not can_exchange(runtime, weight):

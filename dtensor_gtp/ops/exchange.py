@@ -44,13 +44,13 @@ def new_exchange(
         exchanged_nbytes = weight.layout.world * capacity * token_nbytes()
         return choice == "exchange" or exchanged_nbytes < weight.layout.shape.numel() * itemsize
 
-    return weight.exchange(purpose, runtime.schedule.exchange_tokens, is_worth)
+    return weight.exchange(purpose, runtime.policy.exchange_tokens, is_worth)
 
 
 def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
     """The ids of all ranks, shape ``(world, capacity)``, or None where the table is to be gathered."""
-    choice = runtime.schedule.embedding
-    if choice == "gather" or weight.is_pinned or not can_exchange(runtime, weight):
+    choice = runtime.policy.embedding
+    if choice == "gather" or weight.is_pinned or not weight.may_exchange or not can_exchange(runtime, weight):
         return None
     if weight.lookups is None:
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from activations import count_activations
 from dtensor_gtp import SchedulePolicy, sharding_report
+from dtensor_gtp.policy import Schedule
 from dtensor_gtp.report import PassReport, ReportRow, ShardingReport
 from harness import World, state_bytes
 from llama import Llama, LlamaConfig
@@ -146,7 +147,7 @@ def explain_uses(model: nn.Module, mode: str, workload: Workload, seq_len: int, 
     if parsed.family != "gtp" or not is_plain:
         return None
     tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    reducing = Reducing(parsed.reduce_dtype, SchedulePolicy(**workload.schedule).reduce_scatter, num_ranks)
+    reducing = Reducing(parsed.reduce_dtype, SchedulePolicy.chosen(model).reduce_scatter, num_ranks)
     activations = activations_of(workload, seq_len)
     return plan_uses(sharding_report(model), activations, tables, reducing, workload.batch * seq_len)
 
@@ -160,7 +161,7 @@ def explain_peak(
     uses = explain_uses(model, mode, workload, seq_len, world.size)
     if uses is None:
         return None
-    schedule = SchedulePolicy(**workload.schedule)
+    schedule = Schedule(**dict(SchedulePolicy.chosen(model)._numbers))
     together = schedule.coalesce_grad_nbytes if schedule.reduce_scatter != "all_to_all" else 0
     inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
     return predict_peak(uses, state_bytes(model, optimizer), inflight, together, wgrad_first=order)

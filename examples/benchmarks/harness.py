@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from dtensor_gtp import _torch_compat as compat
 from launch import Place, start
 from trace_picture import STEP_RANGE
 
@@ -118,6 +119,7 @@ def init_world(device: str, *, fake_size: int | None = None) -> World:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if fake_size is not None and "RANK" not in os.environ:
         dist.init_process_group("fake", rank=0, world_size=fake_size)
+        _keep_activations()
         target = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         place = Place(0, fake_size, target)
         control = dist.new_group()
@@ -130,6 +132,19 @@ def init_world(device: str, *, fake_size: int | None = None) -> World:
             "Start fewer processes or pass --device cpu."
         )
     return World(place.rank, place.world_size, place.device, control)
+
+
+def _keep_activations() -> None:
+    """Lets reductions of activations in a fake group give this process its own part. They travel as integers; left as
+    they were in memory, they would make the loss anything."""
+    reduce_scatter = compat.reduce_scatter_base
+
+    def own_part(output: torch.Tensor, input: torch.Tensor, *options: Any) -> Any:
+        if not output.is_floating_point():
+            output.copy_(input[: len(output)])
+        return reduce_scatter(output, input, *options)
+
+    compat.reduce_scatter_base = own_part
 
 
 def time_steps(step: Callable[[], object], world: World, steps: int, *, free_running: bool) -> list[float]:

@@ -50,10 +50,11 @@ def build_stack(world: World, dtype: torch.dtype = torch.float32) -> nn.Sequenti
 
 
 def shard_with_gtp(stack: nn.Sequential, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
-    from dtensor_gtp import SchedulePolicy, gtp_shard
+    from dtensor_gtp import gtp_shard
+    from dtensor_gtp.policy import fixed_policy
 
     # each weight by itself, as the weights of a large model travel; several in one launch cost less
-    one_by_one = SchedulePolicy(coalesce_nbytes=0, coalesce_grad_nbytes=0)
+    one_by_one = fixed_policy(coalesce_nbytes=0, coalesce_grad_nbytes=0)
     return gtp_shard(stack, mesh, mp_policy=policy, schedule=one_by_one)
 
 

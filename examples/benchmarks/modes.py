@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import SchedulePolicy, capture_blocks, capture_step, gtp_shard, quantize_
+from dtensor_gtp.policy import fixed_policy
 from dtensor_gtp.quant import Recipe, resolve_recipe
 from harness import World  # first: it makes the modules of examples/ importable
 from llama import Llama, LlamaConfig
 from peers import in_blocks, megatron_optimizer, scales_of_torchao, to_fsdp2, to_megatron, to_torchao
 
-MODES = ("compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-lookup", "gtp-bf16-exchange")
+MODES = ("gtp", "compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-lookup", "gtp-bf16-exchange")
 LOOKUP, EXCHANGE = "-lookup", "-exchange"
 COMPILED = "-compiled"  # a mode's name with this suffix is the same with each block compiled
 GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA graph
@@ -172,7 +173,7 @@ class Mode(NamedTuple):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return _REDUCE_DTYPES[self.base.split("-")[1]]
+        return _REDUCE_DTYPES[self.base.partition("-")[2].partition("-")[0] or "bf16"]
 
     @property
     def is_exchanging(self) -> bool:
@@ -191,14 +192,15 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
     Args:
         mode: "compute": whole bf16 weights and no communication, the bound; "fsdp2-R": ``fully_shard`` on each block
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
-            "bf16"; weights are stored in fp32 and computed with in bf16. "gtp-bf16-lookup": activations cross the wire
+            "bf16"; weights are stored in fp32 and computed with in bf16. "gtp": as "gtp-bf16", but no schedule is
+            passed. The others have fixed numbers, those of the workload. "gtp-bf16-lookup": activations cross the wire
             in the place of the embedding's weight; "gtp-bf16-exchange": in the place of the output projection's, too.
             "fsdp2-bf16-kept", "fsdp2-bf16-tuned" and "fsdp2-bf16-symm": with the options of ``peers.to_fsdp2``.
             "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
             float8 with float8 all-gather, under ``fully_shard``; "megatron-R": ``fully_shard_model`` of megatron-fsdp
-            with each block a unit. With the suffix "-compiled" each block is compiled,
-            with ``fullgraph=True``; with "-graph" after it, which only :func:`make_step` heeds, steps of gtp modes are
-            CUDA graphs; with "-blockgraphs" each block of a gtp mode is recorded by ``capture_blocks``.
+            with each block a unit. With the suffix "-compiled" each block is compiled, with ``fullgraph=True``; with
+            "-graph" after it, which only :func:`make_step` heeds, steps of gtp modes are CUDA graphs; with
+            "-blockgraphs" each block of a gtp mode is recorded by ``capture_blocks``.
         workload: the model.
         world: the processes.
 
@@ -230,13 +232,18 @@ def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Modu
         return to_fsdp2(model, policy, world, mode.base.partition("-")[2].partition("-")[2])
 
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("gtp",))
-    schedule = SchedulePolicy(**workload.schedule)
-    if mode.is_exchanging:
-        schedule = replace(schedule, embedding="exchange")
-    gtp_shard(model, mesh, mp_policy=policy, schedule=schedule)
+    if mode.base == "gtp":
+        gtp_shard(model, mesh, mp_policy=policy)
+    else:
+        gtp_shard(model, mesh, mp_policy=policy, schedule=policy_of(mode, workload))
     if mode.has_block_graphs:
         capture_blocks(model, model.layers)
     return model
+
+
+def policy_of(mode: Mode, workload: Workload) -> SchedulePolicy:
+    """Fixed numbers, and those of the workload."""
+    return fixed_policy(**{"embedding": "exchange" if mode.is_exchanging else "gather"} | workload.schedule)
 
 
 def build_optimizer(model: nn.Module, mode: str, world: World) -> torch.optim.Optimizer:
@@ -286,8 +293,6 @@ def make_step(
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     parsed = Mode.parse(mode)
-    if parsed.is_exchanging:
-        model.reset_exchanges()  # they carry as many tokens as the longest sequence had so far
     if parsed.is_vocabulary_parallel:
         from dtensor_gtp.nn.functional import linear_cross_entropy
 

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dtensor_gtp import GTPShard, SchedulePolicy, capture_step, gtp_shard
+from dtensor_gtp import GTPShard, capture_step, gtp_shard
 from dtensor_gtp.nn import GroupedMLP
+from dtensor_gtp.policy import fixed_policy
 from harness import World
 
 COMPUTE = ("compute", "compute-buffer")  # whole weights, no communication
@@ -139,7 +140,7 @@ def build(
         mp_policy=POLICY,
         reshard_after_forward=not is_kept,
         shard_placement_fn=lambda param: placement,
-        schedule=SchedulePolicy(**schedule),
+        schedule=fixed_policy(**schedule),
     )
 
 

@@ -159,7 +159,7 @@ def resolve_modes(names: Iterable[str]) -> list[str]:
     """
     resolved: list[str] = []
     for name in names:
-        family = [mode for mode in (*MODES, *MEGATRON) if name == mode.partition("-")[0]]
+        family = [mode for mode in (*MODES, *MEGATRON) if name == mode.partition("-")[0] and name not in MODES]
         resolved += [mode for mode in family or [name] if mode not in resolved]
     for name in resolved:
         if recipe := Mode.parse(name).recipe:

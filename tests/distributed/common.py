@@ -18,17 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers import Test, lanes
 
-from dtensor_gtp import GTPShard, SchedulePolicy
+from dtensor_gtp import GTPShard
 from dtensor_gtp.quant.master import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
-ALL = SchedulePolicy(min_shard_numel=0)
+ALL = explicit(min_shard_numel=0)
 
 Model = nn.Module
 LossFn = Callable[[nn.Module, torch.Tensor], torch.Tensor]

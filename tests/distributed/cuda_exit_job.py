@@ -14,16 +14,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from cuda_common import BF16, take_gpu
+from schedules import explicit
 from test_cuda import Stack, square_loss
 from timing import HANG_S
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 
 # Longer than the test waits: no collective is to end by it.
 TIME_LIMIT = timedelta(seconds=2 * HANG_S)
 NUM_STEPS = 3  # that are complete
-SCHEDULE = SchedulePolicy(
+SCHEDULE = explicit(
     gather_backend="copy_engine", reduce_scatter="copy_engine", coalesce_nbytes=5 << 20, coalesce_grad_nbytes=5 << 20
 )
 

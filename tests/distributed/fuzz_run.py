@@ -22,18 +22,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from fuzz import AXES, Draw
 from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize
+from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from dtensor_gtp import (
-    GTPShard,
-    MixedPrecisionPolicy,
-    SchedulePolicy,
-    _torch_compat,
-    gtp_shard,
-    register_gtp_forward_method,
-)
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, _torch_compat, gtp_shard, register_gtp_forward_method
 from dtensor_gtp._modules import bad_arguments as _validate
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
@@ -127,7 +121,7 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
         "reshard_after_forward": draw.reshard_after_forward,
         "shard_placement_fn": asked.get if asked else None,
         "mp_policy": _mixed_precision(draw),
-        "schedule": SchedulePolicy(
+        "schedule": explicit(
             prefetch_depth=draw.prefetch_depth,
             max_inflight_reduce_scatters=draw.max_inflight,
             min_shard_numel=draw.min_shard_numel,

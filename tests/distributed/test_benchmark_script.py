@@ -182,7 +182,7 @@ def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
     assert status != 0
     assert [r["mode"] for r in content["results"]] == ["compute"]
     assert list(content["errors"]) == ["gtp-fp32"]
-    assert "SchedulePolicy expects prefetch_depth >= 0, but got -1" in content["errors"]["gtp-fp32"]
+    assert "Schedule expects prefetch_depth >= 0, but got -1" in content["errors"]["gtp-fp32"]
     assert "gtp-fp32 FAILED" in output
 
 

@@ -19,10 +19,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, fake_world
 from runtime_common import Raw, assert_idle, local, runtime_of
+from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._schedule.attribute_reads import Frame
@@ -288,7 +289,7 @@ class TestCaptureBlocks:
         ],
     )
     def test_replays_are_eager_steps(self, world: Any, schedule: Any, policy: MixedPrecisionPolicy) -> None:
-        pair = Pair(world, schedule=SchedulePolicy(min_shard_numel=0, **schedule), mp_policy=policy)
+        pair = Pair(world, schedule=explicit(min_shard_numel=0, **schedule), mp_policy=policy)
         pair.prepare()
         assert pair.run(train(3)) == REPLAYED
         assert pair.captured.num_graphs == 4
@@ -301,7 +302,7 @@ class TestCaptureBlocks:
     @pytest.mark.parametrize("keep_nbytes", [1100, 9000])
     def test_nothing_of_recorded_blocks_is_kept(self, world: Any, keep_nbytes: int) -> None:
         """Eager blocks gather once what the policy keeps for backward; recorded ones twice, with the same results."""
-        schedule = SchedulePolicy(min_shard_numel=0, keep_nbytes=keep_nbytes, coalesce_nbytes=0)
+        schedule = explicit(min_shard_numel=0, keep_nbytes=keep_nbytes, coalesce_nbytes=0)
         pair = Pair(world, schedule=schedule, compares_launches=False)
         pair.prepare()
         for seed in range(3, 6):
@@ -310,7 +311,7 @@ class TestCaptureBlocks:
         assert recorded > eager
 
     def test_weights_are_gathered_where_graphs_read_them(self, world: Any) -> None:
-        pair = Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=3072, coalesce_nbytes=0))
+        pair = Pair(world, schedule=explicit(min_shard_numel=0, prefetch_nbytes=3072, coalesce_nbytes=0))
         pair.prepare()
         copied, place = [], Gathering.place
 
@@ -339,7 +340,7 @@ class TestCaptureBlocks:
         model = Net()
         model.blocks = nn.ModuleList(Placed() for _ in model.blocks)
         for schedule in ({}, {"reduce_scatter": "all_to_all"}, {"coalesce_grad_nbytes": 1024}):
-            pair = Pair(world, model, schedule=SchedulePolicy(min_shard_numel=0, **schedule))
+            pair = Pair(world, model, schedule=explicit(min_shard_numel=0, **schedule))
             pair.prepare()
             assert pair.run(train(3)) == REPLAYED
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from schedules import explicit
 from test_capture_blocks import VOCABULARY, WIDTH, OnHost, Pair, Wire, one_of, tokens_of, train
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import SchedulePolicy
 from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 from dtensor_gtp.graphs.record_again import MOST_SEEN
 
 # A block is last here, and the last weight of a recorded block is gathered again for backward.
-UNKEPT = SchedulePolicy(min_shard_numel=0, keep_last=False)
+UNKEPT = explicit(min_shard_numel=0, keep_last=False)
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from runtime_common import local, runtime_of
+from schedules import explicit
 from test_capture_blocks import BF16, VOCABULARY, WIDTH, OnHost, Pair, one_of, tokens_of, train
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._params.gathered import Gathered
 from dtensor_gtp._params.sharded_weight import Gatherable
 from dtensor_gtp._schedule.gathering import Gathering
@@ -69,7 +70,7 @@ class OwnNet(nn.Module):
 
 
 def make_pair(world: Any, model: nn.Module, dtype: torch.dtype = BF16, **options: Any) -> Pair:
-    schedule = SchedulePolicy(min_shard_numel=64, **options)
+    schedule = explicit(min_shard_numel=64, **options)
     return Pair(world, model, schedule=schedule, mp_policy=MixedPrecisionPolicy(dtype), compares_launches=False)
 
 
@@ -130,7 +131,7 @@ def test_reads_that_are_new_in_the_step_of_the_recording(world: Any) -> None:
 def test_blocks_of_several_runtimes_share_no_buffers(world: Any) -> None:
     """Each runtime knows of its own gathers and reductions alone, which are the holders of fixed buffers."""
     mesh, _ = world
-    schedule = SchedulePolicy(min_shard_numel=64, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=8)
+    schedule = explicit(min_shard_numel=64, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=8)
     grads = []
     for is_captured in (False, True):
         model = OwnNet()
@@ -162,7 +163,7 @@ class ExpertBlock(nn.Module):
 @pytest.mark.parametrize("coalesce_grad_nbytes", [0, 1100, 128 << 20])
 def test_gradients_of_experts_travel_as_in_eager_steps(world: Any, coalesce_grad_nbytes: int) -> None:
     """Ranks that replay meet ranks that do not in the same collectives."""
-    schedule = SchedulePolicy(min_shard_numel=64, coalesce_grad_nbytes=coalesce_grad_nbytes)
+    schedule = explicit(min_shard_numel=64, coalesce_grad_nbytes=coalesce_grad_nbytes)
     pair = Pair(world, OwnNet(ExpertBlock), schedule=schedule)
     pair.prepare()
     assert pair.run(train(3, 4)) == ["replay"] * 16

@@ -10,10 +10,11 @@ import torch
 import torch.nn as nn
 from common import ALL
 from runtime_common import runtime_of
+from schedules import explicit
 from test_capture_blocks import WIDTH, Net, OnHost, Pair, Wire, one_of, tokens_of, train
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard, quantize_
+from dtensor_gtp import capture_blocks, gtp_shard, quantize_
 from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 
 
@@ -50,7 +51,7 @@ class TestRefusals:
     def test_a_window_that_is_too_small_is_told(self, world: Any, caplog: pytest.LogCaptureFixture) -> None:
         Pair(world)
         assert not caplog.text
-        Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=64))
+        Pair(world, schedule=explicit(min_shard_numel=0, prefetch_nbytes=64))
         assert "begins to gather the rest of the 9216 bytes of a block when the one before" in caplog.text
 
     def test_blocks(self, world: Any) -> None:
@@ -81,7 +82,7 @@ class TestRefusals:
 
     def test_what_cannot_be_recorded(self, world: Any) -> None:
         mesh, _ = world
-        model = gtp_shard(Net(), mesh, schedule=SchedulePolicy(min_shard_numel=0, embedding="exchange"))
+        model = gtp_shard(Net(), mesh, schedule=explicit(min_shard_numel=0, embedding="exchange"))
         captured = CapturedBlocks(model, [model.embedding], OnHost(), 2, 4)
         train(0)(model)  # in which ranks find out whether it pays
         with pytest.raises(NotImplementedError, match=r"'embedding': it exchanges activations for 'embedding.weight'"):

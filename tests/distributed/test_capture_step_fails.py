@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ import torch.nn as nn
 from capture_common import Setting, captured_step, rows
 from common import ALL, fake_world
 from runtime_common import Raw, assert_idle, local, runtime_of
+from schedules import changed
 from test_capture_blocks import Wire, Work, one_of
 
 from dtensor_gtp import gtp_shard
@@ -93,7 +93,7 @@ def test_copy_engines_hear_of_a_recording_that_failed_alone() -> None:
 def test_nothing_is_left_of_a_recording_that_failed(where: str, is_void: bool) -> None:
     with one_of(4) as (mesh, wire):
         models, breaking = [], Breaking(where, is_void)
-        schedule = dataclasses.replace(
+        schedule = changed(
             ALL, prefetch_depth=2, coalesce_nbytes=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=4
         )
         for middle in (breaking, nn.Identity()):

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, check_training, environment, rows_of_rank
 from cuda_common import BF16, NUM_RANKS, CudaTest
+from schedules import explicit
 from test_gtp_shard_training import Zoo, next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,7 +51,7 @@ class TestCuda(CudaTest):
 
         tolerance = {"rtol": 1e-4, "atol": 1e-5}
         for depth in (0, 2):
-            schedule = SchedulePolicy(min_shard_numel=0, prefetch_depth=depth)
+            schedule = explicit(min_shard_numel=0, prefetch_depth=depth)
             reference = Zoo().cuda()
             check_training(
                 reference,
@@ -108,7 +109,7 @@ class TestCuda(CudaTest):
     def test_prefetch_delays_and_poison_change_no_bit(self) -> None:
         """Same-shape layers share memory of freed buffers: any overtaking would show as NaN or as other bits."""
         mesh = self.gtp_mesh()
-        expected = self._steps(mesh, SchedulePolicy(prefetch_depth=0))
+        expected = self._steps(mesh, explicit(prefetch_depth=0))
         one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0}
         for seed in range(8):
             # With one at a time, with several in one launch, with all of them ahead, and with some kept.
@@ -118,7 +119,7 @@ class TestCuda(CudaTest):
                 {},
                 {"keep_nbytes": 5 << 20},
             )
-            schedule = SchedulePolicy(prefetch_depth=1 + seed % 3, **options[seed % 4])
+            schedule = explicit(prefetch_depth=1 + seed % 3, **options[seed % 4])
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
                 actual = self._steps(mesh, schedule)
             for got, want in zip(actual, expected, strict=True):
@@ -142,10 +143,10 @@ class TestCuda(CudaTest):
             self.assertEqual(len(binding.group.runtime.comm._gather_streams), 2)
             return [param.grad.full_tensor() for param in model.parameters()]
 
-        expected = steps(SchedulePolicy(prefetch_depth=0))
+        expected = steps(explicit(prefetch_depth=0))
         for seed in range(4):
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                actual = steps(SchedulePolicy(expert_blocks_ahead=seed % 3, coalesce_nbytes=seed % 2 * (64 << 20)))
+                actual = steps(explicit(expert_blocks_ahead=seed % 3, coalesce_nbytes=seed % 2 * (64 << 20)))
             for got, want in zip(actual, expected, strict=True):
                 self.assertTrue(torch.equal(got, want), f"seed {seed}")
 
@@ -189,7 +190,7 @@ class TestCuda(CudaTest):
         mesh = self.gtp_mesh()
         width, depth, prefetch = 2048, 16, 2
         one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0}
-        schedule = SchedulePolicy(prefetch_depth=prefetch, **one_by_one)
+        schedule = explicit(prefetch_depth=prefetch, **one_by_one)
         model = gtp_shard(Stack(width, depth).cuda(), mesh, schedule=schedule)
         x = torch.randn(8, width, device="cuda")
 

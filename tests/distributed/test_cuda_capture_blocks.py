@@ -13,12 +13,13 @@ import torch.nn as nn
 from common import environment
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from runtime_common import runtime_of
+from schedules import explicit
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 from trace_common import graph_kernels, trace_of, trace_picture
 
-from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard
+from dtensor_gtp import capture_blocks, gtp_shard
 from dtensor_gtp._comm.context import CommContext
 
 # Cycles of the SM clock: about 200 ms, far longer than also a busy host takes to launch a block under the profiler.
@@ -29,7 +30,7 @@ class Job:
     """A model that trains, its blocks in graphs or not."""
 
     def __init__(self, mesh: DeviceMesh, is_captured: bool, **options: Any) -> None:
-        self.model: nn.Module = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
+        self.model: nn.Module = gtp_shard(Net().cuda(), mesh, schedule=explicit(**options), mp_policy=BF16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.captured = capture_blocks(self.model, self.model.blocks) if is_captured else None
 

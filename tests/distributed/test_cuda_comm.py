@@ -19,12 +19,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import environment, full
 from cuda_common import BF16, NUM_RANKS, CudaTest
+from schedules import explicit
 from test_cuda import Stack, square_loss
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, capture_step, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard, sharding_report
 from dtensor_gtp._comm.copy_engine import CopyEngine
 
 # Cycles of the SM clock: about 50 ms.
@@ -96,7 +97,7 @@ class TestCudaComm(CudaTest):
         """Parameters after four steps."""
         torch.manual_seed(0)
         mesh = self.gtp_mesh() if mesh is None else mesh
-        model = gtp_shard(Stack().cuda(), mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
+        model = gtp_shard(Stack().cuda(), mesh, schedule=explicit(**options), mp_policy=BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         for step in range(4):
             square_loss(model, self.rows(step)).backward()
@@ -121,10 +122,10 @@ class TestCudaComm(CudaTest):
 
     def test_automatic_choice(self) -> None:
         """All ranks take copy engines, and say so."""
-        schedule = SchedulePolicy(gather_backend="auto")
+        schedule = explicit(gather_backend="auto")
         model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule, mp_policy=BF16)
         square_loss(model, self.rows(0)).backward()
-        (told,) = sharding_report(model).gather_backends
+        told, _ = sharding_report(model).gather_backends
         everyone: list[str] = [""] * self.world_size
         dist.all_gather_object(everyone, told)
         self.assertEqual(everyone, [told] * self.world_size)
@@ -177,7 +178,7 @@ class TestCudaComm(CudaTest):
             torch.manual_seed(0)
             model = Branches().cuda()
             model.stream = stream
-            gtp_shard(model, self.gtp_mesh(), schedule=SchedulePolicy(**options), mp_policy=BF16)
+            gtp_shard(model, self.gtp_mesh(), schedule=explicit(**options), mp_policy=BF16)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
 
             def step(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +223,7 @@ class TestCudaComm(CudaTest):
     def test_evaluation_before_training(self) -> None:
         """Tensors over symmetric memory that were made in inference mode can be written to in training."""
         torch.manual_seed(0)
-        models = [gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=SchedulePolicy(**COPY_ENGINES)) for _ in range(2)]
+        models = [gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=explicit(**COPY_ENGINES)) for _ in range(2)]
         models[1].load_state_dict(models[0].state_dict())
         with torch.inference_mode():
             models[0](self.rows(0))
@@ -240,7 +241,7 @@ class TestCudaComm(CudaTest):
         x = torch.randn(64, 1024, device="cuda")
         for policy, together in itertools.product((MixedPrecisionPolicy(), BF16), TOGETHER):
             torch.manual_seed(0)
-            schedule = SchedulePolicy(gather_backend="copy_engine", **together)
+            schedule = explicit(gather_backend="copy_engine", **together)
             model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule, mp_policy=policy)
             weights = [param.detach().clone() for param in model.parameters()]
             with torch.no_grad():
@@ -265,7 +266,7 @@ class TestCudaComm(CudaTest):
         x = self.rows(0)
         with torch.no_grad():
             want = expected(x)
-        schedule = SchedulePolicy(gather_backend="copy_engine", coalesce_nbytes=9 << 20)
+        schedule = explicit(gather_backend="copy_engine", coalesce_nbytes=9 << 20)
         model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule)
         model.load_state_dict(expected.state_dict())
         for turn in range(4):
@@ -326,7 +327,7 @@ class TestCudaComm(CudaTest):
         """What the other ranks add is below the bf16 resolution of what the first adds."""
         for kind in ("all_to_all", "copy_engine"):
             torch.manual_seed(0)
-            schedule = SchedulePolicy(min_shard_numel=0, reduce_scatter=kind)
+            schedule = explicit(min_shard_numel=0, reduce_scatter=kind)
             model = gtp_shard(nn.Linear(64, 64, bias=False).cuda().bfloat16(), self.gtp_mesh(), schedule=schedule)
             x = torch.ones(1, 64, device="cuda", dtype=torch.bfloat16)
             (model(x).sum() * (1.0 if self.rank == 0 else 2.0**-9)).backward()

@@ -13,10 +13,11 @@ import torch
 import torch.nn as nn
 from common import assert_same_params, environment, rows_of_rank
 from cuda_common import BF16, NUM_RANKS, CudaTest
+from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
 from dtensor_gtp.nn.functional import linear_cross_entropy
 
 VOCABULARY = 8191
@@ -47,7 +48,7 @@ class TestCudaExchange(CudaTest):
     def sharded(
         self, reference: nn.Module, mesh: DeviceMesh, policy: Any = BF16, depth: int = 2, **options: Any
     ) -> nn.Module:
-        schedule = SchedulePolicy(prefetch_depth=depth, **({"embedding": "exchange"} | options))
+        schedule = explicit(prefetch_depth=depth, **({"embedding": "exchange"} | options))
         return gtp_shard(copy.deepcopy(reference), mesh, mp_policy=policy, schedule=schedule)
 
     def test_equals_one_process(self) -> None:

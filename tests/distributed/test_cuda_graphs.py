@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from common import environment
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from runtime_common import assert_idle
+from schedules import explicit
 from test_cuda import Stack, square_loss
 from test_cuda_exchange import LM, make_tokens
 from test_gtp_shard_training import Zoo, next_token_loss
@@ -28,7 +29,7 @@ from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, sharding_report
 
 WIDTH = 1024
 COPY_ENGINES: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
-COPY_ENGINE = SchedulePolicy(**COPY_ENGINES)
+COPY_ENGINE = explicit(**COPY_ENGINES)
 # Weights of 2 MiB and gradients of 4 MiB: several collectives in a pass.
 SEVERAL = {"coalesce_nbytes": 5 << 20, "coalesce_grad_nbytes": 5 << 20}
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -173,13 +174,13 @@ class TestCudaGraphs(CudaTest):
         """Every backend and kind of reduction; weights of one shape share the memory of freed buffers."""
         batches = [self.rows(index) for index in range(10)]
         for name, schedule in SCHEDULES.items():
-            self.check_disturbed(name, batches, schedule=SchedulePolicy(**schedule))
+            self.check_disturbed(name, batches, schedule=explicit(**schedule))
 
     def test_poison_delays_and_late_ranks_in_exchanges_of_activations(self) -> None:
         """Of the embedding and of the head; the other weight is gathered."""
         batches = [make_tokens(100 * index + self.rank, 4) for index in range(8)]
         for options in ({}, {**COPY_ENGINES, **SEVERAL}):
-            schedule = SchedulePolicy(embedding="exchange", **options)
+            schedule = explicit(embedding="exchange", **options)
             self.check_disturbed(f"{options}", batches, LM, lambda model, x: model(x), schedule=schedule)
 
     def test_poison_delays_and_late_ranks_in_compiled_blocks(self) -> None:
@@ -189,22 +190,22 @@ class TestCudaGraphs(CudaTest):
         with torch._inductor.config.patch(compile_threads=1):
             for options in ({}, {**COPY_ENGINES, **SEVERAL}):
                 torch._dynamo.reset()  # each model is compiled anew, and so many versions of one function are allowed
-                self.check_disturbed(f"{options}", batches, compiled_blocks, schedule=SchedulePolicy(**options))
+                self.check_disturbed(f"{options}", batches, compiled_blocks, schedule=explicit(**options))
 
     @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_poison_delays_and_late_ranks_with_replicas(self) -> None:
         mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
         batches = [self.rows(index) for index in range(8)]
         for options in ({}, {**COPY_ENGINES, **SEVERAL}):
-            self.check_disturbed(f"{options}", batches, mesh=mesh, schedule=SchedulePolicy(**options))
+            self.check_disturbed(f"{options}", batches, mesh=mesh, schedule=explicit(**options))
 
     def test_fifty_replays_equal_eager_steps(self) -> None:
         """Changing data, learning rate and weights; the main schedules (all others: in fewer steps above)."""
         for options in (
             {},
             {"num_microbatches": 4},
-            {"schedule": SchedulePolicy(prefetch_depth=0)},
-            {"schedule": SchedulePolicy(reduce_scatter="all_to_all")},
+            {"schedule": explicit(prefetch_depth=0)},
+            {"schedule": explicit(reduce_scatter="all_to_all")},
             {"schedule": COPY_ENGINE},
         ):
             captured, eager = self.jobs(**options)
@@ -226,7 +227,7 @@ class TestCudaGraphs(CudaTest):
             generator = torch.Generator().manual_seed(100 * index + self.rank)
             batches.append(torch.randint(0, 33, (4, 6), generator=generator).cuda())
         for changes in ({}, COPY_ENGINES):
-            schedule = SchedulePolicy(min_shard_numel=0, **changes)
+            schedule = explicit(min_shard_numel=0, **changes)
             captured, eager = self.jobs(Zoo, next_token_loss, schedule=schedule, num_microbatches=2)
             step = capture_step(captured.step, captured.model, captured.optimizer)
             for index, tokens in enumerate(batches):
@@ -236,7 +237,7 @@ class TestCudaGraphs(CudaTest):
             self.check_disturbed("zoo", batches, Zoo, next_token_loss, **options)
 
     def test_eager_steps_and_other_shapes_in_between(self) -> None:
-        for schedule, warmup_steps in ((SchedulePolicy(), 3), (COPY_ENGINE, 2)):
+        for schedule, warmup_steps in ((explicit(), 3), (COPY_ENGINE, 2)):
             captured, eager = self.jobs(schedule=schedule)
             step = capture_step(captured.step, captured.model, captured.optimizer, warmup_steps=warmup_steps)
             for index in range(24):
@@ -319,7 +320,7 @@ class TestCudaGraphs(CudaTest):
 
     def test_memory_of_a_captured_step(self) -> None:
         """Within ten percent of the eager one's; graphs of several shapes share it."""
-        for schedule in (SchedulePolicy(), COPY_ENGINE):
+        for schedule in (explicit(), COPY_ENGINE):
             eager, symmetric = self.memory_of_steps(schedule, False)
             captured, symmetric_of_graphs = self.memory_of_steps(schedule, True)
             self.assertLess(captured, 1.1 * eager, schedule)

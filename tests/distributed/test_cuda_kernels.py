@@ -6,13 +6,13 @@ three layers is profiled, each weight by itself, and every kernel must be one th
 
 from __future__ import annotations
 
-import dataclasses
 import unittest
 from typing import Any
 
 import torch
 import torch.nn as nn
 from cuda_common import NUM_RANKS, CudaTest
+from schedules import changed
 from test_cuda_streams import WORLD_SIZE, one_of
 from test_gtp_shard_copies import BF16, MIXED, SCHEDULE
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +30,7 @@ def step_of(mesh: DeviceMesh, dtype: torch.dtype, policy: MixedPrecisionPolicy, 
     """The uses in a third step."""
     torch.manual_seed(0)
     layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype, device="cuda") for _ in NUM_GATHERS)
-    model = gtp_shard(nn.Sequential(*layers), mesh, schedule=dataclasses.replace(SCHEDULE, **options), mp_policy=policy)
+    model = gtp_shard(nn.Sequential(*layers), mesh, schedule=changed(SCHEDULE, **options), mp_policy=policy)
     x = torch.randn(256, WIDTH, dtype=BF16, device="cuda", requires_grad=True)
     grad = torch.randn(256, WIDTH, dtype=BF16, device="cuda")
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from common import assert_same_params, environment, full
 from cuda_common import BF16, CudaTest
 from cuda_common import NUM_RANKS as ALL_RANKS
+from schedules import changed, explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import run_tests
 
@@ -32,8 +32,8 @@ from dtensor_gtp.quant.float8_gemms import GroupedRowwiseGEMMs
 
 NUM_RANKS = ALL_RANKS // 2 * 2
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
-DEFAULT = SchedulePolicy()
-COPY_ENGINE = SchedulePolicy(gather_backend="copy_engine", reduce_scatter="copy_engine")
+DEFAULT = explicit()
+COPY_ENGINE = explicit(gather_backend="copy_engine", reduce_scatter="copy_engine")
 LATE = 20_000_000  # clock cycles
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -188,11 +188,11 @@ class TestCudaMoE(CudaTest):
                 outputs.append(run(self.tokens(number)).clone())
             return [*outputs, *(param.to_local() for param in model.parameters())]
 
-        expected = train(SchedulePolicy(prefetch_depth=0), is_captured=False)
+        expected = train(explicit(prefetch_depth=0), is_captured=False)
         for schedule, debug, is_captured in itertools.product(
             (DEFAULT, COPY_ENGINE), ("", "poison,delay=0", "poison,delay=1"), (False, True)
         ):
-            ahead = replace(schedule, expert_blocks_ahead=2)
+            ahead = changed(schedule, expert_blocks_ahead=2)
             with environment(DTENSOR_GTP_DEBUG=debug):
                 actual = train(ahead, is_captured)
             for number, (got, want) in enumerate(zip(actual, expected, strict=True)):
@@ -228,7 +228,7 @@ class TestCudaMoE(CudaTest):
         cuts: list[dict[str, Any]] = [
             {},
             {"shard_placement_fn": lambda param: GTPShard(0)},
-            {"schedule": SchedulePolicy(reduce_scatter="all_to_all")},
+            {"schedule": explicit(reduce_scatter="all_to_all")},
         ]
         for options, policy in itertools.product(cuts, (BF16, ALL_BF16)):
             results = []

@@ -14,12 +14,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, environment, rows_of_rank
 from cuda_common import BF16, NUM_RANKS, CudaTest
+from schedules import explicit
 from test_cuda import square_loss
 from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.float8_gemms import Float8GEMMs
@@ -147,7 +148,7 @@ class TestTraining(CudaTest):
 
     def _trained(self, model: nn.Module, mesh: DeviceMesh, is_captured: bool, **options: Any) -> list[torch.Tensor]:
         """Losses and shards of steps of two microbatches, after each of which the shards are others."""
-        schedule = SchedulePolicy(min_shard_numel=0, coalesce_nbytes=0, **options)
+        schedule = explicit(min_shard_numel=0, coalesce_nbytes=0, **options)
         gtp_shard(model, mesh, mp_policy=BF16, schedule=schedule)
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device="cuda"), capturable=True)
 

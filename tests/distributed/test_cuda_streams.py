@@ -22,14 +22,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import environment, fake_world
 from cuda_common import BF16
+from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 from trace_common import trace_of, trace_picture
 
-from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp import capture_step, gtp_shard, quantize_
 from dtensor_gtp._torch_compat.driver import SignalBarrier, num_flag_bytes
 from dtensor_gtp.nn import GroupedLinear, GroupedMLP
 
@@ -155,7 +156,7 @@ def train(
     model = Net(is_checkpointed=is_checkpointed).cuda()
     if prepare is not None:
         prepare(model)
-    gtp_shard(model, mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
+    gtp_shard(model, mesh, schedule=explicit(**options), mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(steps):
         for microbatch in range(2):
@@ -186,7 +187,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 def make_parts(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     """A model, its optimizer and its training step, which returns losses and gradient norm."""
-    model = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**options), mp_policy=BF16)
+    model = gtp_shard(Net().cuda(), mesh, schedule=explicit(**options), mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -264,7 +265,7 @@ class TestStreams(unittest.TestCase):
     def test_a_trace_shows_experts_a_block_ahead(self) -> None:
         """What stands for their gathers lies on one stream of its own, in order of use, and begins before what precedes
         the experts has ended."""
-        schedule = SchedulePolicy(1, min_shard_numel=0, coalesce_nbytes=0, prefetch_nbytes=0)
+        schedule = explicit(1, min_shard_numel=0, coalesce_nbytes=0, prefetch_nbytes=0)
         with fake_world(0, 4), mock.patch.multiple(compat, **LOOPBACK):
             mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("gtp", "expert_gtp"))
             model = nn.Sequential(*(MoEBlock() for _ in range(3))).cuda()
@@ -314,7 +315,7 @@ class TestStreams(unittest.TestCase):
     def test_steady_state_never_waits_on_the_host(self) -> None:
         with one_of(WORLD_SIZE) as mesh:
             for name, schedule in SCHEDULES.items():
-                model = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**schedule), mp_policy=BF16)
+                model = gtp_shard(Net().cuda(), mesh, schedule=explicit(**schedule), mp_policy=BF16)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
                 tokens = tokens_of(0)
 
@@ -337,7 +338,7 @@ class TestStreams(unittest.TestCase):
     def test_memory_does_not_grow(self) -> None:
         with one_of(WORLD_SIZE) as mesh:
             for name, schedule in SCHEDULES.items():
-                model = gtp_shard(Net().cuda(), mesh, schedule=SchedulePolicy(**schedule), mp_policy=BF16)
+                model = gtp_shard(Net().cuda(), mesh, schedule=explicit(**schedule), mp_policy=BF16)
                 for step in range(4):
                     model(tokens_of(step)).backward()
                     model.zero_grad()
@@ -355,7 +356,7 @@ class TestStreams(unittest.TestCase):
 
     def _captured(self, mesh: DeviceMesh, **options: Any) -> None:
         """A captured step replays to the bits of eager, with changing data and weights."""
-        make = {"schedule": SchedulePolicy(**options), "mp_policy": BF16}
+        make = {"schedule": explicit(**options), "mp_policy": BF16}
         model, eager = (gtp_shard(Net().cuda(), mesh, **make) for _ in range(2))
         tokens = tokens_of(0)
         side = torch.cuda.Stream()

@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
-model = gtp_shard(Net(), mesh, schedule=SchedulePolicy(min_shard_numel=0))
+model = gtp_shard(Net(), mesh, schedule=explicit(min_shard_numel=0))
 for order in ("ab", "ab", "ba"):
     model(torch.ones(1, 4), *order)
 """

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from checkpoint_common import make, shard
 from common import ALL, GlooTest, assert_same_params
 from runtime_common import local
+from schedules import explicit
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import (
     BatchShare,
@@ -372,7 +373,7 @@ class TestSixRanks(GlooTest):
         mesh = self.unequal()
         other = mesh.place.replica == 1
         for options in (
-            {"schedule": SchedulePolicy(min_shard_numel=0, prefetch_depth=3 if other else 2)},
+            {"schedule": explicit(min_shard_numel=0, prefetch_depth=3 if other else 2)},
             {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64 if other else None)},
         ):
             model = make(0)
@@ -405,7 +406,7 @@ class TestSixRanks(GlooTest):
         with self.assertRaisesRegex(ValueError, r"sharded over mesh.weights \(ranks \[.*every gtp_shard call"):
             synchronize_replicas(everywhere, mesh)
         model = gtp_shard(make(0), mesh.weights, schedule=ALL)
-        copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=SchedulePolicy(gather_backend="auto"))
+        copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=explicit(gather_backend="auto"))
         with self.assertRaisesRegex(NotImplementedError, "gather_backend='auto'.: streams wait .* Use gather_backend"):
             synchronize_replicas(copying, mesh)
         with self.assertRaisesRegex(ValueError, "bucket_nbytes to be at least 1"):

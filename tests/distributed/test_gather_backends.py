@@ -33,17 +33,18 @@ from runtime_common import (
     token_step,
     train_record,
 )
+from schedules import explicit
 from timing import come_late
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, api, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm import context as comm_context
 from dtensor_gtp._comm import copy_engine
 from dtensor_gtp._comm import gather_backends as backends
 from dtensor_gtp._comm.copy_engine import CastingBackend, CopyEngine
 from dtensor_gtp._comm.gather_backends import ProcessGroupBackend
 from dtensor_gtp._comm.send_ring import SendRing
+from dtensor_gtp.policy import Schedule
 from dtensor_gtp.quant import NVFP4, Float8Tensorwise
 
 
@@ -183,7 +184,7 @@ class TestGatherBackends(GlooTest):
             torch.manual_seed(0)
             reference = Net(num_pairs=1)
             before = ByBroadcast.num_gathers
-            schedule = SchedulePolicy(min_shard_numel=0, coalesce_nbytes=0, gather_backend=ByBroadcast)
+            schedule = explicit(min_shard_numel=0, coalesce_nbytes=0, gather_backend=ByBroadcast)
             model = shard_copy(reference, mesh, schedule=schedule)
             for seed in range(2):
                 check_step(reference, model, mesh, make_tokens(seed), token_step)
@@ -198,7 +199,7 @@ class TestGatherBackends(GlooTest):
         Casts.num_passes = Casts.num_cast = 0
         for backend in ("process_group", Casts):
             torch.manual_seed(0)
-            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=backend)
+            schedule = explicit(min_shard_numel=0, gather_backend=backend)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             records.append(train_record(shard_copy(Net(num_pairs=1), mesh, schedule=schedule, mp_policy=policy), mesh))
         assert_bit_equal(records[1], records[0], "casts")
@@ -212,7 +213,7 @@ class TestGatherBackends(GlooTest):
         expected = train_record(shard_copy(reference, mesh), mesh)
         OnFile.num_stages = 0
         with environment(DTENSOR_GTP_DEBUG="poison,delay=5"):
-            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnFile)
+            schedule = explicit(min_shard_numel=0, gather_backend=OnFile)
             actual = train_record(shard_copy(reference, mesh, schedule=schedule), mesh)
         assert_bit_equal(actual, expected, "copy engine")
         self.assertIn(OnFile.num_stages, (2, 3))  # the first, and what grew
@@ -224,7 +225,7 @@ class TestGatherBackends(GlooTest):
         """Without a trace, while gradients wait: they are sent as they are, with nothing made of them."""
         mesh, x = self.gtp_mesh(), torch.randn(8, 32)
         torch.manual_seed(0)
-        schedule = SchedulePolicy(min_shard_numel=0, gather_backend=OnFile)
+        schedule = explicit(min_shard_numel=0, gather_backend=OnFile)
         model = quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), Float8Tensorwise(), storage="native")
         gtp_shard(model, mesh, schedule=schedule)
         for _ in range(2):
@@ -259,13 +260,11 @@ class TestGatherBackends(GlooTest):
         ):
             records = []
             for kind in ("all_to_all", "copy_engine"):
-                schedule = SchedulePolicy(min_shard_numel=0, reduce_scatter=kind, **options)
+                schedule = explicit(min_shard_numel=0, reduce_scatter=kind, **options)
                 with (
                     environment(DTENSOR_GTP_DEBUG="poison"),
                     mock.patch.object(api, "refuse_unavailable"),
-                    mock.patch.object(
-                        comm_context, "make_send_ring", lambda groups, *args: RingOnFile(groups[0], *args)
-                    ),
+                    mock.patch.object(backends, "SendRing", RingOnFile),
                 ):
                     model = shard_copy(
                         reference,
@@ -282,7 +281,7 @@ class TestGatherBackends(GlooTest):
 
     def test_r26_a_rank_that_cannot_have_it_fails_all(self) -> None:
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            schedule = SchedulePolicy(min_shard_numel=0, gather_backend=FailsOnLastRank)
+            schedule = explicit(min_shard_numel=0, gather_backend=FailsOnLastRank)
             model = gtp_shard(small_model(), mesh, schedule=schedule)
             for _ in range(2):
                 with self.assertRaisesRegex(
@@ -294,7 +293,8 @@ class TestGatherBackends(GlooTest):
         with self.assertRaisesRegex(
             RuntimeError, r"^the send ring of reduce_scatter='copy_engine' cannot be had .*rank 0: .* no copy engines"
         ):
-            backends.make_send_ring([self.gtp_mesh().get_group()], torch.device("cpu"), 1)
+            schedule = Schedule(reduce_scatter="copy_engine")
+            backends.choose_reduce_scatter(schedule, [self.gtp_mesh().get_group()], torch.device("cpu"), "auto")
 
     def test_what_gloo_cannot_have_is_refused_by_name(self) -> None:
         mesh = self.gtp_mesh()
@@ -303,7 +303,7 @@ class TestGatherBackends(GlooTest):
             ({"reduce_scatter": "copy_engine"}, r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'"),
         ):
             with self.assertRaisesRegex(ValueError, message):
-                gtp_shard(small_model(), mesh, schedule=SchedulePolicy(**options))
+                gtp_shard(small_model(), mesh, schedule=explicit(**options))
 
     def test_automatic_choice_is_the_same_on_all_ranks_and_told(self) -> None:
         """Copy engines where all ranks of the mesh have them, else the process group."""
@@ -311,16 +311,16 @@ class TestGatherBackends(GlooTest):
             groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
             for engine, name in ((OnFile, "copy_engine"), (FailsOnLastRank, "process_group")):
                 with mock.patch.object(backends, "CopyEngine", engine):
-                    backend, choice = backends.choose_gather_backend(
-                        SchedulePolicy(gather_backend="auto"), groups, torch.device("cpu")
+                    backend, name_chosen, why = backends.choose_gather_backend(
+                        Schedule(gather_backend="auto"), groups, torch.device("cpu")
                     )
-                self.assertRegex(choice, rf"^{name} \(")
+                self.assertEqual(name_chosen, name)
                 self.assertIsInstance(backend, engine if name == "copy_engine" else ProcessGroupBackend)
-                self.assertEqual("rank 3: OSError: no such link" in choice, name == "process_group")
-        model = shard_copy(small_model(), self.gtp_mesh(), schedule=SchedulePolicy(gather_backend="auto"))
+                self.assertEqual("rank 3: OSError: no such link" in why, name == "process_group")
+        model = shard_copy(small_model(), self.gtp_mesh(), schedule=explicit(gather_backend="auto"))
         with self.assertLogs("dtensor_gtp", "INFO") as logs:
             model(torch.ones(2, 12))
-        (told,) = sharding_report(model).gather_backends
+        told, _ = sharding_report(model).gather_backends
         self.assertRegex(told, r"gather backend on gtp=4: process_group \(.*a cpu device has no copy engines")
         self.assertIn(told, "\n".join(logs.output))
         self.assertIn(told, str(sharding_report(model)).splitlines())
@@ -341,7 +341,7 @@ class TestGatherBackends(GlooTest):
         """As all of the schedule: that of the outermost call."""
         mesh = self.gtp_mesh()
         model = small_model()
-        gtp_shard(model[0], mesh, schedule=SchedulePolicy(min_shard_numel=0, gather_backend=FailsOnLastRank))
+        gtp_shard(model[0], mesh, schedule=explicit(min_shard_numel=0, gather_backend=FailsOnLastRank))
         gtp_shard(model, mesh, schedule=ALL)
         self.assertTrue(full(model(torch.ones(2, 12))).isfinite().all())
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn as nn
 from common import ALL, fake_world
+from schedules import explicit
 from torch.cuda.graphs import make_graphed_callables  # torch's own, if this is imported before any gtp_shard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp.nn import GroupedLinear
 
@@ -91,7 +92,7 @@ def test_a_recorded_backward_without_one_of_several_weights_raises(mesh: DeviceM
 
 def test_a_recording_with_more_tokens_than_an_exchange_carries_raises() -> None:
     """Before the host would ask the device how many the others have, which ends a recording."""
-    schedule = SchedulePolicy(min_shard_numel=0, embedding="exchange", exchange_tokens=2)
+    schedule = explicit(min_shard_numel=0, embedding="exchange", exchange_tokens=2)
     with fake_world(world_size=2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
         table = gtp_shard(nn.Embedding(8, 4), mesh, schedule=schedule)

@@ -5,17 +5,17 @@ One process of a group whose collectives communicate nothing. Views and allocati
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 import torch.nn as nn
 from common import fake_world
 from expecttest import TestCase
+from schedules import changed, explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
 
 BF16 = torch.bfloat16
@@ -54,7 +54,7 @@ def _is_alias(name: str, args: Any, result: Any) -> bool:
 
 
 # Each weight by itself.
-SCHEDULE = SchedulePolicy(min_shard_numel=0, coalesce_nbytes=0, coalesce_grad_nbytes=0)
+SCHEDULE = explicit(min_shard_numel=0, coalesce_nbytes=0, coalesce_grad_nbytes=0)
 
 
 def linears(out_features: int = 16, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -146,7 +146,7 @@ backward: GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm, REDUCE, REDUCE""",
         """The sum, and the division by the number of ranks."""
         with fake_world(0, 4):
             mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-            schedule = dataclasses.replace(SCHEDULE, reduce_scatter="all_to_all")
+            schedule = changed(SCHEDULE, reduce_scatter="all_to_all")
             self.assertExpectedInline(
                 launches(gtp_shard(linears(), mesh, schedule=schedule), rows()),
                 """\

@@ -15,16 +15,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
 from runtime_common import counted, num_gathers
+from schedules import explicit
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import Float8Rowwise
 
 GROUPS, WIDTH, HIDDEN, ROWS = 4, 6, 10, 24
-NO_KEEP = SchedulePolicy(min_shard_numel=0, prefetch_depth=0, prefetch_nbytes=0, coalesce_nbytes=0)
+NO_KEEP = explicit(min_shard_numel=0, prefetch_depth=0, prefetch_nbytes=0, coalesce_nbytes=0)
 
 
 class Experts(nn.Module):

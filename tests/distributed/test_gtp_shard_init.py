@@ -15,12 +15,13 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, fake_world, rows_of_rank
 from expecttest import TestCase
+from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPModule, GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import GTPModule, GTPShard, MixedPrecisionPolicy, gtp_shard, sharding_report
 
 NUM_RANKS = 4
 
@@ -66,9 +67,7 @@ class TestPlacements(TestCase):
             table.head.weight = table.tokens.weight
             ignored = {table.vector}
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-            gtp_shard(
-                table, mesh, schedule=SchedulePolicy(min_shard_numel=30), mp_policy=policy, ignored_params=ignored
-            )
+            gtp_shard(table, mesh, schedule=explicit(min_shard_numel=30), mp_policy=policy, ignored_params=ignored)
             self.assertExpectedInline(
                 str(sharding_report(table)),
                 """\
@@ -232,7 +231,7 @@ GTPSequential(
         with fake_world(1, NUM_RANKS):
             mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
             for numel, placement in ((48, GTPShard(0)), (49, Replicate())):
-                linear = gtp_shard(nn.Linear(6, 8), mesh, schedule=SchedulePolicy(min_shard_numel=numel))
+                linear = gtp_shard(nn.Linear(6, 8), mesh, schedule=explicit(min_shard_numel=numel))
                 self.assertEqual(linear.weight.placements, (placement,))
 
     def test_what_stays_as_it_was(self) -> None:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import GlooTest, _mesh, full
 from runtime_common import assert_idle
+from schedules import explicit
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 
 WIDTH = 8
 DENSE = ("d0", "d1", "d2", "d3")
@@ -98,7 +99,7 @@ class TestLanes(GlooTest):
         layers = {name: nn.Linear(WIDTH, WIDTH, bias=False).double() for name in (*DENSE, *EXPERTS)}
         model = Model(layers)
         model.load_state_dict(Model(reference.of_rank(rank)).state_dict())
-        schedule = SchedulePolicy(min_shard_numel=0, **options)
+        schedule = explicit(min_shard_numel=0, **options)
         for name in EXPERTS:
             gtp_shard(model.layers[name], root["egtp" if name[0] == "e" else "ep"], schedule=schedule)
         gtp_shard(model, outer, schedule=schedule)

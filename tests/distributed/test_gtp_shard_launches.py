@@ -16,11 +16,12 @@ import torch.nn as nn
 from common import assert_same_params, environment, fake_world
 from expecttest import TestCase
 from runtime_common import assert_idle, counted, num_gathers, runtime_of, weight_of
+from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import gtp_shard, sharding_report
 from dtensor_gtp._params.gathered import Gathered
 from dtensor_gtp._params.sharded_weight import Gatherable, ShardedWeight
 from dtensor_gtp.nn import GroupedLinear
@@ -81,7 +82,7 @@ class TestLaunches(TestCase):
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "expert_gtp"))
 
     def make(self, single: bool = True, num_blocks: int = 3, **options: Any) -> nn.Module:
-        schedule = SchedulePolicy(1, **{"min_shard_numel": 0, "coalesce_nbytes": 0, "prefetch_nbytes": 0, **options})
+        schedule = explicit(1, **{"min_shard_numel": 0, "coalesce_nbytes": 0, "prefetch_nbytes": 0, **options})
         model = nn.Sequential(*(Block(single) for _ in range(num_blocks)))
         for block in model:
             gtp_shard(block.experts, self.mesh["expert_gtp"], schedule=schedule)
@@ -224,7 +225,7 @@ use 0.q""",
             gtp_shard(
                 model,
                 self.mesh["gtp"],
-                schedule=SchedulePolicy(1, min_shard_numel=WIDTH + 1, coalesce_nbytes=0, prefetch_nbytes=0),
+                schedule=explicit(1, min_shard_numel=WIDTH + 1, coalesce_nbytes=0, prefetch_nbytes=0),
             )
             for _ in range(2):
                 self.step(model)
@@ -302,7 +303,7 @@ use 1.experts.down""",
         assert_idle(model)
 
     def dense(self, **options: Any) -> nn.Module:
-        schedule = SchedulePolicy(2, min_shard_numel=0, **options)
+        schedule = explicit(2, min_shard_numel=0, **options)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
         return gtp_shard(model, self.mesh["gtp"], schedule=schedule)
 
@@ -376,7 +377,7 @@ use 1.experts.down""",
             for options in ({}, {"prefetch_depth": 0}, {"coalesce_nbytes": 0, "prefetch_nbytes": 0}):
                 model = Model()
                 model.table.requires_grad_(not is_frozen)
-                gtp_shard(model, self.mesh["gtp"], schedule=SchedulePolicy(min_shard_numel=0, **options))
+                gtp_shard(model, self.mesh["gtp"], schedule=explicit(min_shard_numel=0, **options))
                 for step in range(3):
                     before = num_gathers(model)
                     model(tokens, x).sum().backward()
@@ -390,7 +391,7 @@ use 1.experts.down""",
     def test_first_convolution_gathers_nothing_in_backward(self) -> None:
         """It saves its weight whatever it needs, and does not look at it where its input needs no gradient."""
         model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3))
-        gtp_shard(model, self.mesh["gtp"], schedule=SchedulePolicy(min_shard_numel=0))
+        gtp_shard(model, self.mesh["gtp"], schedule=explicit(min_shard_numel=0))
         for needs_grad, first in ((False, 1), (True, 2)):
             x = torch.ones(2, 4, 8, requires_grad=needs_grad)
             for step in range(3):
@@ -457,7 +458,7 @@ use 1.experts.down""",
             ({"prefetch_nbytes": 0, "coalesce_nbytes": 0}, ["12", "5", "5", ""]),
             ({}, ["12345", "5", "5", ""]),
         ):
-            model = gtp_shard(Choice(), self.mesh["gtp"], schedule=SchedulePolicy(2, min_shard_numel=0, **options))
+            model = gtp_shard(Choice(), self.mesh["gtp"], schedule=explicit(2, min_shard_numel=0, **options))
             x = torch.ones(3, WIDTH)
             with torch.no_grad():
                 model(x)
@@ -475,7 +476,7 @@ class TestValues(unittest.TestCase):
             with fake_world(world_size=1):
                 mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
                 with environment(DTENSOR_GTP_DEBUG="poison"):
-                    model = gtp_shard(copy.deepcopy(reference), mesh, schedule=SchedulePolicy(min_shard_numel=0))
+                    model = gtp_shard(copy.deepcopy(reference), mesh, schedule=explicit(min_shard_numel=0))
                 x = torch.randn(*shape)
                 for module in (reference, model):
                     module(x).square().sum().backward()

@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank, shared_directory
 from runtime_common import assert_idle, counted, num_gathers
+from schedules import explicit
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,7 +30,7 @@ from dtensor_gtp.report import sharding_report
 DIM = 16
 RANK = 2
 # Bases are sharded, adapters of RANK rows are not.
-TINY_ADAPTERS = SchedulePolicy(min_shard_numel=DIM * RANK + 1)
+TINY_ADAPTERS = explicit(min_shard_numel=DIM * RANK + 1)
 
 
 class LoRALinear(nn.Module):

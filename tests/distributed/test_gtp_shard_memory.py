@@ -27,12 +27,13 @@ from runtime_common import (
     token_loss,
     token_step,
 )
+from schedules import explicit
 from timing import come_late, until
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 from dtensor_gtp._params.gathered import Gathered
 from dtensor_gtp._params.sharded_weight import ShardedWeight
 
@@ -167,7 +168,7 @@ class TestMemory(GlooTest):
     def test_gathered_weights_are_bounded_by_the_prefetch_depth(self) -> None:
         for depth in (0, 1, 3):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
-            policy = SchedulePolicy(depth, prefetch_nbytes=0, coalesce_nbytes=0, min_shard_numel=0)
+            policy = explicit(depth, prefetch_nbytes=0, coalesce_nbytes=0, min_shard_numel=0)
             gtp_shard(model, self.gtp_mesh(), schedule=policy)
             x = make_rows(0).requires_grad_()
             for step in range(3):
@@ -179,9 +180,7 @@ class TestMemory(GlooTest):
     def test_reductions_in_flight_are_bounded(self) -> None:
         for max_inflight in (1, 3):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
-            policy = SchedulePolicy(
-                max_inflight_reduce_scatters=max_inflight, min_shard_numel=0, coalesce_grad_nbytes=0
-            )
+            policy = explicit(max_inflight_reduce_scatters=max_inflight, min_shard_numel=0, coalesce_grad_nbytes=0)
             gtp_shard(model, self.gtp_mesh(), schedule=policy)
             comm, seen = runtime_of(model).comm, []
             launched = comm.reduction_launched

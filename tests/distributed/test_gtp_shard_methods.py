@@ -10,11 +10,12 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank
 from runtime_common import runtime_of
+from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, register_gtp_forward_method, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, register_gtp_forward_method, sharding_report
 from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
 
 
@@ -79,7 +80,7 @@ class TestMethods(GlooTest):
 
     def test_weights_kept_and_prefetched(self) -> None:
         for options in ({"prefetch_depth": 3}, {"keep_nbytes": 1 << 12}, {"keep_last": False}):
-            schedule = SchedulePolicy(min_shard_numel=0, **options)
+            schedule = explicit(min_shard_numel=0, **options)
             self._train(self._sharded(schedule=schedule), seeded())
 
     def test_under_checkpointing(self) -> None:

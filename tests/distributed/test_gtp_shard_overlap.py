@@ -34,6 +34,7 @@ from runtime_common import (
     train_record,
     weight_of,
 )
+from schedules import explicit
 from timing import come_late
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import run_tests
@@ -46,7 +47,7 @@ from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
 def policy(depth: int, max_inflight: int = 2, **options: int) -> SchedulePolicy:
     """Gathers ``depth`` weights ahead, one by one, unless told otherwise."""
     one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0, "min_shard_numel": 0}
-    return SchedulePolicy(depth, max_inflight_reduce_scatters=max_inflight, **{**one_by_one, **options})
+    return explicit(depth, max_inflight_reduce_scatters=max_inflight, **{**one_by_one, **options})
 
 
 EAGER = policy(0, max_inflight=1)
@@ -96,7 +97,7 @@ class TestOverlap(GlooTest):
         """Some weights have short last shards, which are copied into their slots; the others are sent as they are."""
         expected = self.record(EAGER)
         for options in ({}, {"prefetch_nbytes": 1500}, {"prefetch_nbytes": 3000, "coalesce_nbytes": 1200}):
-            schedule = SchedulePolicy(1, min_shard_numel=0, **options)
+            schedule = explicit(1, min_shard_numel=0, **options)
             assert_bit_equal(self.record(schedule, debug="poison,delay=1"), expected, f"{schedule}")
 
     def test_r2_poison_and_delays_with_same_shape_layers_equal_prefetch_off(self) -> None:

@@ -13,10 +13,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
 from runtime_common import WIDTH, assert_idle, make_rows, runtime_of, square_loss
+from schedules import explicit
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 from dtensor_gtp._modules.binding import binding_of
 from dtensor_gtp._schedule.runtime import Runtime
 
@@ -296,7 +297,7 @@ class TestReads(GlooTest):
     def test_tie_to_a_module_of_several_calls(self) -> None:
         """One runtime serves them all: with two, both would reduce the weight that they share."""
         mesh = self.gtp_mesh()
-        alone = SchedulePolicy(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=1)
+        alone = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=1)
 
         def tied() -> nn.ModuleList:
             torch.manual_seed(0)

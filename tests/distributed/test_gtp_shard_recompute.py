@@ -22,6 +22,7 @@ from runtime_common import (
     square_loss,
     square_step,
 )
+from schedules import explicit
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from dtensor_gtp import GTPModule, SchedulePolicy
+from dtensor_gtp import GTPModule
 
 
 class Block(nn.Module):
@@ -105,7 +106,7 @@ class TestRecompute(GlooTest):
                 mesh = self.gtp_mesh()
                 torch.manual_seed(0)
                 reference = Blocks(use_reentrant)
-                schedule = SchedulePolicy(prefetch_depth=depth, min_shard_numel=0)
+                schedule = explicit(prefetch_depth=depth, min_shard_numel=0)
                 model = shard_copy(reference, mesh, schedule=schedule)
                 for seed in range(3):
                     with self.gathers(model) as used:
@@ -136,9 +137,7 @@ class TestRecompute(GlooTest):
                 reference.policy = policy
                 mesh = self.gtp_mesh()
                 with environment(DTENSOR_GTP_DEBUG="poison"):
-                    model = shard_copy(
-                        reference, mesh, schedule=SchedulePolicy(prefetch_depth=depth, min_shard_numel=0)
-                    )
+                    model = shard_copy(reference, mesh, schedule=explicit(prefetch_depth=depth, min_shard_numel=0))
                 for seed in range(3):
                     with self.gathers(model) as used:
                         check_step(reference, model, mesh, make_rows(seed), square_step)

@@ -23,16 +23,17 @@ from runtime_common import (
     square_step,
     token_step,
 )
+from schedules import explicit
 from test_elastic import Elastic, _replicas
 from test_gtp_shard_gradients import Scaled, assert_grads_are
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import Float8Rowwise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ALL_TO_ALL = SchedulePolicy(min_shard_numel=0, reduce_scatter="all_to_all")
+ALL_TO_ALL = explicit(min_shard_numel=0, reduce_scatter="all_to_all")
 
 
 class Experts(nn.Module):
@@ -114,7 +115,7 @@ class TestReductions(GlooTest):
                     model.zero_grad()
                 assert_idle(model)
         ring = gtp_shard(
-            Scaled(), self.gtp_mesh(), schedule=SchedulePolicy(min_shard_numel=0), mp_policy=MixedPrecisionPolicy(BF16)
+            Scaled(), self.gtp_mesh(), schedule=explicit(min_shard_numel=0), mp_policy=MixedPrecisionPolicy(BF16)
         )
         ring(scale).backward()
         self.assertFalse(full(ring.raw.grad).eq(exact).any())
@@ -157,7 +158,7 @@ class TestReductions(GlooTest):
         for inflight, debug in ((1, ""), (4, "poison,delay=3")):
             with environment(DTENSOR_GTP_DEBUG=debug):
                 torch.manual_seed(0)
-                schedule = SchedulePolicy(
+                schedule = explicit(
                     min_shard_numel=0, reduce_scatter="all_to_all", max_inflight_reduce_scatters=inflight
                 )
                 model = gtp_shard(Net(1), mesh, schedule=schedule, mp_policy=MixedPrecisionPolicy(BF16))

@@ -26,12 +26,13 @@ from quant_common import (
     wire_traffic,
 )
 from runtime_common import assert_idle
+from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_
+from dtensor_gtp import GTPShard, gtp_shard, quantize_
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import (
     MXFP8,
@@ -47,7 +48,7 @@ from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 from dtensor_gtp.quant.native import native_of
 
 ShardFn = Callable[[nn.Module], nn.Module]
-ALL = SchedulePolicy(min_shard_numel=0)
+ALL = explicit(min_shard_numel=0)
 
 
 class RowwiseOnly:

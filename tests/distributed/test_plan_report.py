@@ -4,7 +4,6 @@ communicators they go."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +14,18 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import fake_world
 from runtime_common import assert_idle, num_gathers, runtime_of
+from schedules import changed, explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp import gtp_shard, sharding_report
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp.report import PassReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4
-ONE_AHEAD = SchedulePolicy(
-    prefetch_depth=1, prefetch_nbytes=0, coalesce_nbytes=0, coalesce_grad_nbytes=0, min_shard_numel=0
-)
+ONE_AHEAD = explicit(prefetch_depth=1, prefetch_nbytes=0, coalesce_nbytes=0, coalesce_grad_nbytes=0, min_shard_numel=0)
 
 
 def three_layers() -> nn.Module:
@@ -71,7 +69,7 @@ class TestPlanReport(unittest.TestCase):
         self.assertIn("8.0 MiB of memory that peers copy from", str(report))
 
     def test_what_is_kept_is_in_memory_from_forward_to_backward(self) -> None:
-        schedule = dataclasses.replace(ONE_AHEAD, keep_nbytes=NBYTES)
+        schedule = changed(ONE_AHEAD, keep_nbytes=NBYTES)
         model = gtp_shard(three_layers(), self.mesh, schedule=schedule)
         for _ in range(2):
             model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
@@ -86,7 +84,7 @@ class TestPlanReport(unittest.TestCase):
         grads, gathers = [], []
         for keep_last in (True, False):
             torch.manual_seed(0)
-            model = gtp_shard(three_layers(), self.mesh, schedule=dataclasses.replace(ONE_AHEAD, keep_last=keep_last))
+            model = gtp_shard(three_layers(), self.mesh, schedule=changed(ONE_AHEAD, keep_last=keep_last))
             for step in range(3):
                 inputs = x.clone().requires_grad_()
                 loss = model(inputs).sum()
@@ -105,7 +103,7 @@ class TestPlanReport(unittest.TestCase):
         self.assertEqual(freed, dict.fromkeys(kept, 6))
 
     def test_the_last_weight_is_freed_whatever_else_is_kept(self) -> None:
-        schedule = dataclasses.replace(ONE_AHEAD, keep_last=False, keep_nbytes=NBYTES)
+        schedule = changed(ONE_AHEAD, keep_last=False, keep_nbytes=NBYTES)
         model = gtp_shard(three_layers(), self.mesh, schedule=schedule)
         for step in range(3):
             loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()

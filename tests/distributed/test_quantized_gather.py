@@ -11,18 +11,19 @@ import torch.nn as nn
 from common import ALL, GlooTest, _mesh, full, rows_of_rank
 from quant_common import Block, Net, all_recipes, dequantized, gtp, loss_of, tokens_of, wire_traffic
 from runtime_common import runtime_of
+from schedules import explicit
 from test_gather_backends import Casts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, init_weight_mesh, quantize_
+from dtensor_gtp import GTPShard, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp._comm.collectives import as_integers
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Tensorwise, Quantized, Recipe
 
 # A window whose end falls between the two sizes of a weight that tensor parallelism has cut unevenly.
-TIGHT = SchedulePolicy(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
+TIGHT = explicit(1, prefetch_nbytes=33000, min_shard_numel=0, coalesce_nbytes=0)
 
 
 def tp_pair(size: int, tp: DeviceMesh) -> nn.Module:
@@ -181,7 +182,7 @@ class TestGathered(GlooTest):
         gradients = []
         for backend in ("process_group", Casts):
             torch.manual_seed(0)
-            schedule = SchedulePolicy(gather_backend=backend, coalesce_nbytes=0)
+            schedule = explicit(gather_backend=backend, coalesce_nbytes=0)
             model = gtp(NVFP4(), mesh, schedule=schedule)(Net())
             num_quantized = sum(weight.wire is not None for weight in runtime_of(model).weights)
             for microbatch in range(2):

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from common import ALL, GlooTest, _mesh, full
 from quant_common import Experts, Net, all_recipes, blocks_only, check, fsdp, gtp, recompute, reference_of
 from runtime_common import assert_idle
+from schedules import explicit
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
@@ -118,10 +119,7 @@ class TestQuantizedTraining(GlooTest):
     def test_switches(self) -> None:
         mesh = self.gtp_mesh()
         recipe = NVFP4()
-        for options in (
-            {"reshard_after_forward": False},
-            {"schedule": SchedulePolicy(prefetch_depth=0, min_shard_numel=0)},
-        ):
+        for options in ({"reshard_after_forward": False}, {"schedule": explicit(prefetch_depth=0, min_shard_numel=0)}):
             torch.manual_seed(0)
             check(Net(), recipe, gtp(recipe, mesh, **options), mesh, steps=2)
 

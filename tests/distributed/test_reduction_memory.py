@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn as nn
 from runtime_common import runtime_of
+from schedules import explicit
 from test_capture_blocks import one_of
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm.context import CommContext
 
 
@@ -19,7 +20,7 @@ from dtensor_gtp._comm.context import CommContext
 def test_rows_that_wait_for_replicas(options: Any) -> None:
     """A reduction adds what earlier ones have left to its result, and nobody else holds that any more."""
     with one_of(4) as (mesh, _):
-        model = gtp_shard(nn.Linear(8, 8, bias=False), mesh, schedule=SchedulePolicy(min_shard_numel=0, **options))
+        model = gtp_shard(nn.Linear(8, 8, bias=False), mesh, schedule=explicit(min_shard_numel=0, **options))
         (weight,) = runtime_of(model).weights
         model.set_requires_all_reduce(False)
         model(torch.randn(2, 8)).sum().backward()

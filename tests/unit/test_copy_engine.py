@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dtensor_gtp import SchedulePolicy
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import copy_engine
 from dtensor_gtp._comm import reduce_scatter as scattering_module
@@ -369,7 +368,8 @@ def test_others_are_launched_once_before_a_gradient_in_the_ring() -> None:
         comm.send_ring.return_value = ring
         comm.debug.poison = False
         weight.layout.world, weight.layout.buffer_shape = NUM_RANKS, other.shape
-        grads = Gradients(comm, SchedulePolicy(reduce_scatter="copy_engine", coalesce_grad_nbytes=1 << 20))
+        weight.groups.reduce_scatter = "copy_engine"
+        grads = Gradients(comm)
         with mock.patch.object(grads, "_launch_others") as launch, mock.patch.object(grads, "_scale"):
             buffer, _ = grads.target(weight)
             assert launch.call_count == 1
@@ -430,7 +430,7 @@ def test_what_is_cast_ahead_and_into_which_half() -> None:
 
 def test_a_gather_outside_of_a_pass_concerns_its_own_ranks_alone() -> None:
     """Others go on in the pass that they are in, and so must their halves."""
-    comm = CommContext(CPU, SchedulePolicy(), DebugFlags.from_env())
+    comm = CommContext(CPU, DebugFlags.from_env())
     engines = {name: mock.Mock(spec=CopyEngine) for name in ("dense", "experts")}
     comm._casting_backends = engines
     comm.begin_pass(Groups("experts", "scatter", None))

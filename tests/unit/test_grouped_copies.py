@@ -17,14 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
+from schedules import explicit
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.ops.grouped import stacked
 
 GROUPS, IN, OUT, ROWS = 4, 16, 24, 10
 BF16 = torch.bfloat16
-SCHEDULE = SchedulePolicy(min_shard_numel=0, coalesce_grad_nbytes=0)
+SCHEDULE = explicit(min_shard_numel=0, coalesce_grad_nbytes=0)
 
 
 class Written(TorchDispatchMode):

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
+from schedules import explicit
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedMLP
 
 GROUPS, DIM, HIDDEN = 3, 16, 24
@@ -56,7 +57,7 @@ class Order(TorchDispatchMode):
 def test_the_second_gather_hides_behind_the_first_gemm(depth: int) -> None:
     """In forward that of ``down`` behind the GEMM of ``gate_up``, in backward that of ``gate_up`` behind one or both of
     those of ``down``; each reduction behind what follows."""
-    schedule = SchedulePolicy(
+    schedule = explicit(
         min_shard_numel=0, prefetch_depth=depth, prefetch_nbytes=0, coalesce_nbytes=0, coalesce_grad_nbytes=0
     )
     with fake_world():

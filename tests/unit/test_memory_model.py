@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mesh_common import fake_world
+from schedules import explicit
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import gtp_shard, sharding_report
 from dtensor_gtp.report import PassReport
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
@@ -168,7 +169,7 @@ def planned(request: pytest.FixtureRequest, scripts: Scripts) -> Iterator[Planne
         mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("gtp",))
         with torch.device("meta"):
             model = scripts.llama.Llama(config)
-        schedule = SchedulePolicy(coalesce_nbytes=64 << 20, coalesce_grad_nbytes=TOGETHER)
+        schedule = explicit(coalesce_nbytes=64 << 20, coalesce_grad_nbytes=TOGETHER)
         gtp_shard(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), schedule=schedule)
         with FakeTensorMode(allow_non_fake_inputs=True), Silence():
             model.to_empty(device="cpu")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from mesh_common import fake_world, on_each_rank
+from schedules import explicit
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -25,11 +26,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh
 from dtensor_gtp.random import DENSE_AXES, EXPERT_AXES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "meshes.md"
-ALL = SchedulePolicy(min_shard_numel=0)
+ALL = explicit(min_shard_numel=0)
 
 
 def factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:

@@ -30,7 +30,9 @@ def own_methods(cls: type) -> Iterator[tuple[str, Any]]:
 
 def parameters(function: Any) -> list[inspect.Parameter]:
     """Names, kinds and defaults; annotations are mypy's business."""
-    found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    found = [
+        p for p in inspect.signature(function).parameters.values() if p.name != "self" and not p.name.startswith("_")
+    ]
     return [p.replace(annotation=inspect.Parameter.empty, default=shown(p.default)) for p in found]
 
 
@@ -102,10 +104,8 @@ quantize_(module, recipe, *, filter_fn=None, storage='master')
 register_gtp_forward_method(module, method_name)
 sharding_report(module)
 GTPShard(dim, *, split_factor=1, block_size=1)
-SchedulePolicy(prefetch_depth=2, max_inflight_reduce_scatters=2, min_shard_numel=1024, reduce_scatter='ring',
-    embedding='gather', head='exchange', exchange_tokens=None, prefetch_nbytes=268435456,
-    coalesce_nbytes=268435456, coalesce_grad_nbytes=134217728, expert_blocks_ahead=1, keep_nbytes=0,
-    gather_backend='process_group', wgrad_first=True, keep_last=True)
+SchedulePolicy(memory='balanced', gather_backend='auto', reduce_scatter='auto', prefetch_nbytes=None,
+    keep_nbytes=None, embedding='auto', head='exchange', exchange_tokens=None, min_shard_numel=1024)
 GTPModule.unshard(async_op=False)
 GTPModule.reshard()
 GTPModule.set_requires_gradient_sync(requires_gradient_sync, *, recurse=True)
@@ -113,7 +113,6 @@ GTPModule.set_requires_all_reduce(requires_all_reduce, *, recurse=True)
 GTPModule.set_reshard_after_forward(reshard_after_forward, recurse=True)
 GTPModule.set_reshard_after_backward(reshard_after_backward, *, recurse=True)
 GTPModule.set_gradient_divide_factor(factor)
-GTPModule.reset_exchanges()
 GTPModule.set_is_last_backward(is_last_backward)
 UnshardHandle.wait()
 CapturedStep.reset()""",
@@ -147,7 +146,7 @@ CapturedStep.reset()""",
             self.assertIn(f"\n    {name}: ", text)
         for section in ("Args:", "Returns:", "Raises:", "fully_shard"):
             self.assertIn(section, text)
-        for name in inspect.signature(dtensor_gtp.SchedulePolicy).parameters:
+        for name in vars(dtensor_gtp.SchedulePolicy()).keys() - {"_numbers"}:
             self.assertIn(f"\n    {name}: ", inspect.getdoc(dtensor_gtp.SchedulePolicy))
 
     def test_version(self) -> None:

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
+from schedules import explicit
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, quantize_
 from dtensor_gtp._schedule.gathering import Gathering
 from dtensor_gtp._schedule.reduce_gradients import Gradients
 from dtensor_gtp.nn import GroupedLinear
@@ -86,7 +87,7 @@ def train(make: Callable[[], nn.Module], is_compiled: bool, wgrad_first: bool) -
     torch.manual_seed(0)
     torch._dynamo.reset()
     with fake_world(0, 1):
-        schedule = SchedulePolicy(min_shard_numel=0, wgrad_first=wgrad_first)
+        schedule = explicit(min_shard_numel=0, wgrad_first=wgrad_first)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
         model = gtp_shard(make(), mesh, schedule=schedule, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         if is_compiled:

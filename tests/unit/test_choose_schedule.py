@@ -1,0 +1,110 @@
+"""What is chosen from which facts. Nothing is measured, and no process group is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn as nn
+from mesh_common import fake_world
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp._modules.binding import binding_of
+from dtensor_gtp._schedule.choose_schedule import Facts, block_nbytes, choose
+from dtensor_gtp.policy import Schedule
+
+MiB, GiB = 1 << 20, 1 << 30
+GPUS = Facts(None, block_nbytes=436 * MiB, free_nbytes=64 * GiB)
+CPUS = Facts("a mesh of 'cpu' has no copy engines", block_nbytes=436 * MiB, free_nbytes=0)
+
+
+def test_one_block_ahead_in_two_launches() -> None:
+    schedule = choose(SchedulePolicy(), GPUS)[0]
+    assert (schedule.prefetch_nbytes, schedule.coalesce_nbytes) == (436 * MiB, 218 * MiB)
+    assert schedule.keep_nbytes == 0
+
+
+@pytest.mark.parametrize(("block", "ahead", "together"), [(1000, 32, 32), (100 * MiB, 100, 50), (2 * GiB, 512, 512)])
+def test_windows_have_bounds(block: int, ahead: int, together: int) -> None:
+    schedule = choose(SchedulePolicy(), dataclasses.replace(GPUS, block_nbytes=block))[0]
+    assert (schedule.prefetch_nbytes, schedule.coalesce_nbytes) == (ahead * MiB, together * MiB)
+
+
+def test_backends_are_tried_on_gpus_alone() -> None:
+    (on_gpus, _), (on_cpus, reasons) = choose(SchedulePolicy(), GPUS), choose(SchedulePolicy(), CPUS)
+    assert (on_gpus.gather_backend, on_gpus.reduce_scatter) == ("auto", "auto")
+    assert (on_cpus.gather_backend, on_cpus.reduce_scatter) == ("process_group", "ring")
+    assert any("no copy engines" in reason for reason in reasons)
+
+
+def test_who_insists_is_given_it() -> None:
+    policy = SchedulePolicy(
+        gather_backend="process_group", reduce_scatter="all_to_all", prefetch_nbytes=7, keep_nbytes=9
+    )
+    schedule = choose(policy, GPUS)[0]
+    assert (schedule.gather_backend, schedule.reduce_scatter) == ("process_group", "all_to_all")
+    assert (schedule.prefetch_nbytes, schedule.keep_nbytes) == (7, 9)
+    assert choose(SchedulePolicy(prefetch_nbytes=0), GPUS)[0].prefetch_depth == 0
+
+
+def test_least_memory() -> None:
+    schedule = choose(SchedulePolicy(memory="least"), GPUS)[0]
+    expected = Schedule(prefetch_nbytes=256 * MiB, coalesce_nbytes=218 * MiB, keep_last=False, wgrad_first=False)
+    assert schedule == expected
+
+
+def test_most_speed_keeps_a_part_of_the_free_memory() -> None:
+    assert choose(SchedulePolicy(memory="most_speed"), GPUS)[0].keep_nbytes == 8 * GiB
+    assert choose(SchedulePolicy(memory="most_speed", keep_nbytes=3), GPUS)[0].keep_nbytes == 3
+
+
+def test_each_choice_has_a_reason() -> None:
+    for policy in (SchedulePolicy(), SchedulePolicy(memory="least"), SchedulePolicy(prefetch_nbytes=1)):
+        text = "; ".join(choose(policy, CPUS)[1])
+        for what in ("gathered ahead", "in one launch", "kept until backward", "gathers by", "reduce-scatters by"):
+            assert what in text, text
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(100, 8)
+        self.blocks = nn.ModuleList([Block(32), Block(64), Block(16)])
+
+
+def _sharded(model: nn.Module, policy: SchedulePolicy) -> nn.Module:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+    return gtp_shard(model, mesh, schedule=policy, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
+def test_the_largest_block_counts() -> None:
+    model = Net()
+    with fake_world(4):
+        runtime = binding_of(_sharded(model, SchedulePolicy(min_shard_numel=0))).group.runtime
+        assert block_nbytes([model], runtime.weights) == 2 * 8 * 64 * 2
+        assert block_nbytes([], runtime.weights) == 2 * (100 * 8 + 2 * 8 * (32 + 64 + 16))
+
+
+def test_chosen_leaves_nothing_open() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with fake_world(4):
+        with pytest.raises(ValueError, match="a Sequential that is not sharded"):
+            SchedulePolicy.chosen(model)
+        _sharded(model, SchedulePolicy(memory="most_speed"))
+        with pytest.raises(ValueError, match="has not run yet"):
+            SchedulePolicy.chosen(model)
+        model(torch.ones(2, 64))
+        chosen = SchedulePolicy.chosen(model)
+        assert (chosen.gather_backend, chosen.reduce_scatter) == ("process_group", "ring")
+        again = _sharded(nn.Sequential(nn.Linear(8, 640), nn.Linear(640, 8)), chosen)
+        again(torch.ones(2, 8))
+        assert SchedulePolicy.chosen(again) == chosen
+        assert dict(chosen._numbers) == vars(choose(chosen, CPUS)[0])
