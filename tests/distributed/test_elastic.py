@@ -23,7 +23,7 @@ from schedules import explicit
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp import MixedPrecisionPolicy, api, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import (
     BatchShare,
@@ -406,8 +406,9 @@ class TestSixRanks(GlooTest):
         with self.assertRaisesRegex(ValueError, r"sharded over mesh.weights \(ranks \[.*every gtp_shard call"):
             synchronize_replicas(everywhere, mesh)
         model = gtp_shard(make(0), mesh.weights, schedule=ALL)
-        copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=explicit(gather_backend="auto"))
-        with self.assertRaisesRegex(NotImplementedError, "gather_backend='auto'.: streams wait .* Use gather_backend"):
+        with mock.patch.object(api, "refuse_unavailable"):  # a CPU has no copy engines
+            copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=explicit(gather_backend="copy_engine"))
+        with self.assertRaisesRegex(NotImplementedError, "gather_backend='copy_engine'.: streams wait .* Leave it at"):
             synchronize_replicas(copying, mesh)
         with self.assertRaisesRegex(ValueError, "bucket_nbytes to be at least 1"):
             synchronize_replicas(model, mesh, bucket_nbytes=0)
