@@ -88,8 +88,8 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
     for name in ("gather_backend", "reduce_scatter"):
         if getattr(runtime.policy, name) == "copy_engine":
             raise NotImplementedError(
-                f"synchronize_replicas does not support SchedulePolicy({name}='copy_engine'): streams wait for the copy "
-                "engines of other ranks without a limit, and nothing ends that when a rank is lost. Leave "
+                f"synchronize_replicas does not support SchedulePolicy({name}='copy_engine'): streams wait for the "
+                "copy engines of other ranks without a limit, and nothing ends that when a rank is lost. Leave "
                 "it at its default."
             )
     for name, submodule in module.named_modules():
