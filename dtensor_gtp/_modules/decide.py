@@ -104,9 +104,7 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> Pla
     returned = f"{what}, but shard_placement_fn returned {placement!r}"
     if not -param.ndim <= placement.dim < param.ndim:
         limits = f"[{-param.ndim}, {param.ndim})"
-        raise ValueError(
-            f"gtp_shard expects a dim in {limits} for {returned}. Return one in it, or None as the default."
-        )
+        raise ValueError(f"gtp_shard expects a dim in {limits} for {returned}. Name a dim that it has, or return None.")
     if getattr(placement, "split_factor", 1) != 1:
         rule = "gtp_shard derives the split factor from the tensor-parallel placements"
         raise ValueError(f"{rule} of {returned}. Leave split_factor out.")
@@ -148,7 +146,8 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         raise ValueError(f"gtp_shard expects {what}. Run one forward before, or build the module with its input size.")
     if param.layout != torch.strided:
         what = f"parameter '{fqn}' of shape {tuple(param.shape)} and layout {param.layout}"
-        raise NotImplementedError(f"gtp_shard does not support {what}. Use to_dense() or pass it in ignored_params.")
+        advice = "Convert it with to_dense() or pass it in ignored_params"
+        raise NotImplementedError(f"gtp_shard does not support {what}. {advice}.")
     if not isinstance(param, DTensor):
         return
     axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names

@@ -67,8 +67,9 @@ class GTPManaged(BoundModule):
                 args[-1].append(str(error))  # the list of error messages
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        why = "after gtp_shard, because the copy would share its runtime. Copy it before, or load its state dict anew"
-        raise RuntimeError(f"{type(self).__name__} cannot be copied {why}.")
+        why = "because the copy would share its runtime"
+        advice = "Copy the module before gtp_shard, or build it again and load the state dict"
+        raise RuntimeError(f"{type(self).__name__} cannot be copied after gtp_shard, {why}. {advice}.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"

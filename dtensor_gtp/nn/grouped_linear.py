@@ -124,8 +124,8 @@ class GroupedLinear(nn.Module):
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             what = f"parameter '{fqn}' of shape {tuple(param.shape)}, which mesh axis '{name}' of size {size} cuts"
             if dim == 0 and self.single_grouped_weight and shape[0] % size:
-                advice = f"Choose an axis whose size divides the {self.num_groups} groups."
-                raise ValueError(f"gtp_shard expects as many groups on each rank, but got {what}. {advice}")
+                what = f"{what}. Choose an axis whose size divides the {self.num_groups} groups."
+                raise ValueError(f"gtp_shard expects as many groups on each rank of a GroupedLinear, but got {what}")
             rows = -(-shape[dim] // size)
             if dim == placement.dim and size > 1 and rows % placement.block_size:
                 what = f"{what} into slices of {rows}. Choose a block size that divides {rows}"
