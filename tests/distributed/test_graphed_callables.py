@@ -72,7 +72,7 @@ def test_a_recorded_backward_without_a_trained_weight_raises(mesh: DeviceMesh) -
         assert grad is not None
         output = module(x).sum()
         with mock.patch.object(CommContext, "is_capturing", True):
-            with pytest.raises(RuntimeError, match=rf"recorded of a backward without the gradient of '{name}'"):
+            with pytest.raises(RuntimeError, match=rf"records a backward without the gradient of '{name}'"):
                 torch.autograd.grad(output, x)
     model.requires_grad_(False)
     x = torch.randn(4, 8, requires_grad=True)
@@ -86,7 +86,7 @@ def test_a_recorded_backward_without_one_of_several_weights_raises(mesh: DeviceM
     x = torch.randn(4, 8, requires_grad=True)
     output = layer(x, torch.tensor([3, 1])).sum()
     with mock.patch.object(CommContext, "is_capturing", True):
-        with pytest.raises(RuntimeError, match="recorded of a backward without the gradient of 'weight0'"):
+        with pytest.raises(RuntimeError, match="records a backward without the gradient of 'weight0'"):
             torch.autograd.grad(output, x)
 
 
