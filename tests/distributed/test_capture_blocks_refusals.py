@@ -14,7 +14,7 @@ from schedules import explicit
 from test_capture_blocks import WIDTH, Net, OnHost, Pair, Wire, one_of, tokens_of, train
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import capture_blocks, gtp_shard, quantize_
+from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard, quantize_
 from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 
 
@@ -51,7 +51,7 @@ class TestRefusals:
     def test_a_window_that_is_too_small_is_told(self, world: Any, caplog: pytest.LogCaptureFixture) -> None:
         Pair(world)
         assert not caplog.text
-        Pair(world, schedule=explicit(min_shard_numel=0, prefetch_nbytes=64))
+        Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=64))
         assert "begins to gather the rest of the 9216 bytes of a block when the one before" in caplog.text
 
     def test_blocks(self, world: Any) -> None:

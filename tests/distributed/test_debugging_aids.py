@@ -34,7 +34,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
+from dtensor_gtp.policy import fixed_policy
 
 class Net(nn.Module):
     def __init__(self):
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
-model = gtp_shard(Net(), mesh, schedule=explicit(min_shard_numel=0))
+model = gtp_shard(Net(), mesh, schedule=fixed_policy(min_shard_numel=0))
 for order in ("ab", "ab", "ba"):
     model(torch.ones(1, 4), *order)
 """

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest
 from runtime_common import WIDTH, Raw, check_step, counted, make_rows, num_gathers, shard_copy, square_loss, square_step
+from schedules import changed
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -145,7 +146,7 @@ class TestSelective(GlooTest):
         }
         for name, (make_policy, expected) in cases.items():
             for depth in (None, 0) if name == "every second" else (None,):
-                schedule = ALL if depth is None else type(ALL)(min_shard_numel=0, prefetch_depth=depth)
+                schedule = ALL if depth is None else changed(ALL, prefetch_depth=depth)
                 used = self.gathers(self.fresh(partial(selective, make_policy)), schedule=schedule)
                 assert used == expected, f"{name}, depth {depth}: {used}"
 
