@@ -152,7 +152,7 @@ class _Materialize(torch.autograd.Function):
         return weight.for_modules(gathered)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @compat.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()

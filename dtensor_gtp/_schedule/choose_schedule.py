@@ -122,12 +122,12 @@ def _blocks(container: nn.Module) -> list[nn.Module]:
     return [child for child in children if classes.count(type(child)) > 1]
 
 
-def no_copy_engines(device: torch.device, group: dist.ProcessGroup, has_unequal_replicas: bool) -> str | None:
+def no_copy_engines(device: torch.device, groups: list[dist.ProcessGroup], has_unequal_replicas: bool) -> str | None:
     """Why GPUs cannot copy from each other, as far as that is known without a try."""
     if device.type != "cuda":
         return f"a mesh of '{device.type}' has no copy engines"
     if has_unequal_replicas:
         return "replicas of unequal sizes: streams would wait for copy engines of a lost rank without a limit"
-    if dist.get_backend(group) == "fake":
+    if any(dist.get_backend(group) == "fake" for group in groups):
         return "the process group is fake"
     return None

@@ -80,8 +80,8 @@ class KeepAndFree:
         with compat.unseen_by_checkpoint_policies():
             free_nbytes = agree_to_begin(self.params, self.device)
         blocks = block_nbytes((call.module for call in self.calls), self.weights)
-        group = self.params[0].mesh.get_group(self.params[0].mesh.ndim - 1)
-        no_copies = no_copy_engines(self.device, group, self.grads.replicas is not None)
+        gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in self.params}]
+        no_copies = no_copy_engines(self.device, gathering, self.grads.replicas is not None)
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
         self.grads.schedule = schedule

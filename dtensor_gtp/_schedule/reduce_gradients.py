@@ -81,14 +81,14 @@ class Gradients:
         else:
             self._postponed.append(job)
 
-    @contextmanager
-    def beside_dgrad(self, job: Callable[[], None] | None) -> Iterator[None]:
-        """Run ``job``, which submits the wgrad of a layer, before or after the context, which computes its dgrad."""
-        if job is not None and self.schedule.wgrad_first:
-            job()
-        yield
-        if job is not None and not self.schedule.wgrad_first:
-            job()
+    def in_order(self, wgrad: Callable[[], None] | None, dgrad: Callable[[], Tensor] | None) -> Tensor | None:
+        """Run ``wgrad``, which submits the gradient of a layer's weight, and ``dgrad``, whose result is returned."""
+        if wgrad is not None and self.schedule.wgrad_first:
+            wgrad()
+        grad_input = None if dgrad is None else dgrad()
+        if wgrad is not None and not self.schedule.wgrad_first:
+            wgrad()
+        return grad_input
 
     @contextmanager
     def postponing(self) -> Iterator[list[Callable[[], None]]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from types import CodeType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint
+
+_T = TypeVar("_T")
 
 # Active in the forward, and in the recomputation, of a checkpoint with a policy.
 POLICY_MODES: tuple[Any, ...] = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
@@ -69,3 +72,14 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     action = eval_frame.FrameAction
     strategy = eval_frame.FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
     eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
+    """``torch.autograd.function.once_differentiable`` without its cost in a backward that records no graph."""
+    checked = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> _T:
+        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return run

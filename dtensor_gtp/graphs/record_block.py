@@ -254,7 +254,7 @@ class _Replay(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @compat.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         graph: BlockGraph = ctx.graph
         name, runtime, written = graph.block.name, graph.block.runtime, graph.backward_pass.written

@@ -140,12 +140,9 @@ def _float8_backward(
 
 def _run_beside(job: Any, product: Any, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
     """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns dgrad."""
-    with runtime.grads.beside_dgrad(job if job is not None and weight.stand_in.is_awaited else None):
-        if product is None:
-            return None
+    if product is not None:
         check_unmodified(weight, weight.compiled_version)
-        grad_input: Tensor = product()
-        return grad_input
+    return runtime.grads.in_order(job if job is not None and weight.stand_in.is_awaited else None, product)
 
 
 for _op in (_linear, _grouped_linear, _float8_linear):

@@ -161,7 +161,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @compat.once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         job: _Job = ctx.job
         hidden, bias, normalizers, *kept = ctx.saved_tensors

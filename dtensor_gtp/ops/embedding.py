@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _torch_compat as compat
 from .._params.saved_for_backward import check_differentiable
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
@@ -45,7 +46,7 @@ class _Embedding(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @compat.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()

@@ -180,7 +180,7 @@ class _ShardedGroupedMM(torch.autograd.Function):
         return multiply(x_TK, ends_G, runtime, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @compat.once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         runtime: Runtime = ctx.runtime
         weights: Weights = ctx.weights
@@ -194,12 +194,12 @@ class _ShardedGroupedMM(torch.autograd.Function):
                 if not awaited[index]:
                     refuse_partial_recording(weight, runtime.comm.is_capturing)
         job = partial(reduce_wgrad, runtime, weights, awaited, grad_TN, x_TK, ends_G) if any(awaited) else None
-        grad_x = None
-        with runtime.grads.beside_dgrad(job):
-            if ctx.needs_input_grad[0]:
-                for weight, version in zip(weights, ctx.versions, strict=True):
-                    check_unmodified(weight, version)
-                grad_x = multiply_grad(grad_TN, ends_G, runtime, weights)
+        dgrad = None
+        if ctx.needs_input_grad[0]:
+            for weight, version in zip(weights, ctx.versions, strict=True):
+                check_unmodified(weight, version)
+            dgrad = partial(multiply_grad, grad_TN, ends_G, runtime, weights)
+        grad_x = runtime.grads.in_order(job, dgrad)
         return grad_x, *[None] * (3 + len(weights))
 
 

@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
         return _forward(ctx, input, bias, runtime, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @compat.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_input, grad_bias = _backward(ctx, grad_output)
         return grad_input, None, grad_bias, None, None
@@ -103,15 +103,16 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         else:
             compute = partial(_cast_and_wgrad, runtime, weight, float8, grad_MN, input_MK, casts)
         job = partial(runtime.grads.compute, compute)
-    grad_input = None
-    with runtime.grads.beside_dgrad(job):
-        if needs_input:
-            check_unmodified(weight, ctx.version)
-            if gemms is None:
-                grad_input = dgrad(runtime, weight, grad_output)
-            else:
-                grad_input = float8_dgrad(runtime, weight, gemms, casts)
-                grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
+    product = None
+    if needs_input:
+        check_unmodified(weight, ctx.version)
+        if gemms is None:
+            product = partial(dgrad, runtime, weight, grad_output)
+        else:
+            product = partial(float8_dgrad, runtime, weight, gemms, casts)
+    grad_input = runtime.grads.in_order(job, product)
+    if gemms is not None and grad_input is not None:
+        grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
     return grad_input, grad_MN.sum(0) if needs_bias else None
 
 
@@ -215,7 +216,7 @@ class _ParallelLinear(torch.autograd.Function):
         return compat.wrap_local(output, compat.make_spec(given.mesh, (plan.output,), plan.shape, output.dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @compat.once_differentiable
     def backward(ctx: Any, grad_output: DTensor) -> tuple[Tensor | None, ...]:
         if grad_output.placements != ctx.placements:
             grad_output = grad_output.redistribute(placements=ctx.placements)
