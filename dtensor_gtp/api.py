@@ -23,7 +23,6 @@ from ._params.managed_param import ManagedParam, Site
 from ._params.sharded_weight import ShardedWeight
 from ._schedule.runtime import Runtime
 from .policy import SchedulePolicy
-from .report import sharding_report
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,8 @@ def gtp_shard(
     with torch.inference_mode(False):  # in inference mode, the shards could never be trained
         runtime = Runtime(device_of(mesh), schedule, debug)
         shard_module(module, arguments, decisions, unmanaged, runtime, GTPModule)
-    logger.info("gtp_shard: %s\n%s", type(module).__name__, sharding_report(module))
+    placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in runtime.params)
+    logger.info("gtp_shard: %s over mesh axes %s\n%s", type(module).__name__, mesh.mesh_dim_names, placed)
     return module
 
 

@@ -221,7 +221,7 @@ def _plane_begin(region: _Region, key: str) -> tuple[int, ...]:
     assert region.recipe is not None
     spec, ndim = native_planes(region.recipe)[key.rsplit(".", 1)[1]], len(region.begin)
     return tuple(
-        0 if spec.step(dim - ndim) is None else spec.size(dim - ndim, begin) for dim, begin in enumerate(region.begin)
+        0 if spec.period(dim - ndim) is None else spec.size(dim - ndim, begin) for dim, begin in enumerate(region.begin)
     )
 
 

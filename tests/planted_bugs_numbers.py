@@ -113,7 +113,7 @@ NUMBERS = [
     Bug(
         "block of a shard cuts those of a recipe",
         "quant/recipes.py",
-        "return lcm(block_size, *(spec.step(dim) or 1 for spec in specs))",
+        "return lcm(block_size, *(spec.period(dim) or 1 for spec in specs))",
         "return block_size",
         (
             "tests/distributed/test_quantize.py::TestSharded::test_r18_report_says_where_weights_are_cut_and_what_computes",

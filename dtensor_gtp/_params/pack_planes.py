@@ -72,7 +72,7 @@ class QuantizedWire(Wire):
             specs, tensors = (*specs, PlaneSpec(amax.dtype, None, None)), (*tensors, amax)
         dim, planes, cut = layout.dim - len(layout.shape), [], []
         for i, spec in enumerate(specs):
-            if spec.step(dim) is not None:  # otherwise the axis does not cut the plane: every rank has the whole plane
+            if spec.period(dim) is not None:  # otherwise every rank has the whole plane
                 shape, block_size = spec.shape(layout.shape), spec.size(dim, layout.block_size)
                 planes.append((replace(layout, shape=shape, block_size=block_size), tensors[i]))
                 cut.append(i)

@@ -178,7 +178,7 @@ class NativeWeight(StoredWeight):
         start = start if length else 0
         specs, stored = native_planes(self.recipe), {}
         for name, tensor in self.stored.items():
-            step = specs[name].step(dim - self.ndim)
+            step = specs[name].period(dim - self.ndim)
             if step is None:
                 stored[name] = tensor
                 continue

@@ -25,14 +25,14 @@ class PlaneSpec(NamedTuple):
     columns: int | None
     packed: int = 1
 
-    def step(self, dim: int) -> int | None:
-        """Size of a step along a dim of the weight, counted from its end: -2 are rows, -1 columns, others matrices."""
+    def period(self, dim: int) -> int | None:
+        """Elements of the weight for one of the plane, along a dim counted from its end: -2 are rows, -1 columns."""
         return {-2: self.rows, -1: self.columns}.get(dim, 1)
 
     def size(self, dim: int, size: int) -> int:
-        """Size of the plane along ``dim`` for ``size`` elements of a weight that begin with a whole step."""
-        step = self.step(dim)
-        return 1 if step is None else -(-size // step) * (self.packed if step > 1 else 1)
+        """Size of the plane along ``dim`` for ``size`` elements of a weight that begin with a whole period."""
+        period = self.period(dim)
+        return 1 if period is None else -(-size // period) * (self.packed if period > 1 else 1)
 
     def shape(self, weight: torch.Size) -> torch.Size:
         """Shape of the plane of a weight of that shape."""

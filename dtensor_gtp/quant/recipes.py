@@ -98,7 +98,7 @@ class Recipe(ABC):
         """The smallest block size for a shard of ``dim`` (-2 are rows, -1 columns) that keeps its blocks, and those of
         ``block_size``, whole. Native storage has rowwise data alone, so rows of mxfp8 and nvfp4 may be cut anywhere."""
         specs = self.rowwise if is_native else self.rowwise + self.columnwise
-        return lcm(block_size, *(spec.step(dim) or 1 for spec in specs))
+        return lcm(block_size, *(spec.period(dim) or 1 for spec in specs))
 
     def num_bytes(self, shape: torch.Size, direction: Direction) -> int:
         """Bytes of the planes of a whole weight: what one gather of it sends, without ``amax``."""

@@ -143,7 +143,7 @@ def _plane_spec(param: DTensor, plane: PlaneSpec, dtype: torch.dtype) -> compat.
 
 def _placement(placement: Placement, size: int, world: int, plane: PlaneSpec, dim: int) -> Placement:
     """Placement of a plane along a dim of the weight, counted from its end, of which there are ``size`` elements."""
-    step, block_size = plane.step(dim), getattr(placement, "block_size", 1)
+    step, block_size = plane.period(dim), getattr(placement, "block_size", 1)
     if step is None:
         return Replicate()
     if step == 1:
