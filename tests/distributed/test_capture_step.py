@@ -5,9 +5,6 @@ The graphs are those of a stand-in, see ``capture_common``.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import torch.nn as nn
 from capture_common import OnHost, Setting, captured_step, rows
 from common import ALL, fake_world
 from runtime_common import assert_idle, runtime_of
+from script_jobs import run_forked
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
@@ -329,8 +327,6 @@ def test_inputs_that_a_graph_cannot_read_are_refused() -> None:
 
 def test_example_runs() -> None:
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(root / "examples" / "cuda_graph_step.py"), "--steps", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "2 steps, eager" in result.stdout
+    job = run_forked([root / "examples" / "cuda_graph_step.py", "--steps", "2"], None, CUDA_VISIBLE_DEVICES="")
+    assert job.status == 0, job.output
+    assert "2 steps, eager" in job.output

@@ -1,11 +1,11 @@
 """The benchmark of casts runs, and has a row for each cast and each layer."""
 
 import json
-import subprocess
-import sys
 import tempfile
 import unittest
 from pathlib import Path
+
+from script_jobs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,28 +17,15 @@ class TestCastSpeed(unittest.TestCase):
             script = str(ROOT / "examples" / "benchmarks" / "cast_speed.py")
             options = ["--tiny", "--device", "cpu", "--repeats", "1", "--compiled", "none", "--json", str(path)]
             options += ["--recipes", "float8_tensorwise", "mxfp8"]
-            run = subprocess.run(
-                [sys.executable, script, *options],
-                cwd=ROOT,
-                env=environment(),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            self.assertEqual(run.returncode, 0, run.stderr)
+            run = run_forked([script, *options], None, cwd=ROOT)
+            self.assertEqual(run.status, 0, run.output)
             content = json.loads(path.read_text())
         names = [(record["recipe"], record["cast"]) for record in content["casts"]]
         self.assertIn(("float8_tensorwise", "both for wgrad"), names)
         self.assertIn(("mxfp8", "shard: quantize, columnwise"), names)
         self.assertTrue(all(isinstance(record["reference"]["ms"], float) for record in content["casts"]))
         self.assertEqual({record["recipe"] for record in content["layers"]}, {"bf16", "float8_tensorwise"})
-        self.assertIn("float8_tensorwise", run.stdout)
-
-
-def environment() -> dict[str, str]:
-    import os
-
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.assertIn("float8_tensorwise", run.output)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 import torch.nn as nn
+from common import ALL, fake_world
 from expecttest import TestCase
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.elastic import BlockColwiseParallel, BlockRowwiseParallel
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from common import ALL, fake_world
 
 
 class TestStyles(TestCase):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,8 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
 
 from dtensor_gtp import _torch_compat as compat

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from common import ALL, fake_world
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from common import ALL, fake_world
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedLinear, convert_grouped_state_dict

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
 from schedules import explicit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedMLP
