@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -97,8 +99,8 @@ def _call_in_frame(
         follow_pipelining()
         # Tell the runtime when a backward through the output begins, so that its first gathers start at once.
         note = partial(runtime.note_backward, Entry(module, method))
-        for tensor in compat.tree_flatten(output)[0]:
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: note())
     return output
 
@@ -137,4 +139,21 @@ def _cast_outputs(group: ShardGroup, output: Any) -> Any:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return compat.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    """All floating-point tensors in containers that pytree knows and in dataclasses, as ``fully_shard`` casts them."""
+    leaves, spec = compat.tree_flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[index] = leaf.to(dtype) if leaf.is_floating_point() else leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves[index] = copy.copy(leaf)
+            for field in fields(leaf):  # also of a frozen one
+                object.__setattr__(leaves[index], field.name, _cast(getattr(leaf, field.name), dtype))
+    return compat.tree_unflatten(leaves, spec)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    for leaf in compat.tree_flatten(tree)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -49,6 +50,21 @@ class Layer(nn.Module):
         x = x.to(self.raw.dtype)
         x = torch.tanh(self.norm(self.linear(x))) @ self.raw * self.scale.to(x.dtype)
         return x if shift is None else x + shift.to(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    others: list[dict[str, torch.Tensor]]
+
+
+class OfBatches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4, bias=False)
+
+    def forward(self, batch: Batch) -> Batch:
+        return Batch(self.linear(batch.x) + batch.others[0]["shift"], batch.others)
 
 
 class Net(nn.Module):
@@ -215,6 +231,22 @@ class TestMixedPrecision(GlooTest):
             self.assertEqual({p.dtype for p in model.parameters()}, {dtype}, msg=case)
             self.assertEqual({p.grad.dtype for p in model.parameters() if p.grad is not None}, {dtype}, msg=case)
             self.assertEqual(len([p for p in model.parameters() if p.grad is None]), 0)
+
+    def test_tensors_in_dataclasses_are_cast_as_in_fully_shard(self) -> None:
+        policy = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
+        torch.manual_seed(0)
+        batch = Batch(torch.randn(3, 6), [{"index": torch.arange(3), "shift": torch.randn(1, 4)}])
+        records = []
+        for shard in (partial(gtp_shard, schedule=ALL), fully_shard):
+            torch.manual_seed(0)
+            model = shard(OfBatches(), mesh=self.gtp_mesh(), mp_policy=policy)
+            output = model(batch)
+            output.x.sum().backward()
+            inner = output.others[0]
+            self.assertEqual((output.x.dtype, inner["index"].dtype, inner["shift"].dtype), (FP32, torch.int64, FP32))
+            records.append([output.x, inner["shift"], full(model.linear.weight.grad)])
+        self.assertEqual(records[0], records[1])
+        self.assertEqual(batch.x.dtype, FP32)  # the caller's own is as it was
 
     def test_buffers_are_not_cast(self) -> None:
         model, reference = by_gtp(make_net(), self.gtp_mesh(), MixedPrecisionPolicy(BF16, BF16, BF16)), make_net()
