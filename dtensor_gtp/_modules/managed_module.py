@@ -10,9 +10,12 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.tensor as distributed_tensor
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .. import _torch_compat as compat
 from .._dtensor.random_init import zero_row
 from .._params.managed_param import Site
 from .._params.sharded_weight import ShardedWeight, gather_together
@@ -56,10 +59,13 @@ class GTPManaged(BoundModule):
             if isinstance(managed, ShardedWeight):
                 self._gtp_binding.group.runtime.drop_kept(managed)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """``assign=True`` registers other parameter objects: follow them, and report an error for what is no shard."""
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Each rank takes its part of whole tensors. ``assign=True`` registers other objects: follow them, and report
+        an error for what is no shard."""
         before = dict(self._parameters)
-        super()._load_from_state_dict(*args)
+        parts = {prefix + name: _part_of(state_dict.get(prefix + name), param) for name, param in before.items()}
+        state_dict = state_dict | {key: part for key, part in parts.items() if part is not None}
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, managed in self._gtp_binding.params.items():
             try:
                 managed.follow_assigned(Site(self, name), before[name])
@@ -85,6 +91,15 @@ class GTPManaged(BoundModule):
         shown = ", ".join(f"{name}: {param.placements[-1]}" for name, param in self._gtp_binding.params.items())
         separator = "\n  " if "\n" in own else ", "  # lists of parameters have one line for each
         return separator.join(filter(None, (own, f"gtp=[{shown}]" if shown else "")))
+
+
+def _part_of(value: Any, param: nn.Parameter | None) -> Tensor | None:
+    """This rank's part of a whole tensor for a sharded ``param``; None for all that is loaded as it is."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return None
+    if value.shape != param.shape or type(compat.local_tensor(param)) not in (Tensor, nn.Parameter):
+        return None
+    return distributed_tensor.distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
 class _Refusal(str):
