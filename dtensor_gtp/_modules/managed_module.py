@@ -64,7 +64,8 @@ class GTPManaged(BoundModule):
         an error for what is no shard."""
         before = dict(self._parameters)
         parts = {prefix + name: _part_of(state_dict.get(prefix + name), param) for name, param in before.items()}
-        state_dict = state_dict | {key: part for key, part in parts.items() if part is not None}
+        # In place, as hooks of torch rename keys: the caller looks for missing ones in this very dict.
+        state_dict.update((key, part) for key, part in parts.items() if part is not None)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, managed in self._gtp_binding.params.items():
             try:
