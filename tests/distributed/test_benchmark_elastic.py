@@ -3,11 +3,13 @@
 import math
 from pathlib import Path
 
+import pytest
 from test_benchmark_script import SCRIPT, run_script
 
 SIZES = ("--preset=tiny", "--steps=2", "--warmup=1", "--rounds=1")
 
 
+@pytest.mark.long
 def test_every_mode_and_the_recovery_are_measured(tmp_path: Path) -> None:
     script = SCRIPT.with_name("elastic_step.py")
     status, output, content = run_script(tmp_path, *SIZES, processes=4, script=script, forked=True)

@@ -15,6 +15,7 @@ TOKENS = [16, 24]
 MODES = ["compute", "compute-buffer", "gtp", "gtp-whole-graph", "fsdp2", "fsdp2-rows-kept"]
 
 
+@pytest.mark.long
 def test_every_mode_and_size_is_measured(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--steps=2", "--warmup=2", "--tokens", *map(str, TOKENS), "--expert-gtp=2")
     arguments = (*sizes, "--trace=traces", "--modes", *MODES)

@@ -239,8 +239,11 @@ class Rank:
 
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
-def test_gathers_of_ranks_that_get_on_in_any_order(packs: bool, records: bool) -> None:
-    for seed in range(40):
+@pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.long)], ids=["some", "many"]
+)
+def test_gathers_of_ranks_that_get_on_in_any_order(packs: bool, records: bool, seeds: range) -> None:
+    for seed in seeds:
         machine = Machine()
         with on_machine(machine):
             for rank in range(NUM_RANKS):
