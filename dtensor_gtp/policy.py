@@ -98,9 +98,9 @@ class Schedule:
 
 _GONE = {
     "prefetch_depth": "pass prefetch_nbytes, or leave the window to the library",
-    "coalesce_nbytes": "what travels together is chosen; memory='least' makes it less",
-    "coalesce_grad_nbytes": "what travels together is chosen; memory='least' makes it less",
-    "max_inflight_reduce_scatters": "how many reductions are in flight is chosen; memory='least' allows one",
+    "coalesce_nbytes": "what travels together is chosen; pass memory='least' for less memory",
+    "coalesce_grad_nbytes": "what travels together is chosen; pass memory='least' for less memory",
+    "max_inflight_reduce_scatters": "how many reductions are in flight is chosen; pass memory='least' for less memory",
     "expert_blocks_ahead": "when experts are gathered is chosen",
     "wgrad_first": "pass memory='least' for wgrad_first=False",
     "keep_last": "pass memory='least' for keep_last=False",
@@ -132,8 +132,8 @@ class SchedulePolicy:
 
     Args:
         memory: ``"balanced"``: as fast as possible without more memory than ``fully_shard`` on each block takes.
-            ``"least"``: as little memory as possible: small windows, and the head is gathered twice. ``"most_speed"``:
-            weights may also stay gathered from forward to backward, ``keep_nbytes`` of them.
+            ``"least"``: little memory: smaller windows, no symmetric memory, and the head is gathered once more.
+            ``"most_speed"``: weights may also stay gathered from forward to backward, ``keep_nbytes`` of them.
         gather_backend: Who gathers. ``"auto"``: copy engines where all ranks of the mesh are GPUs of one host that can
             map each other's memory, else the process group. ``"process_group"``: NCCL's kernels, or gloo's threads.
             ``"copy_engine"``: the copy engines, or an error. A class: one of these is made for each communicator, see

@@ -42,61 +42,54 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     ``"balanced"`` gathers one block ahead, as ``fully_shard`` does, half a block in one launch. Whether there are copy
     engines is known only when each communicator is made (see ``gather_backends``), so ``"auto"`` may remain.
     """
-    is_least = policy.memory == "least"
-    ahead = min(max(facts.block_nbytes, _LEAST_AHEAD), _MOST_AHEAD // 2 if is_least else _MOST_AHEAD)
-    together = min(max(facts.block_nbytes // 2, _LEAST_AHEAD), ahead)
-    why = f"the largest block has {format_nbytes(facts.block_nbytes)}"
-    schedule = Schedule(
-        prefetch_nbytes=ahead,
-        coalesce_nbytes=together,
-        coalesce_grad_nbytes=min(together, _GRADIENTS_TOGETHER),
-        keep_last=not is_least,
-        # With copy engines the other order was as fast, and frees a head before its gradient is made.
-        wgrad_first=_why_no_copy_engines(policy, facts) is not None and not is_least,
-    )
-    reasons = [f"{format_nbytes(together)} in one launch: half of it"]
-    if policy.prefetch_nbytes is None:
-        reasons.insert(0, f"gathered ahead {format_nbytes(ahead)}: {why}")
-    else:
-        depth = min(schedule.prefetch_depth, policy.prefetch_nbytes)
-        schedule = replace(schedule, prefetch_depth=depth, prefetch_nbytes=policy.prefetch_nbytes)
-        reasons.insert(0, f"gathered ahead {format_nbytes(policy.prefetch_nbytes)}: asked for")
-    schedule, kept = _with_kept(schedule, policy, facts)
-    schedule, backends = _with_backends(schedule, policy, facts)
     given = dict(policy._numbers)
     if len(given) == len(fields(Schedule)):
         return Schedule(**given), ("all numbers: as SchedulePolicy.chosen has them",)
-    stated = [f"{name}={value}: given" for name, value in given.items()]
-    return replace(schedule, **given), (*reasons, kept, *backends, *stated)
-
-
-def _with_kept(schedule: Schedule, policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, str]:
-    if policy.keep_nbytes is not None:
-        nbytes, why = policy.keep_nbytes, "asked for"
-    elif policy.memory == "most_speed":
-        nbytes = facts.free_nbytes // _KEPT_OF_FREE
-        why = f"an eighth of the {format_nbytes(facts.free_nbytes)} that all ranks have free"
-    else:
-        nbytes, why = 0, f"memory='{policy.memory}'"
-    return replace(schedule, keep_nbytes=nbytes), f"kept until backward up to {format_nbytes(nbytes)}: {why}"
-
-
-def _with_backends(schedule: Schedule, policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, list[str]]:
-    """Backends, and the reasons for those that are known here."""
-    gathers, reduces, reasons = policy.gather_backend, policy.reduce_scatter, []
-    why = _why_no_copy_engines(policy, facts)
-    if gathers == "auto" and why is not None:
+    is_least = policy.memory == "least"
+    # Their symmetric memory is the largest part of what a step takes beside activations.
+    no_copies = "memory='least'" if is_least else facts.no_copy_engines
+    ahead = min(max(facts.block_nbytes, _LEAST_AHEAD), _MOST_AHEAD // 2 if is_least else _MOST_AHEAD)
+    together = min(max(facts.block_nbytes // 2, _LEAST_AHEAD), ahead)
+    why_ahead = f"the largest block has {format_nbytes(facts.block_nbytes)}"
+    if policy.prefetch_nbytes is not None:
+        ahead, why_ahead = policy.prefetch_nbytes, "asked for"
+    kept, why_kept = _kept(policy, facts)
+    reasons = [
+        f"gathered ahead {format_nbytes(ahead)}: {why_ahead}",
+        f"{format_nbytes(together)} in one launch: half of the largest block, within bounds",
+        f"kept until backward up to {format_nbytes(kept)}: {why_kept}",
+    ]
+    gathers, reduces = policy.gather_backend, policy.reduce_scatter
+    if gathers == "auto" and no_copies is not None:
         gathers = "process_group"
-        reasons.append(f"gathers by the process group: {why}")
-    if reduces == "auto" and why is not None:
+        reasons.append(f"gathers by the process group: {no_copies}")
+    if reduces == "auto" and no_copies is not None:
         reduces = "ring"
-        reasons.append(f"reduce-scatters by the process group: {why}")
-    return replace(schedule, gather_backend=gathers, reduce_scatter=reduces), reasons
+        reasons.append(f"reduce-scatters by the process group: {no_copies}")
+    schedule = Schedule(
+        prefetch_depth=min(Schedule.prefetch_depth, ahead),  # 0 bytes ahead: no uses ahead either
+        prefetch_nbytes=ahead,
+        coalesce_nbytes=together,
+        coalesce_grad_nbytes=min(together, _GRADIENTS_TOGETHER),
+        keep_nbytes=kept,
+        keep_last=not is_least,
+        # With copy engines the other order was as fast, and frees a head before its gradient is made.
+        wgrad_first=no_copies is not None and not is_least,
+        gather_backend=gathers,
+        reduce_scatter=reduces,
+    )
+    reasons += [f"{name}={value}: given" for name, value in given.items()]
+    return replace(schedule, **given), tuple(reasons)
 
 
-def _why_no_copy_engines(policy: SchedulePolicy, facts: Facts) -> str | None:
-    """Their symmetric memory is the largest part of what a step takes beside activations."""
-    return "memory='least'" if policy.memory == "least" else facts.no_copy_engines
+def _kept(policy: SchedulePolicy, facts: Facts) -> tuple[int, str]:
+    """Bytes that stay gathered until backward, and why."""
+    if policy.keep_nbytes is not None:
+        return policy.keep_nbytes, "asked for"
+    if policy.memory == "most_speed":
+        free = format_nbytes(facts.free_nbytes)
+        return facts.free_nbytes // _KEPT_OF_FREE, f"an eighth of the {free} that all ranks have free"
+    return 0, f"memory='{policy.memory}'"
 
 
 def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -> int:

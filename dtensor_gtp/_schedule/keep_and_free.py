@@ -63,7 +63,7 @@ class KeepAndFree:
         self.use_schedule(Schedule())  # until one is chosen
 
     def use_schedule(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+        self.schedule = self.grads.schedule = schedule
         self._window = Window(
             schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
         )
@@ -84,7 +84,6 @@ class KeepAndFree:
         no_copies = no_copy_engines(self.device, gathering, self.grads.replicas is not None)
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
-        self.grads.schedule = schedule
         for param in self.params:
             param.groups = self.comm.groups(param.mesh, schedule)
         lanes: dict[Groups, int] = {}
