@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, full, rows_of_rank, shared_directory
+from common import ALL, comparable, rows_of_rank, shared_directory
 from timing import HANG_S, until
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -147,7 +147,8 @@ def check_reload(
             a, b = (param if what == "parameter" else param.grad for param in pair)
             assert (a is None) == (b is None), f"{what} of {name}: {a is None} vs reference {b is None}"
             if a is not None:
-                torch.testing.assert_close(full(a), b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
+                a, b = comparable(a, b)
+                torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
 
     def step(jobs: Sequence[tuple[nn.Module, torch.optim.Optimizer]], number: int, rows: Callable[[Any], Any]) -> None:
         """``jobs`` are that of this rank, and the reference's."""
@@ -172,7 +173,7 @@ def check_reload(
             same(loaded[0], reference[0], "parameter")
             for mine, theirs in zip(loaded[0].parameters(), reference[0].parameters(), strict=True):
                 for key, value in reference[1].state.get(theirs, {}).items():
-                    actual = full(loaded[1].state[mine][key])
+                    actual, value = comparable(loaded[1].state[mine][key], value)
                     torch.testing.assert_close(actual, value, check_device=False, **tolerance)
             expected[0].load_state_dict(reference[0].state_dict())
             expected[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))

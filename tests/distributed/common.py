@@ -25,7 +25,7 @@ from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers import Test, lanes
 
-from dtensor_gtp import GTPShard
+from dtensor_gtp import GTPShard, _torch_compat
 from dtensor_gtp.quant.master import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
@@ -88,11 +88,11 @@ def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "para
         assert (a is None) == (b is None), f"{what} of {name}: {a is None} vs reference {b is None}"
         if a is not None:
             assert b is not None
-            a, b = _comparable(a, b)
+            a, b = comparable(a, b)
             torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
 
 
-def _comparable(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def comparable(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor of the model and what it should be: this rank's own parts where the placements say what these are, which
     needs no communication; else both in full. The choice is the same on all ranks."""
     if isinstance(tensor, DTensor) and type(local := tensor.to_local()) is torch.Tensor:
@@ -102,6 +102,10 @@ def _comparable(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor
                 if not cut.is_replicate():
                     parts, _ = cut._split_tensor(whole, mesh.size(axis), with_padding=False, contiguous=False)
                     whole = parts[mesh.get_local_rank(axis)]
+            return local, whole
+        if not any(cut.is_partial() for cut in cuts):
+            for dim, (size, offset) in enumerate(zip(*_torch_compat.local_shape_and_offset(tensor), strict=True)):
+                whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
             return local, whole
     return full(tensor), whole
 

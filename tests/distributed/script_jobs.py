@@ -1,7 +1,7 @@
 """Scripts as jobs, run to their end: each process is forked from the server that has imported torch already.
 
-What torchrun tells its processes by the environment is there, too; a test of how jobs start, fail and end takes
-torchrun itself, and so does at least one test of each script.
+What torchrun tells its processes by the environment is there, too. torchrun itself starts jobs in the long tier: at
+least one of each script, and those that fail, are ended or are started again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -30,35 +31,50 @@ class Result:
 
 
 def run_forked(
-    arguments: Sequence[str | Path], num_processes: int | None, *, cwd: Path | None = None, **variables: str
+    arguments: Sequence[str | Path],
+    num_processes: int | None,
+    *,
+    cwd: Path | None = None,
+    max_restarts: int = 0,
+    **variables: str,
 ) -> Result:
     """A script and its arguments in so many processes, or in one without a job; then its status and all it has printed.
 
-    The first process that fails ends the others. ``variables`` are added to the environment.
+    The first process that fails ends the others by SIGTERM, and then all start again, ``max_restarts`` times.
+    ``variables`` are added to the environment.
     """
-    job = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    job |= {"OMP_NUM_THREADS": "1", **variables}
-    places: list[dict[str, str]] = [{}]
-    if num_processes is not None:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        job |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        job |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-        size = str(num_processes)
-        job |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+    command, folder = [str(argument) for argument in arguments], str(cwd or os.getcwd())
     with tempfile.NamedTemporaryFile() as printed:
-        command, folder = [str(argument) for argument in arguments], str(cwd or os.getcwd())
-        processes = [
-            multiprocessing.Process(target=_be_script, args=(command, {**job, **place}, folder, printed.name))
-            for place in places
-        ]
-        for process in processes:
-            process.start()
-        status = _wait(processes)
+        for restart in range(max_restarts + 1):
+            counts = {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
+            with _environments(num_processes, counts | variables) as environments:
+                processes = [
+                    multiprocessing.Process(target=_be_script, args=(command, environment, folder, printed.name))
+                    for environment in environments
+                ]
+                for process in processes:
+                    process.start()
+                status = _wait(processes)
+            if not status:
+                break
         output = Path(printed.name).read_text()
     if status is None:
         pytest.fail(f"the job did not end within {HANG_S} s: {output}")
     return Result(status, output)
+
+
+@contextmanager
+def _environments(num_processes: int | None, variables: dict[str, str]) -> Iterator[list[dict[str, str]]]:
+    """Of each process; their store lives as long."""
+    job = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    job |= {"OMP_NUM_THREADS": "1", **variables}
+    if num_processes is None:
+        yield [job]
+        return
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    job |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    job |= {"TORCHELASTIC_RUN_ID": "forked", "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    yield [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
 
 
 def _wait(processes: list[multiprocessing.Process]) -> int | None:

@@ -1,7 +1,8 @@
-"""examples/train_llama.py as its users run it: through torchrun, in processes of their own.
+"""examples/train_llama.py as its users run it: in processes of their own.
 
 A job of two processes trains without interruption; the same job is killed inside a checkpoint and resumed on two
 processes and on one. Faults are put in by wrapper scripts that patch the example's modules; the example has no hook.
+The default tier forks the processes; the long tier has torchrun start, watch and end them.
 """
 
 import json
@@ -120,13 +121,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> Result:
-    result = launch([SCRIPT, *tiny(folder / "whole", "--json", folder / "whole.json")], 2)
+    result = launch([SCRIPT, *tiny(folder / "whole", "--json", folder / "whole.json")], 2, forked=True)
     assert result.status == 0, result.output
     return result
 
 
-@pytest.fixture(scope="module")
-def killed(folder: Path) -> Result:
+def killed_job(folder: Path, name: str, *, forked: bool) -> Result:
     """A run whose rank 0 is killed when the checkpoint of step 4 is written but not yet published."""
     patch = f"""
         publish = checkpoints.CheckpointDir._publish
@@ -136,7 +136,17 @@ def killed(folder: Path) -> Result:
             publish(self, partial, name)
         checkpoints.CheckpointDir._publish = publish_or_die
     """
-    return launch([wrapper(folder / "killed.py", patch), *tiny(folder / "killed")], 2)
+    return launch([wrapper(folder / f"{name}.py", patch), *tiny(folder / name)], 2, forked=forked)
+
+
+def check_checkpoints_of_killed_job(folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2", "step-4.tmp"]
+    assert (folder / "latest").read_text() == "step-2\n"
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> Result:
+    return killed_job(folder, "killed", forked=True)
 
 
 class TestTraining:
@@ -174,10 +184,8 @@ class TestTraining:
 
 class TestResume:
     def test_killed_run_leaves_the_last_complete_checkpoint(self, killed: Result, folder: Path) -> None:
-        assert killed.status != 0
-        assert "SIGKILL" in killed.output
-        assert sorted(path.name for path in (folder / "killed").iterdir()) == ["latest", "step-2", "step-4.tmp"]
-        assert (folder / "killed" / "latest").read_text() == "step-2\n"
+        assert killed.status == -signal.SIGKILL, killed.output
+        check_checkpoints_of_killed_job(folder / "killed")
 
     def test_same_mesh_is_bit_equal(self, uninterrupted: Result, killed: Result, folder: Path) -> None:
         shutil.copytree(folder / "killed", folder / "two")
@@ -236,7 +244,8 @@ class TestResume:
 
 
 class TestFailure:
-    def test_failing_rank_ends_all_with_its_reason(self, folder: Path) -> None:
+    @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.long)])
+    def test_failing_rank_ends_all_with_its_reason(self, folder: Path, forked: bool) -> None:
         patch = """
             train_step = train_llama.Trainer.train_step
             def fail(self):
@@ -246,16 +255,39 @@ class TestFailure:
             train_llama.Trainer.train_step = fail
         """
         script = wrapper(folder / "failing.py", patch)
-        result = launch([script, *tiny(folder / "failing", "--checkpoint-every", "0")], 2)
-        assert result.status != 0
+        result = launch([script, *tiny(folder / "failing", "--checkpoint-every", "0")], 2, forked=forked)
+        assert result.status == 1
         assert "[rank 1] Traceback" in result.output
         assert "RuntimeError: the disk of rank 1 is on fire" in result.output
-        root_cause = result.output.split("Root Cause", maxsplit=1)[1]
-        assert "the disk of rank 1 is on fire" in root_cause
-        assert SAT_OUT not in result.output
+        if not forked:
+            root_cause = result.output.split("Root Cause", maxsplit=1)[1]
+            assert "the disk of rank 1 is on fire" in root_cause
+            assert SAT_OUT not in result.output
 
-    def test_interrupt_ends_ranks_that_wait_for_a_stuck_peer(self, folder: Path) -> None:
-        """Ctrl-C reaches torchrun alone, which passes it on; rank 0 is blocked in a collective by then."""
+    def test_interrupt_ends_a_rank_that_waits_for_a_stuck_peer(self, folder: Path) -> None:
+        """It is blocked in a collective by then, or will be."""
+        patch = """
+            import torch, torch.distributed as dist
+            train_step = train_llama.Trainer.train_step
+            def stick(self):
+                if self.step == 1:
+                    process = torch.tensor(os.getpid())
+                    dist.broadcast(process, src=0)
+                    if rank == 1:
+                        os.kill(process.item(), signal.SIGINT)
+                        threading.Event().wait()
+                    dist.barrier()
+                return train_step(self)
+            train_llama.Trainer.train_step = stick
+        """
+        script = wrapper(folder / "interrupted.py", patch)
+        result = launch([script, *tiny(folder / "interrupted", "--checkpoint-every", "0")], 2, forked=True)
+        assert result.status == 128 + signal.SIGINT
+        assert result.output.count("[rank 0] stopped by SIGINT") == 1, result.output
+
+    @pytest.mark.long
+    def test_torchrun_passes_an_interrupt_on(self, folder: Path) -> None:
+        """Ctrl-C reaches torchrun alone; rank 0 is blocked in a collective by then."""
         patch = """
             import torch.distributed as dist
             train_step = train_llama.Trainer.train_step
@@ -290,6 +322,20 @@ class TestFailure:
             assert chunk, f"the job ended early: {said}"
             said += chunk.decode()
         return [int(pid) for pid in pids]
+
+
+@pytest.mark.long
+class TestTorchrun:
+    def test_trains_as_forked_processes_do(self, uninterrupted: Result, folder: Path) -> None:
+        result = launch([SCRIPT, *tiny(folder / "torchrun", "--json", folder / "torchrun.json")], 2)
+        assert result.status == 0, result.output
+        assert metrics(folder / "torchrun.json")["losses"] == metrics(folder / "whole.json")["losses"]
+
+    def test_killed_run_leaves_the_last_complete_checkpoint(self, folder: Path) -> None:
+        result = killed_job(folder, "killed_by_signal", forked=False)
+        assert result.status != 0
+        assert "SIGKILL" in result.output
+        check_checkpoints_of_killed_job(folder / "killed_by_signal")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import environment
+from script_jobs import Result, run_forked
 from test_train_llama import EXAMPLES, SCRIPT, STEPS, finish, launch, metrics, popen, saved_tensors, tiny, wrapper
 from torch.testing import assert_close
 
@@ -60,26 +60,28 @@ def patch_of(point: str, folder: Path, first: str = "") -> str:
     return textwrap.dedent(patch)
 
 
-def popen_with_restarts(arguments: list[str | Path], num_processes: int) -> subprocess.Popen[str]:
+def with_torchrun(arguments: list[str | Path], num_processes: int) -> Result:
     """torchrun reads its own options from the environment, too."""
     with environment(PET_MAX_RESTARTS="1"):
-        return popen(arguments, num_processes)
+        return launch(arguments, num_processes)
 
 
 def cases() -> Iterator[Any]:
+    yield pytest.param("memory", "backward", True)
     for path, point in itertools.product(("memory", "checkpoint"), STRIKES):
         is_quick = (path, point) == ("memory", "backward")
-        yield pytest.param(path, point, marks=() if is_quick else pytest.mark.soak)
+        yield pytest.param(path, point, False, marks=pytest.mark.long if is_quick else pytest.mark.soak)
 
 
-@pytest.mark.parametrize(("path", "point"), cases())
-def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path, path: str, point: str) -> None:
-    """Three processes are replicas of two and one. One is killed in the fourth step; torchrun ends the others, which
-    leave their state in memory, and starts all of them again. The job ends as one process would have ended it."""
+@pytest.mark.parametrize(("path", "point", "forked"), cases())
+def test_killed_job_goes_on_by_itself_on_unequal_replicas(tmp_path: Path, path: str, point: str, forked: bool) -> None:
+    """Three processes are replicas of two and one. One is killed in the fourth step; torchrun, or who has forked them,
+    ends the others, which leave their state in memory, and starts all of them again. The job ends as one process would
+    have ended it."""
     in_memory = path == "memory"
     script = wrapper(tmp_path / "killed.py", patch_of(point, tmp_path) + ("" if in_memory else LEAVES_NOTHING))
     options = tiny(tmp_path / "elastic", *BATCH, "--elastic", "2", "--json", tmp_path / "elastic.json")
-    result = finish(popen_with_restarts([script, *options], 3))
+    result = run_forked([script, *options], 3, max_restarts=1) if forked else with_torchrun([script, *options], 3)
     assert result.status == 0, result.output
     assert "2 replicas of 3 ranks" in result.output
     recovered = re.search(r"recovered step (\d+) from memory", result.output)

@@ -246,6 +246,7 @@ def _work(rank: int, num_ranks: int, timeout: timedelta, folder: str, connection
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
         gc.collect()
         gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
+        gc.set_threshold(50_000)  # as in pytest's own process
         while True:
             try:
                 path, module, cls, method = connection.recv()
