@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,17 @@ class Gathering(KeepAndFree):
         if done.origin is not None:
             comm.note_reading(done, (gathered.buffer,))
         return gathered
+
+    def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
+        """``op(input, full, *rest)`` with the full weight: a use without the cost of a context."""
+        gathered = self.acquire(target)
+        try:
+            if compat.is_profiling():
+                with profiler_range("GTP::compute", target.weight.fqn):
+                    return op(input, gathered.full, *rest)
+            return op(input, gathered.value if gathered.unpack is None else gathered.full, *rest)
+        finally:
+            self.release(target, gathered)
 
     def using(self, target: Gatherable) -> Use:
         """A use that ends with the context. The context's value is the full weight."""

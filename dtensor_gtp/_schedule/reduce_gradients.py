@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -74,12 +74,12 @@ class Gradients:
         self._postponed: list[Callable[[], None]] | None = None
         self.recording: BlockRecording | None = None  # set while a block is recorded
 
-    def compute(self, job: Callable[[], None]) -> None:
+    def compute(self, job: Callable[..., None], *args: Any) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``, leave it for later."""
         if self._postponed is None:
-            job()
+            job(*args)
         else:
-            self._postponed.append(job)
+            self._postponed.append(partial(job, *args))
 
     def in_order(self, wgrad: Callable[[], None] | None, dgrad: Callable[[], Tensor] | None) -> Tensor | None:
         """Run ``wgrad``, which submits the gradient of a layer's weight, and ``dgrad``, whose result is returned."""

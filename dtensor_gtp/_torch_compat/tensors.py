@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._C import _will_engine_execute_node as is_node_awaited
+from torch._C._functorch import unwrap_if_dead as unwrap_if_dead
 from torch.autograd import Variable
 
 _T = TypeVar("_T", bound=Tensor)
@@ -61,6 +62,13 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
 
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+
+
+def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without the Python that torch puts around forward and backward, which takes the host as long
+    as a small op. Call it outside of transforms of ``torch.func`` only, and ``unwrap_if_dead`` its tensors first."""
+    cast("Any", function)._backward_cls.apply = function.backward
+    return cast("Callable[..., Any]", cast("Any", super(torch.autograd.Function, function)).apply)
 
 
 def in_func_transform() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +50,8 @@ class _Embedding(torch.autograd.Function):
         weight: ShardedWeight = ctx.weight
         ctx.runtime.note_backward()
         indices, ids = ctx.saved_tensors
-        job = partial(embedding_grad, ctx.runtime, weight, grad_output, indices, ids, ctx.padding_idx)
-        ctx.runtime.grads.compute(job)
+        args = (ctx.runtime, weight, grad_output, indices, ids, ctx.padding_idx)
+        ctx.runtime.grads.compute(embedding_grad, *args)
         return None, None, None, None, None
 
 

@@ -6,7 +6,6 @@ dgrad. In float8 the GEMMs multiply with the planes that were gathered.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,42 +20,30 @@ from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs, Tensors
-from .ungathered import UngatheredWeight, float8_product, using, using_quantized
+from .ungathered import UngatheredWeight, float8_product, using_quantized
 
 
 def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """``F.linear(input, weight, bias)`` for a weight of logical shape ``(out_features, in_features)``."""
     if torch.is_grad_enabled():
         check_differentiable(weight)
-        result: Tensor = _Linear.apply(input, weight.leaf, bias, runtime, weight)  # type: ignore[no-untyped-call]
+        result: Tensor = _apply_linear(compat.unwrap_if_dead(input), weight.leaf, bias, runtime, weight)
         return result
     if weight.gemms is not None:
         return _float8_linear(input, bias, runtime, weight)
-    with runtime.using(weight) as full:
-        return F.linear(input, full, bias)
+    return runtime.compute(F.linear, input, weight, bias)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight
-    ) -> Tensor:
-        return _forward(ctx, input, bias, runtime, weight)
-
-    @staticmethod
-    @compat.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grad_input, grad_bias = _backward(ctx, grad_output)
-        return grad_input, None, grad_bias, None, None
-
-
-def _forward(ctx: Any, input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
-    ctx.runtime, ctx.weight, ctx.version, ctx.gemms = runtime, weight, weight.version, weight.gemms
+def _forward(
+    ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight
+) -> Tensor:
+    ctx.use = runtime, weight, weight.version, weight.gemms
     if weight.gemms is not None:
         output = _float8_linear(input, bias, runtime, weight)
+    elif compat.asks_checkpoint_policy():
+        output = F.linear(input, UngatheredWeight(runtime, weight), bias)
     else:
-        with using(runtime, weight) as full:
-            output = F.linear(input, full, bias)
+        output = runtime.compute(F.linear, input, weight, bias)
     # The gradient of a frozen weight is not computed, so its input is not saved.
     ctx.save_for_backward(input if ctx.needs_input_grad[1] else None)
     return output
@@ -80,46 +67,54 @@ def check_float8_input(input: Tensor, weight: ShardedWeight) -> None:
         raise RuntimeError(f"F.linear expects input and weight of one dtype, but got {got}.")
 
 
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of input and bias. That of the weight goes to the shard."""
-    runtime: Runtime = ctx.runtime
-    weight: ShardedWeight = ctx.weight
-    gemms: Float8GEMMs | None = ctx.gemms
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of what ``_forward`` takes: input and bias. That of the weight goes to the shard."""
+    runtime: Runtime
+    weight: ShardedWeight
+    gemms: Float8GEMMs | None
+    runtime, weight, version, gemms = ctx.use
+    needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     if needs_weight and not compat.is_awaited(ctx, 1):
         refuse_partial_recording(weight, runtime.comm.is_capturing)
         needs_weight = False
     runtime.note_backward()
     (input,) = ctx.saved_tensors
-    grad_MN = grad_output.reshape(-1, grad_output.shape[-1])
+    grads, grad_MN = runtime.grads, as_matrix(grad_output)
     float8 = None if gemms is None or gemms.high_precision_wgrad else gemms  # for wgrad
     is_cast = needs_input or (needs_weight and float8 is not None)
     casts = gemms.cast_grad(grad_MN) if gemms is not None and is_cast else []
-    job = None
+    wgrad_first = grads.schedule.wgrad_first
+    job: tuple[Any, ...] = ()
     if needs_weight:
-        input_MK = input.reshape(-1, input.shape[-1])
-        if float8 is None:
-            compute = partial(wgrad, runtime, weight, grad_MN, input_MK)
-        else:
-            compute = partial(_cast_and_wgrad, runtime, weight, float8, grad_MN, input_MK, casts)
-        job = partial(runtime.grads.compute, compute)
-    product = None
+        job = (wgrad, runtime, weight, grad_MN, as_matrix(input))
+        if float8 is not None:
+            job = (_cast_and_wgrad, *job[1:], float8, casts)
+        if wgrad_first:
+            grads.compute(*job)
+    grad_input = None
     if needs_input:
-        check_unmodified(weight, ctx.version)
+        check_unmodified(weight, version)
         if gemms is None:
-            product = partial(dgrad, runtime, weight, grad_output)
+            grad_input = dgrad(runtime, weight, grad_output)
         else:
-            product = partial(float8_dgrad, runtime, weight, gemms, casts)
-    grad_input = runtime.grads.in_order(job, product)
-    if gemms is not None and grad_input is not None:
-        grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
-    return grad_input, grad_MN.sum(0) if needs_bias else None
+            grad_input = float8_dgrad(runtime, weight, gemms, casts)
+            grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
+    if needs_weight and not wgrad_first:
+        grads.compute(*job)
+    return grad_input, None, grad_MN.sum(0) if needs_bias else None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    backward = staticmethod(compat.once_differentiable(_backward))
+
+
+_apply_linear = compat.quick_apply(_Linear)
 
 
 # Functions, so that nothing holds the gathered weight after dgrad: wgrad may come next, see ``wgrad_first``.
 def dgrad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor) -> Tensor:
-    with runtime.using(weight.for_backward) as full:
-        return grad_output.matmul(full)
+    return runtime.compute(torch.matmul, grad_output, weight.for_backward)
 
 
 def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, casts: Tensors) -> Tensor:
@@ -131,22 +126,34 @@ def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
     """Compute the weight's gradient, written by the GEMM into the buffer that the reduce-scatter sends."""
     buffer, is_accumulating = runtime.grads.target(weight)
-    with profiler_range("GTP::wgrad", weight.fqn):
-        view_NK = weight.layout.full_view(buffer)
-        if is_accumulating:
-            view_NK += grad_MN.t().mm(input_MK)
-        elif buffer.dtype == grad_MN.dtype:
-            torch.mm(grad_MN.t(), input_MK, out=view_NK)
-        elif buffer.dtype == torch.float32 and grad_MN.is_cuda and grad_MN.dtype in (torch.bfloat16, torch.float16):
-            # cuBLAS accumulates in fp32 anyway: keep those bits instead of rounding them away and widening again.
-            torch.mm(grad_MN.t(), input_MK, torch.float32, out=view_NK)
-        else:
-            view_NK.copy_(grad_MN.t().mm(input_MK))
+    view_NK = buffer if weight.layout.is_as_buffer else weight.layout.full_view(buffer)
+    if compat.is_profiling():
+        with profiler_range("GTP::wgrad", weight.fqn):
+            _multiply_into(view_NK, grad_MN.t(), input_MK, is_accumulating)
+    else:
+        _multiply_into(view_NK, grad_MN.t(), input_MK, is_accumulating)
     runtime.grads.submit(weight, buffer)
 
 
+def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating: bool) -> None:
+    if is_accumulating:
+        target += left.mm(right)
+    elif target.dtype == left.dtype:
+        torch.mm(left, right, out=target)
+    elif target.dtype == torch.float32 and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        # cuBLAS accumulates in fp32 anyway: keep those bits instead of rounding them away and widening again.
+        torch.mm(left, right, torch.float32, out=target)
+    else:
+        target.copy_(left.mm(right))
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``x`` with all dims but the last one as rows."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _cast_and_wgrad(
-    runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, grad_MN: Tensor, input_MK: Tensor, casts: Tensors
+    runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor, gemms: Float8GEMMs, casts: Tensors
 ) -> None:
     float8_wgrad(runtime, weight, gemms, gemms.cast_wgrad(grad_MN, input_MK, casts))
 
@@ -204,7 +211,13 @@ class _ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: DTensor, _: Tensor, bias: DTensor | None, runtime: Runtime, weight: ShardedWeight, plan: TPPlan
+        ctx: Any,
+        input: DTensor,
+        leaf: Tensor,
+        bias: DTensor | None,
+        runtime: Runtime,
+        weight: ShardedWeight,
+        plan: TPPlan,
     ) -> DTensor:
         given = compat.dtensor_spec(input)
         input_spec = compat.make_spec(given.mesh, (plan.grad_input,), given.shape, input.dtype)
@@ -212,7 +225,7 @@ class _ParallelLinear(torch.autograd.Function):
         # The gradient of a partial sum is the gradient of each term.
         ctx.placements = (Replicate() if plan.output == Partial() else plan.output,)
         local_bias = None if bias is None else compat.completed_local(bias)
-        output = _forward(ctx, compat.completed_local(input), local_bias, runtime, weight)
+        output = _forward(ctx, compat.completed_local(input), leaf, local_bias, runtime, weight)
         return compat.wrap_local(output, compat.make_spec(given.mesh, (plan.output,), plan.shape, output.dtype))
 
     @staticmethod
@@ -220,6 +233,7 @@ class _ParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: DTensor) -> tuple[Tensor | None, ...]:
         if grad_output.placements != ctx.placements:
             grad_output = grad_output.redistribute(placements=ctx.placements)
-        grads = zip(_backward(ctx, compat.completed_local(grad_output)), ctx.grad_specs, strict=True)
+        local_input, _, local_bias, *_ = _backward(ctx, compat.completed_local(grad_output))
+        grads = zip((local_input, local_bias), ctx.grad_specs, strict=True)
         grad_input, grad_bias = [None if grad is None else compat.wrap_local(grad, spec) for grad, spec in grads]
         return grad_input, None, grad_bias, None, None, None
