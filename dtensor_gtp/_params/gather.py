@@ -21,29 +21,30 @@ from .sharded_weight import Gatherable, Packed, ShardedWeight
 _Plane = tuple[WeightLayout, Tensor, Tensor]
 
 
-def launch(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
-    """Launch the gathers of present shards of one mesh, as one operation."""
-    for target in targets:
-        target.num_gathers += 1
+def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
+    """Launch the gathers of present shards of one mesh, as one operation. They become the last ones ``pending``."""
     weight = targets[0].weight
     if weight.layout.world == 1:
-        return [_alone(target, comm) for target in targets]
-    if len(targets) == 1 and weight.wire is None and not compat.is_profiling():
-        return [_launch_plain(weight, comm)]
-    with profiler_range("GTP::all_gather", ", ".join(target.weight.fqn for target in targets)):
-        return _launch_together(targets, comm)
+        for target in targets:
+            target.add(_alone(target, comm))
+    elif len(targets) == 1 and weight.wire is None and not compat.is_profiling():
+        targets[0].add(_launch_plain(weight, comm))
+    else:
+        with profiler_range("GTP::all_gather", ", ".join(target.weight.fqn for target in targets)):
+            _launch_together(targets, comm)
 
 
 def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
     """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent case, so it is short."""
-    layout, groups, shard = weight.layout, weight.groups, weight.shard
-    buffer, rows, copies = weight.gather_buffer(), weight.rows, None
+    layout, groups, shard, rows, copies = weight.layout, weight.groups, weight.shard, weight.rows, None
+    buffer = torch.empty_like(weight.full_like) if weight.fixed is None else weight.gather_buffer()
     if not (weight.is_sendable or groups.casts_shards):
         slot = layout.slot(buffer)
-        rows, copies = slot, ([layout.filled(slot)], [rows])
+        copies = ([layout.filled(slot)], [rows])
+        rows = slot
     done = comm.all_gather(groups, weight.fqn, [buffer], [rows], copies)
-    version = weight.param._version, shard._version, weight.num_updates
-    return Gathered(buffer, layout.full_view(buffer), done, shard, version)
+    full = buffer if layout.is_as_buffer else layout.full_view(buffer)
+    return Gathered(buffer, full, done, shard, (weight.param._version, shard._version, weight.num_updates))
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
@@ -53,11 +54,14 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     if weight.wire is not None:
         packed = weight.wire.pack(_direction(target), comm)
         own = [plane for _, plane in packed.planes]
-        gathered = Gathered(as_integers(own[0]), shard, done, shard, version, is_alias=True)
+        gathered = Gathered(as_integers(own[0]), shard, done, shard, version)
+        gathered.is_alias = True
         return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
     buffer = rows.to(weight.compute_dtype)
-    return Gathered(buffer, layout.full_view(buffer), done, shard, version, buffer is rows)
+    gathered = Gathered(buffer, layout.full_view(buffer), done, shard, version)
+    gathered.is_alias = buffer is rows
+    return gathered
 
 
 def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
@@ -99,7 +103,7 @@ def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None)
     return planes
 
 
-def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> list[Gathered]:
+def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
     packed, buffers = _pack(targets, comm), _side_by_side(targets)
     groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
@@ -115,8 +119,8 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> list[G
             slots.append(rows)
             outputs.append(buffer)
     done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None)
-    pairs = zip(targets, planes_of, strict=True)
-    return [_gathered(target.weight, planes, packed.get(target), done, comm) for target, planes in pairs]
+    for target, planes in zip(targets, planes_of, strict=True):
+        target.add(_gathered(target.weight, planes, packed.get(target), done, comm))
 
 
 def _gathered(

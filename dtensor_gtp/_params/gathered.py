@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,22 +16,24 @@ from .layout import WeightLayout
 Version = tuple[int, int, int]
 
 
-@dataclass(eq=False, repr=False)
 class Gathered:
     """A full weight in a buffer."""
 
-    buffer: Tensor
-    value: Tensor  # the full weight, a view of ``buffer``; while ``unpack`` is set, the first of the gathered planes
-    done: Done  # when the gather is complete
-    source: Tensor  # the shard that was gathered
-    version: Version  # version of ``source`` that was gathered
-    is_alias: bool = False  # ``buffer`` is the shard itself or a fixed buffer, so it is not freed with this object
-    holds: int = 0  # number of current users: running ops, forwards of modules, saved tensors in backward
+    # What most objects keep as it is stands at the class, which saves the host the time to set it.
+    is_alias = False  # ``buffer`` is the shard itself or a fixed buffer, so it is not freed with this object
+    holds = 0  # number of current users: running ops, forwards of modules, saved tensors in backward
     # Makes the full weight from the gathered planes; None if the weight itself was gathered.
-    unpack: Callable[[], Tensor] | None = field(init=False, default=None)
+    unpack: Callable[[], Tensor] | None = None
     # Gives the gathered planes to GEMMs that multiply with quantized weights.
-    quantized: Callable[[], Quantized] | None = field(init=False, default=None)
-    _contiguous: Tensor | None = field(init=False, default=None)
+    quantized: Callable[[], Quantized] | None = None
+    _contiguous: Tensor | None = None
+
+    def __init__(self, buffer: Tensor, value: Tensor, done: Done, source: Tensor, version: Version) -> None:
+        self.buffer = buffer
+        self.value = value  # the full weight, a view of ``buffer``; with ``unpack`` the first of the gathered planes
+        self.done = done  # when the gather is complete
+        self.source = source  # the shard that was gathered
+        self.version = version  # version of ``source`` that was gathered
 
     @property
     def full(self) -> Tensor:

@@ -95,6 +95,11 @@ class Gatherable:
         self.kept: Gathered | None = None  # not in use
         self.pending: deque[Gathered] = deque()  # gathers for later uses
 
+    def add(self, gathered: Gathered) -> None:
+        """Take a gather that was just launched."""
+        self.num_gathers += 1
+        self.pending.append(gathered)
+
     @property
     def nbytes(self) -> int:
         """Number of gathered bytes."""
@@ -177,6 +182,8 @@ class ShardedWeight(ManagedParam, Gatherable):
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
         self.rows = self.layout.rows_of(self.shard)
+        self.full_like = compat.template(self.layout.buffer_shape, self.compute_dtype, self.shard.device)
+        self._sent_like = compat.template(self.layout.buffer_shape, self.reduce_dtype, self.shard.device)
         self.is_sendable = self.layout.is_sendable(self.rows, self.compute_dtype)
         self.gemms = None if self.wire is None else self.wire.gemms()
         if self.tp_spec is not None:
@@ -238,7 +245,7 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     def new_buffer(self) -> Tensor:
         """An uninitialized buffer for the full weight."""
-        return torch.empty(self.layout.buffer_shape, dtype=self.compute_dtype, device=self.shard.device)
+        return torch.empty_like(self.full_like)
 
     def gather_buffer(self) -> Tensor:
         """A buffer to gather into: the fixed one, if the weight has one that nobody holds."""
@@ -251,7 +258,7 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     def send_buffer(self) -> Tensor:
         """An uninitialized buffer for the full gradient. No rank reads its padding."""
-        return torch.empty(self.layout.buffer_shape, dtype=self.reduce_dtype, device=self.shard.device)
+        return torch.empty_like(self._sent_like)
 
     @property
     def sent_nbytes(self) -> int:

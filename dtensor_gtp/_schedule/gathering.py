@@ -73,8 +73,7 @@ class Gathering(KeepAndFree):
                 self.ensure_initialized()
             if target.weight.is_cut_again:
                 target.weight.check_readable()
-            gathered = self._take_kept(target) if target.kept is not None else None
-            gathered = target.live = gathered or self._take_prefetched(target) or self._gather_now(target)
+            gathered = target.live = self._take(target) or self._gather_now(target)
             self._advance(target)
         gathered.holds += 1
         if comm.is_debugged:
@@ -122,7 +121,10 @@ class Gathering(KeepAndFree):
             weight.follow(weight.sites[0])
             weight.check_readable()
             self.comm.begin_pass(weight.groups)
-            weight.kept = self._take_prefetched(weight) or self._gather([weight])[0]
+            if (kept := self._take(weight)) is None:
+                self._gather([weight])
+                kept = weight.pending.pop()
+            weight.kept = kept
 
     def _advance(self, target: Gatherable) -> None:
         """Record a use, and launch the next gathers of the plan."""
@@ -158,8 +160,7 @@ class Gathering(KeepAndFree):
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
                 missing.append(target)
         if missing:
-            for target, gathered in zip(missing, self._gather(missing), strict=True):
-                target.pending.append(gathered)
+            self._gather(missing)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
         if self._stays(target):
@@ -167,31 +168,22 @@ class Gathering(KeepAndFree):
         available = len(target.pending) + (target.kept is not None)
         return available == 0 or available < chain.num_expected(target.index, position)
 
-    def _gather(self, targets: Sequence[Gatherable]) -> list[Gathered]:
+    def _gather(self, targets: Sequence[Gatherable]) -> None:
         """Launch one gather of shards that are present."""
         if not (compat.num_dispatch_modes() or self._to_agree):
-            return gather.launch(targets, self.comm)
+            gather.launch(targets, self.comm)
+            return
         # Policies of activation checkpointing see all ops, but a recomputation may launch other gathers.
         with compat.unseen_by_checkpoint_policies():
             self._agree(targets)
-            return gather.launch(targets, self.comm)
+            gather.launch(targets, self.comm)
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """Gather for a use that nothing was launched for, together with its companions."""
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
-        first, *rest = self._gather([target, *others])
-        for other, gathered in zip(others, rest, strict=True):
-            other.pending.append(gathered)
-        return first
-
-    def _take_prefetched(self, target: Gatherable) -> Gathered | None:
-        while target.pending:
-            gathered = target.pending.popleft()
-            if target.weight.is_fresh(gathered):
-                return gathered
-            self._discard(gathered)
-        return None
+        self._gather([target, *others])
+        return target.pending.pop()
 
     def _drop_prefetched(self) -> None:
         for target in self.gatherables:

@@ -178,11 +178,16 @@ class KeepAndFree:
         chain = self._forward_chain
         return chain is not None and chain.is_at_end(target.lane)
 
-    def _take_kept(self, target: Gatherable) -> Gathered | None:
-        kept, target.kept = target.kept, None
-        if kept is None or target.weight.is_fresh(kept):
-            return kept
-        self._discard(kept)
+    def _take(self, target: Gatherable) -> Gathered | None:
+        """The present weight, if it is kept or its gather was launched ahead. Discards older ones."""
+        if target.kept is not None:
+            target.pending.appendleft(target.kept)
+            target.kept = None
+        while target.pending:
+            gathered = target.pending.popleft()
+            if target.weight.is_fresh(gathered):
+                return gathered
+            self._discard(gathered)
         return None
 
     def _end_keeps(self) -> None:

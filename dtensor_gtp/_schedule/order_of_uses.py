@@ -46,11 +46,12 @@ class Chain:
 
     def advance(self, use: int, lane: int = 0) -> Sequence[Launch] | None:
         """Record a use. Gives the launches that follow it in the plan, or None if the plan did not expect the use."""
-        number, plan = self._num_as_planned, self.plan
         if self._observed is None:
-            if number < len(plan.uses) and plan.uses[number] == use:
+            number, plan = self._num_as_planned, self.plan
+            expected, launches = plan.steps[number]
+            if expected == use:
                 self._num_as_planned = number + 1
-                return plan.launches[number + 1]
+                return launches
             self._observed = list(plan.uses[:number])
             self._cursors_after_deviation = plan.cursors(number)
         return self._advance_in_lane(self._observed, use, lane)

@@ -88,6 +88,13 @@ def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.
     return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
 
 
+def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for ``torch.empty_like``, which takes the host half as long as ``torch.empty`` with a shape, a dtype and
+    a device. It has memory for one element."""
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of owners of the memory behind ``storage`` (tensors, autograd nodes, Python storage objects)."""
     return int(torch._C._storage_Use_Count(storage._cdata))

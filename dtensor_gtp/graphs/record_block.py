@@ -54,7 +54,9 @@ class Recording:
         self.used.append(weight)
         buffer = weight.fixed.gathered.view(weight.fixed.gathered.shape)  # counts as a holder
         full = weight.layout.full_view(buffer)
-        return Gathered(buffer, full, Done(), weight.shard, weight.version, is_alias=True, holds=1)
+        gathered = Gathered(buffer, full, Done(), weight.shard, weight.version)
+        gathered.is_alias, gathered.holds = True, 1
+        return gathered
 
     def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
         """Where to put the gradient of a use. Each is reduced by itself: all but the first get memory of the graph."""
