@@ -65,10 +65,11 @@ class Scattering:
         self._sent: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # target and source
         self._received: Tensor | None = None  # the addends of an exchange
-        dtype = sum_dtype(kind, wire_dtype)
+        self.slots: list[Tensor] = []
         if num_ranks == 1:
-            self._sent = [fulls[0]]
-            self.slots = [fulls[0] if fulls[0].dtype == dtype else fulls[0].to(dtype)]
+            dtype = sum_dtype(kind, wire_dtype)
+            self._sent.append(fulls[0])
+            self.slots.append(fulls[0] if fulls[0].dtype == dtype else fulls[0].to(dtype))
             return
         for index, full in enumerate(fulls):
             target = full
@@ -80,19 +81,20 @@ class Scattering:
             self._sent.append(target)
             if target is not full:
                 self._copies.append((target, full))
-        shapes = [(full.shape[0] // num_ranks, *full.shape[1:]) for full in fulls]
-        if kind == "ring":
-            self.slots = [sent.new_empty(shape) for sent, shape in zip(self._sent, shapes, strict=True)]
-        else:
-            self._prepare_exchange(shapes, dtype)
+            if kind == "ring":
+                num_rows, *others = target.shape
+                self.slots.append(target.new_empty((num_rows // num_ranks, *others)))
+        if kind != "ring":
+            self._prepare_exchange(sum_dtype(kind, wire_dtype))
 
-    def _prepare_exchange(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def _prepare_exchange(self, dtype: torch.dtype) -> None:
         """Allocate what each rank receives: the addends of its rows, to add in a wider dtype.
 
         The addends of one rank are contiguous, so one kernel adds all gradients: each kernel waits until a GEMM leaves
         room for it. Copy engines do not copy this rank's own addend if the kernel can read it in the ring.
         """
         like, num_ranks = self._sent[0], self._num_ranks
+        shapes = [(sent.shape[0] // num_ranks, *sent.shape[1:]) for sent in self._sent]
         self._sizes = [math.prod(shape) for shape in shapes]
         self._add = fused_sum(like, num_ranks)
         self._sum = like.new_empty(sum(self._sizes), dtype=dtype)
@@ -100,10 +102,13 @@ class Scattering:
         self._received = like.new_empty(num_rows, self._sum.numel())
         self.slots = [part.view(shape) for part, shape in zip(self._sum.split(self._sizes), shapes, strict=True)]
 
-    def keep(self) -> tuple[Tensor, ...]:
+    def keep(self) -> list[Tensor]:
         """After the launch, the buffers that the communication stream uses. It makes shards of the slots."""
-        received = () if self._received is None else (self._received,)
-        return (*self._sent, *(source for _, source in self._copies), *self.slots, *received)
+        sources = [source for _, source in self._copies] if self._copies else []
+        kept = self._sent + sources + self.slots
+        if self._received is not None:
+            kept.append(self._received)
+        return kept
 
     def launch(self, scale: ReduceScale, groups: Groups, comm: CommContext) -> dist.Work | None:
         """Launch the collective: on the current stream, or in the background where there are no streams."""
@@ -111,12 +116,13 @@ class Scattering:
             if scale.predivide is not None:
                 self.slots[0].div_(scale.predivide)
             return None
-        if self._ring is not None and self._copies:
-            comm.wait_finished()  # the sum of an earlier gradient may still read the place of a copy
-        for target, source in self._copies:  # on the scatter stream, beside the compute that follows
-            target.copy_(source)
-        if not self._sent[0].is_cuda:  # on CUDA the stream may still read the sources
-            self._copies.clear()
+        if self._copies:
+            if self._ring is not None:
+                comm.wait_finished()  # the sum of an earlier gradient may still read the place of a copy
+            for target, source in self._copies:  # on the scatter stream, beside the compute that follows
+                target.copy_(source)
+            if not self._sent[0].is_cuda:  # on CUDA the stream may still read the sources
+                self._copies.clear()
         async_op = not comm.has_streams
         if self._received is None:
             if scale.predivide is not None:

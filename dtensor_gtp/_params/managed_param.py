@@ -189,7 +189,8 @@ class ManagedParam:
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
-        reduced = reduced.to(wider(reduced.dtype, self.param.dtype))  # sum in the wider of the two dtypes
+        if reduced.dtype != self._extent[1]:
+            reduced = reduced.to(wider(reduced.dtype, self._extent[1]))  # sum in the wider of the two dtypes
         if self.reduced is None:
             self.reduced = reduced
         else:
@@ -197,11 +198,12 @@ class ManagedParam:
 
     def publish_grad(self) -> None:
         """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks."""
-        reduced, self.reduced = self.reduced, None
-        param = self.param
-        if reduced is None or not param.requires_grad:  # autograd, too, skips a leaf that was frozen after its forward
+        if (reduced := self.reduced) is None:
             return
-        spec = compat.dtensor_spec(_as_dtensor(param))
+        self.reduced, param = None, self.param
+        if not param.requires_grad:  # autograd, too, skips a leaf that was frozen after its forward
+            return
+        spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
         if hooks := compat.tensor_hooks(param):
             reduced = _run_tensor_hooks(hooks, param, reduced, spec)
         grad, dtype = param.grad, compat.grad_dtype(param)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement
 
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
+from .._comm.send_ring import SendRing
 from .._comm.tokens import TokenExchange
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs
@@ -162,6 +163,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.may_exchange = True
         self.lookups: TokenExchange | None = None
         self.losses: TokenExchange | None = None
+        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
         self.num_updates = 0  # optimizer steps that may have written to the shard
         self.edition = 0  # see [Note: data made from a shard]
         self.compiled_version: Version  # read by the last use in compiled code, which cannot save it for its backward
@@ -183,6 +185,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.stand_in = StandIn(self.leaf.requires_grad)
         self.rows = self.layout.rows_of(self.shard)
         self.full_like = compat.template(self.layout.buffer_shape, self.compute_dtype, self.shard.device)
+        self.sent_nbytes = math.prod(self.layout.buffer_shape) * self.reduce_dtype.itemsize  # in a reduce-scatter
         self._sent_like = compat.template(self.layout.buffer_shape, self.reduce_dtype, self.shard.device)
         self.is_sendable = self.layout.is_sendable(self.rows, self.compute_dtype)
         self.gemms = None if self.wire is None else self.wire.gemms()
@@ -259,11 +262,6 @@ class ShardedWeight(ManagedParam, Gatherable):
     def send_buffer(self) -> Tensor:
         """An uninitialized buffer for the full gradient. No rank reads its padding."""
         return torch.empty_like(self._sent_like)
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Number of bytes of the full gradient in a reduce-scatter."""
-        return math.prod(self.layout.buffer_shape) * self.reduce_dtype.itemsize
 
     def reset_grads(self) -> None:
         super().reset_grads()

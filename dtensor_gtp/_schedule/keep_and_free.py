@@ -86,6 +86,9 @@ class KeepAndFree:
         self.use_schedule(schedule)
         for param in self.params:
             param.groups = self.comm.groups(param.mesh, schedule)
+        for weight in self.weights:
+            if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
+                weight.ring = self.comm.send_ring(weight.groups)
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))

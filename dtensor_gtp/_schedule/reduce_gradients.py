@@ -6,7 +6,7 @@ reduce-scatter on the scatter stream, which adds this rank's rows to the gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -122,18 +122,13 @@ class Gradients:
         self._comm.note_compute()
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
-        ring, buffer = self._ring_of(weight), None
+        ring, buffer = weight.ring, None
         if ring is not None and weight.flags.requires_gradient_sync:
             self._launch_others(weight, self._scale(weight))
             buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
             if buffer is not None and self._comm.debug.poison:
                 poison(buffer)
         return weight.send_buffer() if buffer is None else buffer, False
-
-    def _ring_of(self, weight: ShardedWeight) -> SendRing | None:
-        """The ring from which copy engines fetch the gradient; None if they do not."""
-        is_fetched = weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1
-        return self._comm.send_ring(weight.groups) if is_fetched else None
 
     def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
         """Take a full gradient in the weight's shape. If ``is_owned``, nobody else reads it: it need not be copied."""
@@ -181,8 +176,8 @@ class Gradients:
             share = self.replicas.share(flags.gradient_divide_factor)
             buffer = self.replicas.weigh_full(buffer, flags.gradient_divide_factor)
         scale = self._scale(weight)
-        ring = self._ring_of(weight)
-        if ring is None or not ring.has_offered(buffer):  # otherwise ``target`` has launched them
+        ring = weight.ring
+        if self._waiting and (ring is None or not ring.has_offered(buffer)):  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
         gradient = _Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
@@ -244,7 +239,7 @@ class Gradients:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
         comm, weight, scale = self._comm, together[0].weight, together[0].scale
         fulls = [gradient.buffer for gradient in together if gradient.buffer is not None]
-        ring = self._ring_of(weight)
+        ring = weight.ring
         places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
         scattering = Scattering(
             weight.groups.reduce_scatter, fulls, weight.layout.world, weight.reduce_dtype, ring, places
@@ -253,9 +248,11 @@ class Gradients:
             if comm.is_debugged:
                 comm.before_collective("reduce_scatter", ", ".join(each.weight.fqn for each in together), weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
-            keep = (*scattering.keep(), *_earlier_rows(together))
+            keep = scattering.keep()
             for gradient in together:
                 gradient.buffer = None  # ``keep`` holds it while the collective reads it
+                if (earlier := gradient.weight.unreplicated_grad) is not None:
+                    keep.append(earlier)  # the communication stream adds it to the result
             comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
 
     def _places(
@@ -285,7 +282,8 @@ class Gradients:
     def _complete_later(self, gradient: _Gradient, slot: Tensor) -> None:
         with self._comm.reducing():
             complete = partial(self._complete, gradient, slot)
-            self._comm.reduction_launched(None, complete, (slot, *_earlier_rows([gradient])))
+            earlier = gradient.weight.unreplicated_grad
+            self._comm.reduction_launched(None, complete, [slot] if earlier is None else [slot, earlier])
 
     def _scattered(self, together: list[_Gradient], scattering: Scattering) -> None:
         scattering.finish(together[0].scale)
@@ -301,8 +299,7 @@ class Gradients:
         if not gradient.requires_all_reduce:
             weight.unreplicated_grad = slot
             return
-        replicate = weight.groups.replicate if self.replicas is None else None
-        if replicate is not None:
+        if self.replicas is None and (replicate := weight.groups.replicate) is not None:
             all_reduce_in_order(slot, scale, replicate, self._comm)
         if scale.postdivide is not None:
             slot /= scale.postdivide
@@ -343,8 +340,3 @@ class Gradients:
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()
-
-
-def _earlier_rows(gradients: Iterable[_Gradient]) -> list[Tensor]:
-    """Rows of earlier reductions, which the communication stream adds to the results of these."""
-    return [rows for gradient in gradients if (rows := gradient.weight.unreplicated_grad) is not None]

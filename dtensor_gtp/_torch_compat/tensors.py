@@ -57,11 +57,13 @@ def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """In the order of their registration, as those of ``tensor_hooks``."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+    hooks = getattr(tensor, "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
