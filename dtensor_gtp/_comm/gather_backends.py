@@ -41,10 +41,10 @@ class ProcessGroupBackend:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_name = group.group_name
-        self._has_streams = device.type != "cpu"
+        self._is_async = device.type == "cpu"  # elsewhere streams order it
 
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | _Works | None:
-        group, async_op = compat.resolve_group(self._group_name), not self._has_streams
+        group, async_op = compat.resolve_group(self._group_name), self._is_async
         if len(outputs) == 1:
             return compat.all_gather_base(outputs[0], shards[0], group, async_op)
         if not async_op:

@@ -60,8 +60,9 @@ class Binding:
 
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
         self.group, self.params, self.reads = group, params, Reads()
+        self.sites = {name: Site(module, name) for name in params}
         self.compiled = {  # the sharded weights as compiled code names them
-            name: CompiledWeight(lambda: group.runtime, param, Site(module, name))
+            name: CompiledWeight(lambda: group.runtime, param, self.sites[name])
             for name, param in params.items()
             if isinstance(param, ShardedWeight)
         }

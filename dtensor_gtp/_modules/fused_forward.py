@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._params.managed_param import ManagedParam, Site
+from .._params.managed_param import ManagedParam
 from .._params.pack_planes import HookWire
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
@@ -40,20 +40,21 @@ class GTPLinear(GTPFused):
             op = compiled_linear if compiled.weight.tp_spec is None else compiled_parallel_linear
             output = op(input, self.bias, compiled)  # reads the bias as an attribute: the graph gets its value
             return super().forward(input) if output is None else output
-        weight, bias = binding.params["weight"], binding.params.get("bias")
-        is_plain = isinstance(weight, ShardedWeight) and (bias is None or isinstance(bias, WholeParam))
-        if not is_plain or torch.is_autocast_enabled(input.device.type) or self._parameters["weight"] is None:
+        params, runtime = binding.params, binding.group.runtime
+        value: Tensor | None = self._parameters["bias"]
+        if torch.is_autocast_enabled(runtime.device_type) or self._parameters["weight"] is None:
             return forward_in_frame(self, GTPLinear, input)
-        assert isinstance(weight, ShardedWeight)
-        weight.follow(Site(self, "weight"))
-        if isinstance(bias, WholeParam):
-            bias.follow(Site(self, "bias"))
-            value: Tensor | None = bias.value()
-        else:
-            value = self._parameters["bias"]
+        weight: ShardedWeight = params["weight"]  # type: ignore[assignment]
+        weight.follow(binding.sites["weight"])
+        if "bias" in params:
+            bias = params["bias"]
+            if not isinstance(bias, WholeParam):
+                return forward_in_frame(self, GTPLinear, input)
+            bias.follow(binding.sites["bias"])
+            value = bias.value()
         if weight.tp_spec is None:
-            return linear(input, value, binding.group.runtime, weight)
-        output = parallel_linear(input, value, binding.group.runtime, weight)
+            return linear(input, value, runtime, weight)
+        output = parallel_linear(input, value, runtime, weight)
         return forward_in_frame(self, GTPLinear, input) if output is None else output
 
 
@@ -69,7 +70,7 @@ class GTPEmbedding(GTPFused):
         assert isinstance(weight, ShardedWeight)
         if torch.compiler.is_compiling():
             return compiled_embedding(input, self.padding_idx, binding.compiled["weight"])
-        weight.follow(Site(self, "weight"))
+        weight.follow(binding.sites["weight"])
         return embedding(input, self.padding_idx, binding.group.runtime, weight)
 
 

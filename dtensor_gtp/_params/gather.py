@@ -28,23 +28,25 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
         for target in targets:
             target.add(_alone(target, comm))
     elif len(targets) == 1 and weight.wire is None and not compat.is_profiling():
-        targets[0].add(_launch_plain(weight, comm))
+        _launch_plain(weight, comm)
     else:
         with profiler_range("GTP::all_gather", ", ".join(target.weight.fqn for target in targets)):
             _launch_together(targets, comm)
 
 
-def _launch_plain(weight: ShardedWeight, comm: CommContext) -> Gathered:
+def _launch_plain(weight: ShardedWeight, comm: CommContext) -> None:
     """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent case, so it is short."""
-    layout, groups, shard, rows, copies = weight.layout, weight.groups, weight.shard, weight.rows, None
+    layout, shard, rows = weight.layout, weight.shard, weight.rows
     buffer = torch.empty_like(weight.full_like) if weight.fixed is None else weight.gather_buffer()
-    if not (weight.is_sendable or groups.casts_shards):
+    if weight.is_sendable or weight.groups.casts_shards:
+        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [rows])
+    else:
         slot = layout.slot(buffer)
-        copies = ([layout.filled(slot)], [rows])
-        rows = slot
-    done = comm.all_gather(groups, weight.fqn, [buffer], [rows], copies)
+        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], ([layout.filled(slot)], [rows]))
     full = buffer if layout.is_as_buffer else layout.full_view(buffer)
-    return Gathered(buffer, full, done, shard, (weight.param._version, shard._version, weight.num_updates))
+    version = weight.param._version, shard._version, weight.num_updates
+    weight.num_gathers += 1
+    weight.pending.append(Gathered(buffer, full, done, shard, version))
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:

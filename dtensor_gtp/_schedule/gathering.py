@@ -67,12 +67,12 @@ class Gathering(KeepAndFree):
         """Begin a use: the full weight, ready on the current stream. Launch the next gathers of the plan."""
         if self.recording is not None:
             return self.recording.acquire(target)
-        gathered, comm = target.live, self.comm
-        if gathered is None or not target.weight.is_fresh(gathered):
+        gathered, comm, weight = target.live, self.comm, target.weight
+        if gathered is None or not weight.is_fresh(gathered):
             if not self.is_initialized:
                 self.ensure_initialized()
-            if target.weight.is_cut_again:
-                target.weight.check_readable()
+            if weight.is_cut_again:
+                weight.check_readable()
             gathered = target.live = self._take(target) or self._gather_now(target)
             self._advance(target)
         gathered.holds += 1
@@ -108,7 +108,8 @@ class Gathering(KeepAndFree):
             return
         if target.live is gathered:
             target.live = None
-        if self._is_kept_after_use(target) and target.weight.is_fresh(gathered):
+        is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
+        if is_kept and target.weight.is_fresh(gathered):
             target.kept = gathered
         elif self.debug.poison:
             self._free(gathered)
@@ -152,9 +153,9 @@ class Gathering(KeepAndFree):
 
     def _prefetch(self, chain: Chain, positions: Sequence[int]) -> None:
         """Launch one gather of the weights that are neither in memory nor in flight for these uses of the plan."""
-        missing, uses = [], chain.plan.uses
+        missing, uses, gatherables = [], chain.plan.uses, self.gatherables
         for position in positions:
-            target = self.gatherables[uses[position]]
+            target = gatherables[uses[position]]
             if target.weight.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
@@ -218,7 +219,8 @@ class Gathering(KeepAndFree):
         self._agreeing.clear()
         changed = []
         for weight in weights:
-            if isinstance(wire := weight.wire, QuantizedWire) and wire.begin_forward():
+            wire = weight.wire
+            if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
                 if wire.is_within_mesh and weight.groups.casts_shards:
                     self._to_agree.setdefault(weight.groups, []).append(weight)
                 else:

@@ -42,7 +42,7 @@ class KeepAndFree:
     is_initialized = False
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
-        self.device = device
+        self.device, self.device_type = device, device.type
         self.policy = policy
         self.comm = CommContext(device, debug)
         self.grads = Gradients(self.comm)
@@ -172,13 +172,12 @@ class KeepAndFree:
             companions = [other.index for use in first for other in self.gatherables[use].companions]
             self._kept_if_last = frozenset((*first, *companions))
 
-    def _is_kept_after_use(self, target: Gatherable) -> bool:
-        if self._stays(target):
-            return True
-        # If the last weight of a forward is the first of its backward, nothing would hide a gather in between.
-        if target.index not in self._kept_if_last or self._is_in_backward or target.weight.fixed is not None:
-            return False
+    def _is_turning_point(self, target: Gatherable) -> bool:
+        """Whether a weight that ``_kept_if_last`` names is the last one of a forward. It is the first of the backward,
+        so nothing would hide a gather in between."""
         chain = self._forward_chain
+        if self._is_in_backward or target.weight.fixed is not None:
+            return False
         return chain is not None and chain.is_at_end(target.lane)
 
     def _take(self, target: Gatherable) -> Gathered | None:

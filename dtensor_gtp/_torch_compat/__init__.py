@@ -6,6 +6,8 @@ names. Code and tests call ``compat.name``, so that tests can replace it.
 
 from __future__ import annotations
 
+# Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks.
+from torch._C import _are_functorch_transforms_active as in_func_transform
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _will_engine_execute_node as is_node_awaited
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
@@ -13,6 +15,7 @@ from torch._C._autograd import _profiler_enabled as is_profiling
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_tensors_hooks_enabled  # type: ignore[attr-defined]
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._functorch import unwrap_if_dead
 from torch.cuda import _sleep as sleep_stream
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing_dtensors
 from torch.distributed.tensor import _redistribute as redistribute_module

@@ -8,7 +8,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._C import _will_engine_execute_node as is_node_awaited
-from torch._C._functorch import unwrap_if_dead as unwrap_if_dead
 from torch.autograd import Variable
 
 _T = TypeVar("_T", bound=Tensor)
@@ -71,11 +70,6 @@ def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     as a small op. Call it outside of transforms of ``torch.func`` only, and ``unwrap_if_dead`` its tensors first."""
     cast("Any", function)._backward_cls.apply = function.backward
     return cast("Callable[..., Any]", cast("Any", super(torch.autograd.Function, function)).apply)
-
-
-def in_func_transform() -> bool:
-    """Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
