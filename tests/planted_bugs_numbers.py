@@ -173,8 +173,8 @@ NUMBERS = [
     Bug(
         "unsynced gradient of a layer is overwritten",
         "ops/linear.py",
-        "            view_NK += grad_MN.t().mm(input_MK)",
-        "            view_NK.copy_(grad_MN.t().mm(input_MK))",
+        "        target += left.mm(right)",
+        "        target.copy_(left.mm(right))",
         (
             "tests/distributed/test_gtp_shard_switches.py::TestSwitches::test_microbatches_without_sync_communicate_nothing",
         ),

@@ -86,11 +86,10 @@ def watched_gathers(model: nn.Module) -> Iterator[Gathers]:
     runtime, gathers = runtime_of(model), Gathers()
     gather = runtime._gather
 
-    def watch(weights: Sequence[ShardedWeight]) -> list[Gathered]:
-        launched = gather(weights)
-        for weight, gathered in zip(weights, launched, strict=True):
-            gathers.note(weight.fqn, gathered)
-        return launched
+    def watch(weights: Sequence[ShardedWeight]) -> None:
+        gather(weights)
+        for weight in weights:
+            gathers.note(weight.fqn, weight.pending[-1])
 
     runtime._gather = watch  # type: ignore[method-assign]
     try:
