@@ -95,6 +95,7 @@ class CommContext(ReductionsInFlight):
         """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather outside of a pass."""
         if groups is None or self._is_recorded != self.is_capturing:
             self._computing.clear()
+            self._handle = None
         for name, backend in self._casting_backends.items():
             if groups is None or name == groups.gather_name:
                 backend.begin_pass()

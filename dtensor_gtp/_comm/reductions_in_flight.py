@@ -51,7 +51,7 @@ class ReductionsInFlight(Streams):
         """Run on the scatter stream, after all compute streams: for any collective of the scatter group."""
         stream = self._scatter_stream
         fork = self._fork(stream)
-        if stream is not None:
+        if len(self._computing) > 1 and stream is not None:
             for other in self._other_compute_streams():
                 stream.wait_event(other.record_event())
         return fork
@@ -102,8 +102,9 @@ class ReductionsInFlight(Streams):
 
     def _wait_for(self, reduction: Reduction) -> None:
         """Make all compute streams wait, so that each of them may reuse the memory of ``keep``."""
-        self.wait(reduction.done)
-        if (event := reduction.done.event) is not None:
+        current = self.wait(reduction.done)
+        event = reduction.done.event
+        if event is not None and (len(self._computing) > 1 or reduction.origins != (current,)):
             for other in {*reduction.origins, *self._other_compute_streams()} - {self._computing[-1]}:
                 other.wait_event(event)
 

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _torch_compat as compat
 from ..policy import Waitable
 from .debug import DebugFlags, sleep
 
@@ -55,12 +56,14 @@ class Streams:
 
     def __init__(self, device: torch.device, debug: DebugFlags) -> None:
         self.device = device
+        self.device_type = device.type
         self.has_streams = device.type != "cpu"
         self.debug = debug
         self.is_debugged = debug.order or debug.delay_seed is not None
         # One event serves all forks: a wait takes the record before it, so the event can be recorded again at once.
         self._fork_event = torch.Event(device) if self.has_streams else None
         self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
+        self._handle: int | None = None  # of the current one, if it is known; comparing numbers is quicker
         self._is_recorded = False  # whether a CUDA graph records them
         self._delays = None
         if debug.delay_seed is not None:
@@ -79,7 +82,7 @@ class Streams:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph records what runs now."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def note_compute(self) -> None:
         """Make the current stream a compute stream of this pass. Call it before that stream writes a gradient."""
@@ -87,10 +90,13 @@ class Streams:
             self._compute_stream()
 
     def _compute_stream(self) -> torch.Stream:
+        if self._handle is not None and self._handle == compat.stream_handle(self.device.index):
+            return self._computing[-1]
         stream = torch.accelerator.current_stream(self.device.index)
         if not self._computing or stream != self._computing[-1]:
             self._compute_on(stream)
-        return stream
+        self._handle = compat.stream_handle(self.device.index) if self.device_type == "cuda" else None
+        return self._computing[-1]
 
     def _compute_on(self, stream: torch.Stream) -> None:
         is_recorded = self.is_capturing
@@ -121,15 +127,20 @@ class Streams:
         stream.wait_event(self._fork_event)
         return stream
 
-    def wait(self, done: Done) -> None:
-        """Make the compute stream (without streams: the host) wait. Waiting twice is harmless."""
+    def wait(self, done: Done) -> torch.Stream | None:
+        """Make the compute stream, which is returned (without streams: the host), wait. Waiting twice is harmless."""
         event, work, origin = done
+        stream: torch.Stream | None = None
         if event is not None:
-            self._compute_stream().wait_event(event)
+            stream = self._compute_stream()
+            stream.wait_event(event)
         elif work is not None:
             work.wait()
-        elif origin is not None and (stream := self._compute_stream()) != origin and self._may_wait_for(origin):
-            stream.wait_event(origin.record_event())
+        elif origin is not None:
+            stream = self._compute_stream()
+            if stream != origin and self._may_wait_for(origin):
+                stream.wait_event(origin.record_event())
+        return stream
 
     def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:
         """Keep the memory of a gather's output in use until the compute stream, which has waited, has read it."""

@@ -236,9 +236,10 @@ class ManagedParam:
                     "does not shard. Change the module before gtp_shard."
                 )
         self.check_memory()
-        if self._wide_grad is not None and self.param.grad is None:
+        param = self.param
+        if self._wide_grad is not None and param.grad is None:
             self._wide_grad = None
-        if self.leaf.requires_grad is not self.param.requires_grad:
+        if self.leaf.requires_grad is not param.requires_grad:
             self._follow_frozen()
 
     def check_memory(self) -> None:

@@ -79,8 +79,7 @@ class Gathering(KeepAndFree):
         if comm.is_debugged:
             comm.delay()
         done = gathered.done
-        comm.wait(done)
-        if done.origin is not None:
+        if done.origin is not comm.wait(done):
             comm.note_reading(done, (gathered.buffer,))
         return gathered
 
@@ -143,6 +142,13 @@ class Gathering(KeepAndFree):
         if self._gaps:
             self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
         for launch in launches:
+            self._prefetch(chain, launch.positions)
+
+    def _begin(self, chain: Chain) -> None:
+        """Begin a pass, and launch its first gathers."""
+        chain.begin()
+        self._gaps.clear()
+        for launch in chain.plan.launches[0]:
             self._prefetch(chain, launch.positions)
 
     def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:

@@ -175,8 +175,7 @@ class Gradients:
         if self.replicas is not None:
             share = self.replicas.share(flags.gradient_divide_factor)
             buffer = self.replicas.weigh_full(buffer, flags.gradient_divide_factor)
-        scale = self._scale(weight)
-        ring = weight.ring
+        scale, ring = self._scale(weight), weight.ring
         if self._waiting and (ring is None or not ring.has_offered(buffer)):  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
@@ -306,7 +305,7 @@ class Gradients:
         if self.replicas is not None:  # the slot is the mean over this replica only
             self.replicas.add(weight, slot, gradient.share)
         else:
-            weight.accumulate(weight.layout.shard_of_rows(slot))
+            weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
 
     def complete(self, params: Sequence[ManagedParam]) -> None:
         """Reduce all gradients of ``params``, wait for them on the current stream and move them into ``.grad``."""

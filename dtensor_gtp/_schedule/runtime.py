@@ -115,8 +115,7 @@ class Runtime(Gathering):
         chain = self._chain(entry, is_backward=False, is_grad_enabled=torch.is_grad_enabled())
         self._forward_chain = chain
         self._choose_kept(entry)
-        chain.begin()
-        self._fill(chain)
+        self._begin(chain)
 
     def note_backward(self, entry: Entry | None = None) -> None:
         """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
@@ -130,9 +129,8 @@ class Runtime(Gathering):
         end = partial(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
-        self._backward_chain = chain = self._chain(entry, is_backward=True)
-        chain.begin()
-        self._fill(chain)
+        self._backward_chain = self._chain(entry, is_backward=True)
+        self._begin(self._backward_chain)
 
     def watch_saved(self, saved: SavedWeights) -> None:
         """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""

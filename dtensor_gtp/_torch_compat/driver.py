@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -65,10 +65,13 @@ def _has_batches() -> bool:
     return hasattr(_driver(), "cuMemcpyBatchAsync_v2")
 
 
+# The handle of the current stream of the GPU with this index, without an object for it, which takes microseconds.
+stream_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
 def raw_stream(device: torch.device) -> int:
-    """The handle of the current stream of a GPU that is in use, without an object for it, which takes microseconds."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(torch._C._cuda_getCurrentRawStream(index))
+    """``stream_handle`` of a GPU that is in use."""
+    return stream_handle(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
