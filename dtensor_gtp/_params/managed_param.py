@@ -245,13 +245,13 @@ class ManagedParam:
     def check_memory(self) -> None:
         """Raise a RuntimeError if the parameter or its shard has another size or dtype than before, or no memory."""
         param, shard = self.param, self.shard
-        # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.
-        if self.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
-            return
         is_same = (param.shape, param.dtype, shard.shape) == self._extent
         # A tensor subclass may have no memory of its own.
         has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
         if is_same and has_memory:
+            return
+        # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.
+        if self.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
             return
         found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
         _, dtype, local_shape = self._extent

@@ -67,20 +67,31 @@ class Gathering(KeepAndFree):
         """Begin a use: the full weight, ready on the current stream. Launch the next gathers of the plan."""
         if self.recording is not None:
             return self.recording.acquire(target)
-        gathered, comm, weight = target.live, self.comm, target.weight
-        if gathered is None or not weight.is_fresh(gathered):
-            if not self.is_initialized:
-                self.ensure_initialized()
-            if weight.is_cut_again:
-                weight.check_readable()
-            gathered = target.live = self._take(target) or self._gather_now(target)
-            self._advance(target)
+        gathered, comm = target.live, self.comm
+        if gathered is None or not target.weight.is_fresh(gathered):
+            gathered = self._begin_use(target)
         gathered.holds += 1
         if comm.is_debugged:
             comm.delay()
         done = gathered.done
         if done.origin is not comm.wait(done):
             comm.note_reading(done, (gathered.buffer,))
+        return gathered
+
+    def _begin_use(self, target: Gatherable) -> Gathered:
+        """Take or launch the gather of a weight that is not live, and launch those that the plan has next."""
+        if not self.is_initialized:
+            self.ensure_initialized()
+        if target.weight.is_cut_again:
+            target.weight.check_readable()
+        gathered = target.live = self._take(target) or self._gather_now(target)
+        chain = self._backward_chain if self._is_in_backward else self._forward_chain
+        if chain is not None:
+            launches = chain.advance(target.index, target.lane)
+            if launches is None or self._gaps:
+                self._catch_up(chain, target, launches is not None)
+            for launch in launches or ():
+                self._prefetch(chain, launch.positions)
         return gathered
 
     def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
@@ -126,23 +137,16 @@ class Gathering(KeepAndFree):
                 kept = weight.pending.pop()
             weight.kept = kept
 
-    def _advance(self, target: Gatherable) -> None:
-        """Record a use, and launch the next gathers of the plan."""
-        chain = self._backward_chain if self._is_in_backward else self._forward_chain
-        if chain is None:
-            return
-        lane = target.lane
-        launches = chain.advance(target.index, lane)
-        if launches is None:
-            text = "use of %s was not expected next; %d deviations so far"
-            logger.debug(text, target.weight.fqn, chain.num_deviations)
-            self._drop_unexpected(chain, target)
-            self._fill(chain, None if lane == 0 else (lane,))
-            return
-        if self._gaps:
+    def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
+        """Launch what the plan expects to be in flight by now, after a use that it did not expect, or if not all is."""
+        lane = used.lane
+        if is_expected:
             self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
-        for launch in launches:
-            self._prefetch(chain, launch.positions)
+            return
+        text = "use of %s was not expected next; %d deviations so far"
+        logger.debug(text, used.weight.fqn, chain.num_deviations)
+        self._drop_unexpected(chain, used)
+        self._fill(chain, None if lane == 0 else (lane,))
 
     def _begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""

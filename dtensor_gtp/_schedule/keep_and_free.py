@@ -182,11 +182,12 @@ class KeepAndFree:
 
     def _take(self, target: Gatherable) -> Gathered | None:
         """The present weight, if it is kept or its gather was launched ahead. Discards older ones."""
+        pending = target.pending
         if target.kept is not None:
-            target.pending.appendleft(target.kept)
+            pending.appendleft(target.kept)
             target.kept = None
-        while target.pending:
-            gathered = target.pending.popleft()
+        while pending:
+            gathered = pending.popleft()
             if target.weight.is_fresh(gathered):
                 return gathered
             self._discard(gathered)

@@ -237,8 +237,11 @@ class Gradients:
     def _reduce_scatter(self, together: list[_Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
         comm, weight, scale = self._comm, together[0].weight, together[0].scale
-        fulls = [gradient.buffer for gradient in together if gradient.buffer is not None]
-        ring = weight.ring
+        fulls, ring = [], weight.ring
+        for gradient in together:
+            assert gradient.buffer is not None
+            fulls.append(gradient.buffer)
+            gradient.buffer = None
         places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
         scattering = Scattering(
             weight.groups.reduce_scatter, fulls, weight.layout.world, weight.reduce_dtype, ring, places
@@ -247,9 +250,8 @@ class Gradients:
             if comm.is_debugged:
                 comm.before_collective("reduce_scatter", ", ".join(each.weight.fqn for each in together), weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
-            keep = scattering.keep()
+            keep = scattering.keep()  # among them the full gradients, while the collective reads them
             for gradient in together:
-                gradient.buffer = None  # ``keep`` holds it while the collective reads it
                 if (earlier := gradient.weight.unreplicated_grad) is not None:
                     keep.append(earlier)  # the communication stream adds it to the result
             comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
