@@ -187,6 +187,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.full_like = compat.template(self.layout.buffer_shape, self.compute_dtype, self.shard.device)
         self.sent_nbytes = math.prod(self.layout.buffer_shape) * self.reduce_dtype.itemsize  # in a reduce-scatter
         self._sent_like = compat.template(self.layout.buffer_shape, self.reduce_dtype, self.shard.device)
+        self._slot_like = compat.template(self.layout.slot_shape, self.reduce_dtype, self.shard.device)
         self.is_sendable = self.layout.is_sendable(self.rows, self.compute_dtype)
         self.gemms = None if self.wire is None else self.wire.gemms()
         if self.tp_spec is not None:
@@ -262,6 +263,10 @@ class ShardedWeight(ManagedParam, Gatherable):
     def send_buffer(self) -> Tensor:
         """An uninitialized buffer for the full gradient. No rank reads its padding."""
         return torch.empty_like(self._sent_like)
+
+    def new_slot(self) -> Tensor:
+        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
+        return torch.empty_like(self._slot_like)
 
     def reset_grads(self) -> None:
         super().reset_grads()

@@ -229,10 +229,29 @@ class Gradients:
 
     def _launch(self, together: list[_Gradient]) -> None:
         if not compat.is_profiling():
-            self._reduce_scatter(together)
+            if len(together) > 1 or not self._launch_plain(together[0]):
+                self._reduce_scatter(together)
             return
         with profiler_range("GTP::reduce_scatter", ", ".join(each.weight.fqn for each in together)):
             self._reduce_scatter(together)
+
+    def _launch_plain(self, gradient: _Gradient) -> bool:
+        """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is
+        short. Returns whether this is one."""
+        comm, weight, buffer, scale = self._comm, gradient.weight, gradient.buffer, gradient.scale
+        is_sent = buffer is not None and buffer.dtype == weight.reduce_dtype and buffer.is_contiguous()
+        if not is_sent or weight.groups.reduce_scatter != "ring" or weight.layout.world == 1 or scale.predivide:
+            return False
+        assert buffer is not None
+        slot = weight.new_slot()
+        with comm.reducing():
+            if comm.is_debugged:
+                comm.before_collective("reduce_scatter", weight.fqn, weight.groups)
+            work = compat.reduce_scatter_base(slot, buffer, scale.op, weight.groups.scatter, not comm.has_streams)
+            gradient.buffer, earlier = None, weight.unreplicated_grad
+            keep = [buffer, slot] if earlier is None else [buffer, slot, earlier]
+            comm.reduction_launched(work, partial(self._complete, gradient, slot), keep)
+        return True
 
     def _reduce_scatter(self, together: list[_Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
