@@ -44,15 +44,15 @@ class ProcessGroupBackend:
         self._is_async = device.type == "cpu"  # elsewhere streams order it
 
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | _Works | None:
-        group, async_op = compat.resolve_group(self._group_name), self._is_async
+        group = compat.resolve_group(self._group_name)
         if len(outputs) == 1:
-            return compat.all_gather_base(outputs[0], shards[0], group, async_op)
-        if not async_op:
-            return compat.all_gather_coalesced(outputs, shards, group, async_op)
+            return compat.all_gather_base(outputs[0], shards[0], group, self._is_async)
+        if not self._is_async:
+            return compat.all_gather_coalesced(outputs, shards, group, False)
         if len({shard.dtype for shard in shards}) == 1:
-            return _Works([compat.all_gather_coalesced(outputs, shards, group, async_op)])
+            return _Works([compat.all_gather_coalesced(outputs, shards, group, True)])
         # gloo would make one tensor of all shards, as if they had one dtype.
-        return _Works(compat.all_gather_base(*pair, group, async_op) for pair in zip(outputs, shards, strict=True))
+        return _Works(compat.all_gather_base(*pair, group, True) for pair in zip(outputs, shards, strict=True))
 
 
 def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:

@@ -24,11 +24,11 @@ _Plane = tuple[WeightLayout, Tensor, Tensor]
 def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Launch the gathers of present shards of one mesh, as one operation. They become the last ones ``pending``."""
     weight = targets[0].weight
-    if weight.layout.world == 1:
+    if weight.is_plain and len(targets) == 1 and not compat.is_profiling():
+        _launch_plain(weight, comm)
+    elif weight.layout.world == 1:
         for target in targets:
             target.add(_alone(target, comm))
-    elif len(targets) == 1 and weight.wire is None and not compat.is_profiling():
-        _launch_plain(weight, comm)
     else:
         with profiler_range("GTP::all_gather", ", ".join(target.weight.fqn for target in targets)):
             _launch_together(targets, comm)

@@ -153,6 +153,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.layout = layout
         self.tp_spec = tp_spec  # of the tp-local slice that modules see; None without tensor parallelism
         self.wire: Wire | None = None
+        self.is_plain = layout.world > 1  # what other ranks have of it is gathered as it is
         self.for_backward: Gatherable = self  # gathered in backward to compute the gradient of the input
         self.unsharded_grad: Tensor | None = None  # full gradient of microbatches without gradient sync
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
@@ -172,6 +173,7 @@ class ShardedWeight(ManagedParam, Gatherable):
     def set_wire(self, wire: Wire | None) -> None:
         """Gather the weight as ``wire`` says; None gathers the weight itself."""
         self.wire = wire
+        self.is_plain = wire is None and self.layout.world > 1
         self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self
         self.gemms = None if wire is None else wire.gemms()
 
