@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,29 +29,6 @@ from .keep_and_free import KeepAndFree
 from .order_of_uses import Chain
 
 logger = logging.getLogger(__name__)
-
-
-class Use:
-    """A use of a weight, as a context. It is a class because a generator is several times slower on the host."""
-
-    __slots__ = ("_gathered", "_gathering", "_range", "_target")
-
-    def __init__(self, gathering: Gathering, target: Gatherable) -> None:
-        self._gathering, self._target = gathering, target
-
-    def __enter__(self) -> Tensor:
-        gathered = self._gathered = self._gathering.acquire(self._target)
-        self._range = profiler_range("GTP::compute", self._target.weight.fqn)
-        self._range.__enter__()
-        try:
-            return gathered.full
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-
-    def __exit__(self, *exception: Any) -> None:
-        self._range.__exit__(*exception)
-        self._gathering.release(self._target, self._gathered)
 
 
 class Gathering(KeepAndFree):
@@ -96,18 +74,24 @@ class Gathering(KeepAndFree):
 
     def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
         """``op(input, full, *rest)`` with the full weight: a use without the cost of a context."""
+        if compat.is_profiling():
+            with self.using(target) as full:
+                return op(input, full, *rest)
         gathered = self.acquire(target)
         try:
-            if compat.is_profiling():
-                with profiler_range("GTP::compute", target.weight.fqn):
-                    return op(input, gathered.full, *rest)
             return op(input, gathered.value if gathered.unpack is None else gathered.full, *rest)
         finally:
             self.release(target, gathered)
 
-    def using(self, target: Gatherable) -> Use:
+    @contextmanager
+    def using(self, target: Gatherable) -> Iterator[Tensor]:
         """A use that ends with the context. The context's value is the full weight."""
-        return Use(self, target)
+        gathered = self.acquire(target)
+        try:
+            with profiler_range("GTP::compute", target.weight.fqn):
+                yield gathered.full
+        finally:
+            self.release(target, gathered)
 
     def release(self, target: Gatherable, gathered: Gathered) -> None:
         """End a use."""
@@ -163,9 +147,9 @@ class Gathering(KeepAndFree):
 
     def _prefetch(self, chain: Chain, positions: Sequence[int]) -> None:
         """Launch one gather of the weights that are neither in memory nor in flight for these uses of the plan."""
-        missing, uses, gatherables = [], chain.plan.uses, self.gatherables
+        missing, uses = [], chain.plan.uses
         for position in positions:
-            target = gatherables[uses[position]]
+            target = self.gatherables[uses[position]]
             if target.weight.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):

@@ -13,7 +13,7 @@ from .._params.saved_for_backward import check_differentiable
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from .exchange import exchanged_grad, exchanged_lookup
-from .ungathered import using
+from .ungathered import UngatheredWeight
 
 
 def embedding(indices: Tensor, padding_idx: int | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
@@ -24,8 +24,7 @@ def embedding(indices: Tensor, padding_idx: int | None, runtime: Runtime, weight
         return result
     if torch.is_grad_enabled() and (found := exchanged_lookup(indices, runtime, weight)) is not None:
         return found[0]
-    with runtime.using(weight) as full:
-        return F.embedding(indices, full, padding_idx)
+    return runtime.compute(F.embedding, indices, weight, padding_idx)
 
 
 class _Embedding(torch.autograd.Function):
@@ -39,8 +38,10 @@ class _Embedding(torch.autograd.Function):
             output, ids = found
             ctx.save_for_backward(indices, ids)
             return output
-        with using(runtime, weight) as full:
-            output = F.embedding(indices, full, padding_idx)
+        if compat.asks_checkpoint_policy():
+            output = F.embedding(indices, UngatheredWeight(runtime, weight), padding_idx)
+        else:
+            output = runtime.compute(F.embedding, indices, weight, padding_idx)
         ctx.save_for_backward(indices, None)
         return output
 

@@ -211,13 +211,7 @@ class _ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: DTensor,
-        leaf: Tensor,
-        bias: DTensor | None,
-        runtime: Runtime,
-        weight: ShardedWeight,
-        plan: TPPlan,
+        ctx: Any, input: DTensor, _: Tensor, bias: DTensor | None, runtime: Runtime, weight: ShardedWeight, plan: TPPlan
     ) -> DTensor:
         given = compat.dtensor_spec(input)
         input_spec = compat.make_spec(given.mesh, (plan.grad_input,), given.shape, input.dtype)
@@ -225,7 +219,7 @@ class _ParallelLinear(torch.autograd.Function):
         # The gradient of a partial sum is the gradient of each term.
         ctx.placements = (Replicate() if plan.output == Partial() else plan.output,)
         local_bias = None if bias is None else compat.completed_local(bias)
-        output = _forward(ctx, compat.completed_local(input), leaf, local_bias, runtime, weight)
+        output = _forward(ctx, compat.completed_local(input), weight.leaf, local_bias, runtime, weight)
         return compat.wrap_local(output, compat.make_spec(given.mesh, (plan.output,), plan.shape, output.dtype))
 
     @staticmethod

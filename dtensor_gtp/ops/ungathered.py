@@ -7,7 +7,7 @@ an ``UngatheredWeight``: if the output was saved, the recomputation does not gat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -71,10 +71,3 @@ class UngatheredWeight(Tensor):
     def _gathered(self, stack: ExitStack) -> Tensor:
         full = stack.enter_context(self._runtime.using(self._weight))
         return full.t() if self._is_transposed else full
-
-
-def using(runtime: Runtime, weight: ShardedWeight) -> AbstractContextManager[Tensor]:
-    """``runtime.using(weight)``, but under selective checkpointing a weight that is gathered when an op needs it."""
-    if compat.asks_checkpoint_policy():
-        return nullcontext(UngatheredWeight(runtime, weight))
-    return runtime.using(weight)
