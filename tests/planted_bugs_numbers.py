@@ -180,6 +180,15 @@ NUMBERS = [
         ),
     ),
     Bug(
+        "a float16 gradient that travels alone is not divided before the sum",
+        "_schedule/reduce_gradients.py",
+        "weight.layout.world == 1 or scale.predivide:",
+        "weight.layout.world == 1:",
+        (
+            "tests/distributed/test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_with_a_reduction_in_float16",
+        ),
+    ),
+    Bug(
         "bias of a partial sum is added by every rank",
         "ops/linear.py",
         "input, weight.leaf, None if is_sum else bias, runtime, weight, plan",

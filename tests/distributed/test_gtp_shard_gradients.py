@@ -30,6 +30,7 @@ from runtime_common import (
     token_loss,
     token_step,
 )
+from schedules import changed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
@@ -143,9 +144,10 @@ class TestGradients(GlooTest):
             model = gtp_shard(Ones(), sub_mesh(replicate, gtp), schedule=ALL, mp_policy=policy)
             self.check_ones(model, replicate * gtp, f"mesh {(replicate, gtp)}")
             if replicate * gtp == 4:
-                model = gtp_shard(Scaled(), sub_mesh(replicate, gtp), schedule=ALL, mp_policy=policy)
-                model(2.0**14).backward()  # the sum over four ranks is 2**16, beyond float16
-                assert_grads_are(model, 2.0**14, f"mesh {(replicate, gtp)}")
+                for schedule in (ALL, changed(ALL, coalesce_grad_nbytes=0)):
+                    model = gtp_shard(Scaled(), sub_mesh(replicate, gtp), schedule=schedule, mp_policy=policy)
+                    model(2.0**14).backward()  # the sum over four ranks is 2**16, beyond float16
+                    assert_grads_are(model, 2.0**14, f"mesh {(replicate, gtp)}, {schedule}")
 
     def test_r1_all_ones_gradient_with_a_mesh_of_its_own_for_the_expert(self) -> None:
         self.check_experts(zip(WHOLE_WORLD, reversed(WHOLE_WORLD), strict=True))
