@@ -43,7 +43,7 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
         return ComputePath(None, missing)
     if device.type == "cpu" and is_known:
         if not is_grouped:
-            _warn_once(
+            warn_once(
                 f"The recipe {recipe} asks for float8 GEMMs, which torch does not have on cpu devices with this "
                 "arithmetic: operands are quantized as asked for and multiplied in float32. It is slower than "
                 "compute='dequantize'."
@@ -80,8 +80,9 @@ def _missing(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: tor
 def warn_dequantized(recipe: Recipe, fqn: str, reason: str) -> None:
     """Warn once for each weight for which forced float8 GEMMs do not run."""
     if recipe.compute == "float8":
-        _warn_once(f"The recipe {recipe} asks for float8 GEMMs, but '{fqn}' is dequantized: {reason}.")
+        warn_once(f"The recipe {recipe} asks for float8 GEMMs, but '{fqn}' is dequantized: {reason}.")
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warn, once for each text."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)  # Python shows one text from one place once

@@ -3,6 +3,7 @@
 ``fully_shard`` gathers flat tensors whose sizes never change. So the planes of a shard are packed into bytes as long as
 the longer direction needs: rowwise data in forward, columnwise in backward. With activation checkpointing and
 ``reshard_after_forward=False`` the unsharded parameter gathers the data of the other direction itself, at once.
+Masters whose shards cut blocks are gathered in the compute dtype, and each rank quantizes the whole weight.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .compute import choose_path
+from .compute import choose_path, warn_once
 from .float8_gemms import Float8GEMMs
 from .planes import Direction, Quantized
 from .recipes import Recipe
@@ -151,10 +152,15 @@ class StoredWeight(WeightWithRecipe):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Called by ``fully_shard``: the quantized bytes of this shard. NotImplementedError, on all ranks alike, if the
-        weight's shards are not alike or cut its blocks."""
+        """Called by ``fully_shard``: the quantized bytes of this shard; its values in ``param_dtype``, where shards are
+        not alike or cut blocks. NotImplementedError, on all ranks alike, if the weight cannot be gathered."""
         group, world = mesh.get_group(), mesh.size()
-        _check_shards(self, outer_size, world)
+        if problem := _problem_of_shards(self, outer_size, world):
+            if self.ndim != 2 or self.is_native:
+                raise NotImplementedError(problem)
+            warn_once(f"{problem} It is gathered unquantized, and each rank quantizes the whole weight.")
+            info = GatherInfo(self, outer_size, group.group_name, world, Direction.ROWWISE, None, is_dense=True)
+            return (_padded(self, outer_size, world, mp_policy.param_dtype or self.dtype),), info
         in_backward = compat.current_graph_task_id() != -1
         direction = self.data_direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
         info = GatherInfo(self, outer_size, group.group_name, world, direction, self.amax_over(group))
@@ -182,23 +188,32 @@ class GatherInfo(NamedTuple):
     world: int  # its size
     direction: Direction  # of the data that were gathered
     amax: Tensor | None  # the recipe's statistic over the whole weight
+    is_dense: bool = False  # values were gathered, and are quantized at each use
 
 
-def _check_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> None:
+def _problem_of_shards(shard: StoredWeight, outer_size: torch.Size, world: int) -> str:
+    """Why the quantized data of all shards are not those of the whole weight; empty if they are."""
     if shard.ndim != 2:
-        raise NotImplementedError(
+        return (
             f"fully_shard gathers quantized weights with 2 dims, but got one of shape {tuple(outer_size)}. Use "
             "gtp_shard, or leave the weight out of quantize_."
         )
     rows, block = outer_size[0], shard.recipe.block_of(-2, is_native=shard.is_native)
     if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
-        return
-    raise NotImplementedError(
+        return ""
+    return (
         f"fully_shard cuts a weight of shape {tuple(outer_size)} over {world} ranks into shards that are not alike and "
-        f"whole {shard.recipe.name} blocks of {block} rows (this one has shape {tuple(shard.shape)}). Choose a number "
-        f"of rows that is a multiple of {block * world}, use gtp_shard, which cuts between blocks, or leave the weight "
-        "out of quantize_."
+        f"whole {shard.recipe.name} blocks of {block} rows. Let it cut dim 0, with a number of rows that is a multiple "
+        f"of {block * world}, use gtp_shard, which cuts between blocks, or leave the weight out of quantize_."
     )
+
+
+def _padded(shard: StoredWeight, outer_size: torch.Size, world: int, dtype: torch.dtype) -> Tensor:
+    """The values of a shard, with as many rows as the largest one: a gather needs equal sizes."""
+    values = shard.dense().to(dtype)
+    if shard.shape[1:] != outer_size[1:]:
+        return values.contiguous()  # dim 1 is cut, evenly
+    return F.pad(values, (0, 0, 0, -(-outer_size[0] // world) - values.shape[0]))
 
 
 def _packed(info: GatherInfo, direction: Direction) -> Tensor:
@@ -239,6 +254,8 @@ class GatheredWeight(WeightWithRecipe):
 
     def quantized_for(self, direction: Direction) -> Quantized:
         info, direction = self.info, self.data_direction(direction)
+        if info.is_dense:  # ``fully_shard`` has put them in order, also where dim 1 is cut; rows may be padded
+            return self.recipe.quantize(self.slots.view(-1, self.shape[1])[: self.shape[0]], direction)
         slots = self.slots if direction is info.direction else _gather_now(info, direction)
         by_rank, planes, start = slots.view(info.world, -1), [], 0
         for spec in self.recipe.planes(direction):

@@ -343,16 +343,23 @@ class TestSharded(unittest.TestCase):
                 with self.assertRaisesRegex(ValueError, "'0.weight' of shape .*is. Call quantize_ before"):
                     quantize_(model, "mxfp8")
 
-    def test_fully_shard_refuses_what_it_would_cut(self) -> None:
-        with fake_world(world_size=4):
+    def test_fully_shard_says_what_it_cuts(self) -> None:
+        """It gathers such a weight unquantized; a native one, which has no other values, is refused."""
+        with fake_world(world_size=4), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("default")  # one text from one place once
             mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
             for rows, name, fits in ((66, "float8_tensorwise", 4), (96, "mxfp8", 128), (64, "nvfp4", None)):
+                said.clear()
                 model = fully_shard(quantize_(nn.Linear(16, rows), name), mesh=mesh)
-                if fits is None:
-                    model(torch.zeros(1, 16))
-                    continue
-                with self.assertRaisesRegex(NotImplementedError, f"rows that is a multiple of {fits}, use gtp"):
-                    model(torch.zeros(1, 16))
+                model(torch.zeros(1, 16))
+                model(torch.zeros(1, 16))
+                texts = [str(warning.message) for warning in said if "fully_shard cuts" in str(warning.message)]
+                self.assertEqual(len(texts), int(fits is not None))
+                for text in texts:
+                    self.assertRegex(text, f"rows that is a multiple of {fits}, .*quantizes the whole weight")
+            native = fully_shard(quantize_(nn.Linear(16, 66), "float8_tensorwise", storage="native"), mesh=mesh)
+            with self.assertRaisesRegex(NotImplementedError, "rows that is a multiple of 4, use gtp_shard"):
+                native(torch.zeros(1, 16))
 
     def test_hooks_inside_of_fully_shard_are_refused(self) -> None:
         """It calls them for its own gather, and nothing is left for that of gtp."""

@@ -8,11 +8,22 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, _mesh, full
-from quant_common import Experts, Net, all_recipes, blocks_only, check, fsdp, gtp, recompute, reference_of
+from quant_common import (
+    Experts,
+    Net,
+    all_recipes,
+    blocks_only,
+    check,
+    dequantized,
+    fsdp,
+    gtp,
+    recompute,
+    reference_of,
+)
 from runtime_common import assert_idle
 from schedules import explicit
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
@@ -151,6 +162,39 @@ class TestQuantizedTraining(GlooTest):
                     return fsdp(quantize_(model, r, filter_fn=names), mesh, **o)
 
                 check(Net(hidden=rows), recipe, shard, mesh, names=names, steps=2)
+
+    def test_fully_shard_cuts_blocks(self) -> None:
+        """160 rows on 4 ranks: shards of 40. Rows that ranks do not divide, and columns."""
+        columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+        for recipe, rows, options in (
+            (MXFP8(), 160, {}),
+            (NVFP4(), 160, {"reshard_after_forward": False}),
+            (Float8Blockwise(), 160, {}),
+            (Float8Tensorwise(), 37, {}),
+            (MXFP8(), 128, columns),
+        ):
+            torch.manual_seed(0)
+            names = lambda module, name: blocks_only(module, name) and name.endswith("up")  # noqa: E731
+
+            def shard(model: nn.Module, r: Recipe = recipe, o: Any = options, names: Any = names) -> nn.Module:
+                return fsdp(quantize_(model, r, filter_fn=names), self.gtp_mesh(), **o)
+
+            check(Net(hidden=rows), recipe, shard, self.gtp_mesh(), names=names, steps=2)
+
+    def test_fully_shard_cuts_blocks_in_mixed_precision(self) -> None:
+        """What is quantized is the weight in ``param_dtype``, which is what is gathered."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        torch.manual_seed(0)
+        layer, recipe = nn.Linear(64, 160, bias=False), NVFP4()
+        x = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)
+        values = layer.weight.detach().bfloat16()
+        rowwise, columnwise = (dequantized(values, recipe, direction) for direction in Direction)
+        model = fully_shard(quantize_(layer, recipe), mesh=self.gtp_mesh(), mp_policy=policy)
+        (y := model(x)).sum().backward()
+        self.assertEqual(y, F.linear(x, rowwise), rtol=0, atol=0)
+        self.assertEqual(x.grad, torch.ones_like(y) @ columnwise, rtol=0, atol=0)
+        expected = torch.ones_like(y).t() @ x
+        self.assertEqual(full(model.weight.grad), expected.float())
 
     def test_fully_shard_and_recomputation(self) -> None:
         mesh = self.gtp_mesh()
