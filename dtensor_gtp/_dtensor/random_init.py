@@ -36,11 +36,14 @@ class WholeDraws:
         """Draw tensors on ``mesh`` whole from now on."""
         self._meshes.add(hash(mesh))
 
+    def is_on_our_mesh(self, tensor: DTensor) -> bool:
+        return hash(tensor.device_mesh) in self._meshes
+
     def read_scalar(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``tensor.item()``. A truth value is that of the whole tensor, but DTensor reads a rank's own part (torch 2.11
         to 2.13): in ``trunc_normal_`` ranks would draw until their own values are in bounds, and differ."""
         target = args[0]
-        if target.dtype == torch.bool and hash(target.device_mesh) in self._meshes:
+        if target.dtype == torch.bool and self.is_on_our_mesh(target):
             return op(target.full_tensor(), *args[1:], **kwargs)
         with compat.stock_dtensor_dispatch(op):
             return op(*args, **kwargs)
@@ -48,7 +51,7 @@ class WholeDraws:
     def draw(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the in-place random ``op`` on ``args[0]``."""
         target = args[0]
-        is_ours = isinstance(target, DTensor) and hash(target.device_mesh) in self._meshes
+        is_ours = isinstance(target, DTensor) and self.is_on_our_mesh(target)
         has_part = is_ours and not compat.local_tensor(target).is_meta and compat.is_real_rank(target.device_mesh)
         if not has_part or any(placement.is_partial() for placement in target.placements):
             with compat.stock_dtensor_dispatch(op):

@@ -106,7 +106,7 @@ class ManagedParam:
         # functional_call registers a tensor that is no parameter. Such a tensor would never get its gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
             raise self._replaced_by(current)
-        if current.dtype != self.param.dtype:
+        if current.dtype != self._extent[1]:  # ``current`` may be the same object, with other data
             self._wide_grad = None
         self._set_param(current)
         if self.on_replaced is not None:

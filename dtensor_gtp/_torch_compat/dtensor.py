@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -43,6 +44,18 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def dtensor_spec(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
+
+
+def set_local(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
+    """Let ``tensor`` be the DTensor around ``local``, in place."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor, Any], None]) -> None:
+    """Call ``wrapper(what_was_there, tensor, value)`` for ``tensor.data = value`` on DTensors, from now on."""
+    stock: Any = inspect.getattr_static(DTensor, "data")
+    setter = functools.partial(wrapper, stock.__set__)
+    DTensor.data = property(stock.__get__, lambda tensor, value: setter(tensor, value))  # type: ignore[assignment]
 
 
 def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:

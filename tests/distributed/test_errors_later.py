@@ -17,10 +17,11 @@ import torch.nn as nn
 from common import ALL, fake_world
 from test_errors import NUM_RANKS, Net
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.nn.utils import parametrizations
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPModule, GTPShard, gtp_shard, sharding_report
+from dtensor_gtp import GTPModule, GTPShard, gtp_shard, quantize_, sharding_report
 
 
 class TestRefusalsLater(unittest.TestCase):
@@ -125,14 +126,7 @@ class TestRefusalsLater(unittest.TestCase):
 
     def test_resized_or_cast_in_place(self) -> None:
         """The same object, which reads like a parameter of another kind; before and after the first forward."""
-
-        def data(param: nn.Parameter, value: torch.Tensor) -> None:
-            param.data = value
-
         changes: dict[str, Callable[[nn.Module], Any]] = {
-            r"'head.weight' .* it is of shape \(12, 8\)": lambda net: data(net.head.weight, torch.randn(12, 8)),
-            r"'head.weight' .* it is of shape \(8, 6\)": lambda net: data(net.head.weight, net.inner[0].weight.data),
-            r"'head.weight' .* and torch.float64": lambda net: data(net.head.weight, net.head.weight.data.double()),
             r"'head.weight' .* its shard of shape \(4, 8\)": lambda net: net.head.weight._local_tensor.resize_(4, 8),
             r"'head.weight' .* its shard has no": lambda net: net.head.weight._local_tensor.untyped_storage().resize_(
                 0
@@ -150,6 +144,25 @@ class TestRefusalsLater(unittest.TestCase):
                 net(self.x)
         self.net.double()(self.x.double()).sum().backward()  # as modules are cast
         self.net.to(torch.float32)(self.x).sum().backward()
+
+    def test_data_of_another_shape_or_layout(self) -> None:
+        weight = self.net.head.weight
+        values = {
+            r"a tensor of shape \(.*\), but got a Tensor of shape \(12, 8\)": torch.randn(12, 8),
+            r"but got a DTensor of shape .* with placements": self.net.inner[0].weight.data,
+            r"or a DTensor with these placements, but got a DTensor": weight.redistribute(
+                placements=[Replicate()]
+            ).data,
+            r"a tensor, but got a \[1.0\]": [1.0],
+        }
+        before = weight.to_local().clone()
+        for message, value in values.items():
+            with self.assertRaisesRegex(ValueError, f"param.data = value expects .*{message}.* Write with load_state"):
+                weight.data = value
+        self.assertEqual(weight.to_local(), before)
+        quantized = gtp_shard(quantize_(nn.Linear(32, 32), "mxfp8", storage="native"), self.mesh, schedule=ALL)
+        with self.assertRaisesRegex(ValueError, "expects a NativeWeight, but got a Tensor"):
+            quantized.weight.data = torch.ones(32, 32)
 
     def test_backward_twice(self) -> None:
         loss = self.net(self.x).sum()

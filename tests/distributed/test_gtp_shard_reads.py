@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -324,6 +325,41 @@ class TestReads(GlooTest):
         """Backward needs the very rows that forward has used: what is saved of them begins in the middle."""
         torch.manual_seed(0)
         self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sliced()))
+
+    def test_data_of_parameters(self) -> None:
+        """``param.data = tensor`` as on plain parameters: averages are swapped in, trained on, and swapped out."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            torch.manual_seed(0)
+            reference = nn.Sequential(nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH))
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+            models, optimizers = (reference, model), [torch.optim.Adam(m.parameters()) for m in (reference, model)]
+            averages = [torch.randn(param.shape, dtype=torch.float64) for param in reference.parameters()]
+            x, kept = make_rows(0), [[param.data for param in m.parameters()] for m in models]
+
+            def step(x: torch.Tensor = x, mesh: Any = mesh, models: Any = models, optimizers: Any = optimizers) -> None:
+                for m, rows, optimizer in zip(models, (x, rows_of_rank(x, mesh)), optimizers, strict=True):
+                    m(rows).square().mean().backward()
+                    optimizer.step()
+                assert_same_params(models[1], models[0], "grad")
+                assert_same_params(models[1], models[0])
+
+            step()
+            before = [param.detach().clone() for param in reference.parameters()]
+            for m in models:
+                for param, average in zip(m.parameters(), averages, strict=True):
+                    param.data = average.float()
+            self.assertEqual(full(model(x)), reference(x))
+            step()
+            for m, values in zip(models, kept, strict=True):
+                for param, value in zip(m.parameters(), values, strict=True):
+                    param.data = value  # the memory that the first step wrote to, as it was
+            for param, value in zip(reference.parameters(), before, strict=True):
+                self.assertEqual(param, value)
+            self.assertEqual(model(x), reference(x))
+            step()
+            for param, average in zip(model[0].parameters(), averages, strict=False):
+                param.data = average  # in another dtype
+            self.assertEqual(model[0](x.double()), F.linear(x.double(), *averages[:2]))
 
 
 if __name__ == "__main__":

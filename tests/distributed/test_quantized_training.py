@@ -8,18 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, _mesh, full
-from quant_common import (
-    Experts,
-    Net,
-    all_recipes,
-    blocks_only,
-    check,
-    dequantized,
-    fsdp,
-    gtp,
-    recompute,
-    reference_of,
-)
+from quant_common import Experts, Net, all_recipes, blocks_only, check, dequantized, fsdp, gtp, recompute, reference_of
 from runtime_common import assert_idle
 from schedules import explicit
 from torch._dynamo.utils import counters
