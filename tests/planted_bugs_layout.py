@@ -6,6 +6,20 @@ from planted_bugs_type import Bug
 
 LAYOUT = [
     Bug(
+        "param.data leaves the shard",
+        "_dtensor/data_setter.py",
+        "    compat.set_local(param, local.detach(), new_spec)",
+        "    pass",
+        ("tests/distributed/test_gtp_shard_reads.py::TestReads::test_data_of_parameters",),
+    ),
+    Bug(
+        "param.data shares memory with the tensor given",
+        "_dtensor/data_setter.py",
+        "        local = part.to(param.device_mesh.device_type if old.is_meta else old.device, copy=True).contiguous()",
+        "        local = part.contiguous()",
+        ("tests/distributed/test_gtp_shard_reads.py::TestReads::test_data_of_parameters",),
+    ),
+    Bug(
         "rows that no chunk has",
         "placement.py",
         "    return min(-(-num_blocks // num_chunks) * block_size, num_rows)",
@@ -71,8 +85,8 @@ LAYOUT = [
     Bug(
         "truth value of a rank's own part",
         "_dtensor/random_init.py",
-        "        if target.dtype == torch.bool and hash(target.device_mesh) in self._meshes:",
-        "        if target.dtype == torch.bool and hash(target.device_mesh) not in self._meshes:",
+        "        if target.dtype == torch.bool and self.is_on_our_mesh(target):",
+        "        if target.dtype == torch.bool and not self.is_on_our_mesh(target):",
         ("tests/distributed/test_gtp_shard_random_init.py::TestRandomInit::test_init_functions",),
     ),
     Bug(

@@ -1,7 +1,7 @@
 """``param.data = tensor`` on a sharded parameter, as on a plain one.
 
 Torch (2.11 to 2.13) puts the new tensor behind the DTensor, where no op looks for it, and says nothing. Here the tensor
-is given as a whole, and each rank takes its part; or it is a DTensor that lies alike, such as an earlier ``param.data``.
+is given as a whole, and each rank takes its part; or it is a DTensor that lies alike, as an earlier ``param.data``.
 As with a plain parameter the old values stay as they are for whoever holds them.
 """
 
