@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_compat as compat
 from ._comm.agreement import agree_on_all_ranks
-from ._comm.process_groups import device_types, set_device, start_process_group, world_mesh, world_size
+from ._comm.process_groups import check_device, device_types, set_device, start_process_group, world_mesh, world_size
 from .random import DATA_AXES, DENSE_AXES, EXPERT_AXES, MeshRNG
 
 _MAX_GROUPS = 8  # groups of an axis that are printed
@@ -181,6 +181,8 @@ def init_weight_mesh(
 
     if not has_group:
         start_process_group(device_type, backend, timeout, check().rank_order)
+    elif device_type in device_types(dist.get_backend_config()):
+        check_device(device_type)  # ranks tell each other on this device what they have found
     layout = agree_on_all_ranks(
         world_mesh(device_type),
         check,

@@ -35,16 +35,31 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def set_device(device_type: str) -> None:
-    """Make the device of index LOCAL_RANK this process's current one; the CPU has no index."""
-    if device_type == "cpu" or (dist.is_initialized() and dist.get_backend() == "fake"):
-        return
-    module = torch.get_device_module(device_type)
-    if not module.is_available():
+def has_device(device_type: str) -> bool:
+    """Whether this process has a device of that type."""
+    if device_type == "cpu":
+        return True
+    try:
+        return bool(torch.get_device_module(device_type).is_available())
+    except RuntimeError:  # torch knows no such type
+        return False
+
+
+def check_device(device_type: str) -> None:
+    """Raise a ValueError if there is no such device. With the backend "fake" none is needed."""
+    if not has_device(device_type) and not (dist.is_initialized() and dist.get_backend() == "fake"):
         raise ValueError(
             f"init_weight_mesh expects a device that this process has, but there is no '{device_type}' here. Pass "
             "'cpu', or install a torch for this device."
         )
+
+
+def set_device(device_type: str) -> None:
+    """Make the device of index LOCAL_RANK this process's current one; the CPU has no index."""
+    check_device(device_type)
+    if device_type == "cpu" or (dist.is_initialized() and dist.get_backend() == "fake"):
+        return
+    module = torch.get_device_module(device_type)
     local_rank = os.environ.get("LOCAL_RANK")
     if local_rank is None:
         raise RuntimeError(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch_compat as compat
+from .._comm.process_groups import device_types, has_device
 from ..policy import SchedulePolicy
 from .binding import binding_of
 
@@ -73,10 +74,14 @@ def validate_mesh(mesh: Any) -> None:
     if mesh.get_coordinate() is None:
         what = f"but rank {rank} is not among the ranks {mesh.mesh.flatten().tolist()} of mesh axes {axes}"
         raise ValueError(f"gtp_shard expects a mesh that contains this rank, {what}. Call it on the mesh's ranks only.")
-    if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
-        got = f"a '{mesh.device_type}' mesh with axes {axes} (rank {rank})"
+    got = f"a '{mesh.device_type}' mesh with axes {axes} (rank {rank})"
+    if not has_device(mesh.device_type):
         what = f"a mesh of a device that this process has, but got {got}"
         raise ValueError(f"gtp_shard expects {what}. Build it with init_device_mesh('cpu', ...) to run here.")
+    config = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
+    if mesh.device_type not in device_types(config):
+        what = f"a mesh whose process groups communicate its tensors, but got {got} with the backends '{config}'"
+        raise ValueError(f"gtp_shard expects {what}. Pass backend='{mesh.device_type}:...' to init_process_group.")
 
 
 def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:

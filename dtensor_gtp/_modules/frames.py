@@ -20,6 +20,11 @@ from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
 from .torch_patches import follow_pipelining
 
+ADVICE_FOR_JIT = (
+    "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and give torch.jit "
+    "that one."
+)
+
 
 class GTPFrame(BoundModule):
     """Mixin of modules whose call is a frame: all but those with a fused op."""
@@ -70,6 +75,8 @@ def _call_in_frame(
 ) -> Any:
     binding = module._gtp_binding
     group, runtime = binding.group, binding.group.runtime
+    if compat.is_jit_tracing():
+        raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
     if group.num_registrations != (number := _registrations()[0]):
         _refuse_added_params(group)
         group.num_registrations = number

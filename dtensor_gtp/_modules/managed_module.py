@@ -22,7 +22,7 @@ from .._params.sharded_weight import ShardedWeight, gather_together
 from .._params.whole_param import WholeParam
 from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
-from .frames import GTPFrame
+from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
 
 
@@ -81,6 +81,10 @@ class GTPManaged(BoundModule):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"
         raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}.")
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script``."""
+        raise RuntimeError(f"torch.jit.script cannot compile a {type(self).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
 
     def _get_name(self) -> str:
         """What ``repr`` shows. The class itself keeps its name, because other code (transformers) goes by it."""

@@ -205,6 +205,14 @@ def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
     # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
     names = {name if "." in name else f".{name}" for name in managed} | managed.keys()
     compat.ignore_in_ddp(module, sorted(ignored | names))
+    params = {param for name, param in module.named_parameters() if param.requires_grad and name not in ignored | names}
+    if not params:
+        axes = next(iter(managed.values())).mesh.mesh_dim_names
+        raise RuntimeError(
+            f"DistributedDataParallel has nothing to reduce in a {type(module).__name__} after gtp_shard, which "
+            f"averages all of its gradients over mesh axes {axes} (rank {dist.get_rank()}). Use the module itself, "
+            "without DistributedDataParallel."
+        )
 
 
 def _check_others(cls: type, arguments: dict[str, Any]) -> None:

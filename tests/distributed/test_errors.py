@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -101,13 +102,20 @@ class TestRefusals(unittest.TestCase):
         )
 
     def test_mesh_of_a_device_that_is_not_there(self) -> None:
-        device = next(d for d in ("cuda", "xpu") if not torch.get_device_module(d).is_available())
-        mesh = DeviceMesh(device, torch.arange(NUM_RANKS), mesh_dim_names=("gtp",), _init_backend=False)
-        self.refuses(
-            ValueError,
-            f"a device that this process has, but got a '{device}' mesh .*'gtp'.*rank 1.*init_device_mesh",
-            mesh=mesh,
-        )
+        missing = next(d for d in ("cuda", "xpu") if not torch.get_device_module(d).is_available())
+        for device in (missing, "abacus"):
+            mesh = DeviceMesh(device, torch.arange(NUM_RANKS), mesh_dim_names=("gtp",), _init_backend=False)
+            self.refuses(
+                ValueError,
+                f"a device that this process has, but got a '{device}' mesh .*'gtp'.*rank 1.*init_device_mesh",
+                mesh=mesh,
+            )
+
+    def test_mesh_of_a_device_that_nobody_communicates_on(self) -> None:
+        with mock.patch("torch.distributed.get_backend_config", return_value="cuda:nccl"):
+            self.refuses(
+                ValueError, "'cpu' mesh with axes .*the backends 'cuda:nccl'. Pass backend='cpu:...' to init_process"
+            )
 
     def test_mesh_without_this_rank(self) -> None:
         mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("gtp",))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import unittest
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -182,6 +183,16 @@ class TestRefusalsLater(unittest.TestCase):
                     RuntimeError, r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"
                 ):
                     attempt(module)
+
+    def test_jit(self) -> None:
+        advice = "after gtp_shard. Use torch.compile; or build the module again, load get_model_state_dict"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates all of it
+            for callee in (self.net, lambda x: self.net(x)):
+                with self.assertRaisesRegex(RuntimeError, f"torch.jit.trace cannot record a Net {advice}"):
+                    torch.jit.trace(callee, self.x)
+            with self.assertRaisesRegex(RuntimeError, f"torch.jit.script cannot compile a Net {advice}"):
+                torch.jit.script(self.net)
 
     def test_methods(self) -> None:
         assert isinstance(self.net, GTPModule)
