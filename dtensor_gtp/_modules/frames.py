@@ -21,8 +21,8 @@ from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
 from .torch_patches import follow_pipelining
 
 ADVICE_FOR_JIT = (
-    "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and give torch.jit "
-    "that one."
+    "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and give that "
+    "one to torch.jit."
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 # Whether a transform of ``torch.func`` (grad, vmap, jacrev, jvp) runs the code that asks.
 from torch._C import _are_functorch_transforms_active as in_func_transform
 from torch._C import _current_graph_task_id as current_graph_task_id
-from torch._C import _is_tracing as is_jit_tracing  # type: ignore[attr-defined]
+from torch._C import _is_tracing as is_jit_tracing
 from torch._C import _will_engine_execute_node as is_node_awaited
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
 from torch._C._autograd import _profiler_enabled as is_profiling
