@@ -1,4 +1,4 @@
-"""Optimizers: ``Muon`` for sharded matrices, and ``MasterOptimizer`` for native weights.
+"""``Muon`` for sharded matrices, ``MasterOptimizer`` for native weights, and ``ShardedEMA``, averages of weights.
 
 Muon's update ``lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix, so no shard can compute its
 part alone. ``torch.optim.Muon`` on DTensors (torch 2.11 to 2.13) needs 11 to 16 collectives for each matrix, sums in
@@ -9,17 +9,22 @@ many matrices as there are ranks, and the results are the bits of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import _torch_compat as compat
 from .placement import chunk_size_and_offset
+from .quant.master import master_of
 from .quant.master_optimizer import MasterOptimizer
+from .quant.native import native_of
 
 Orthogonalize = Callable[[Tensor], Tensor]
 
@@ -167,4 +172,156 @@ def _placed_as(update: Tensor, local: Tensor) -> Tensor:
     )
 
 
-__all__ = ["MasterOptimizer", "Muon"]
+class ShardedEMA:
+    """Exponential moving averages of a model's parameters, sharded as the parameters are.
+
+    ``average = average + (1 - decay) * (parameter - average)``, with the bits that ``torch.optim.swa_utils`` with
+    ``get_ema_multi_avg_fn(decay)`` has in one process. Each rank averages what it holds; nothing is communicated.
+
+    ::
+
+        ema = ShardedEMA(model, decay=0.999)
+        for batch in batches:
+            ...
+            optimizer.step()
+            ema.update()
+        with ema.averaged():  # the model has the averages in here
+            evaluate(model)
+
+    It is ``Stateful``: ``dcp.save({"ema": ema})`` and ``dcp.load({"ema": ema})`` keep it, on any topology. Buffers are
+    not averaged.
+
+    Args:
+        model: A module after ``gtp_shard`` or ``fully_shard``, or a plain one.
+        decay: In [0, 1]. The attribute of this name may be changed at any time, e.g. to begin with a smaller one.
+        dtype: Of the averages. None takes that of each parameter; ``torch.float32`` is right for bfloat16 parameters,
+            whose averages would not move. Parameters that are not floating-point are left out.
+
+    Raises:
+        ValueError: ``decay`` is out of its range.
+        NotImplementedError: A weight that is trained has native storage (:func:`quantize_`).
+
+    Source: B. Polyak and A. Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
+    ``torch.optim.swa_utils.AveragedModel``.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999, *, dtype: torch.dtype | None = None) -> None:
+        if not 0 <= decay <= 1:
+            raise ValueError(f"ShardedEMA expects a decay in [0, 1], but got {decay}.")
+        self.decay = decay
+        self._model = model
+        self._reshard()
+        self._params: dict[str, nn.Parameter] = {}
+        self._averages: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] | None = None  # the parameters' own values, while these are the averages
+        for name, param in model.named_parameters():
+            if not param.is_floating_point():
+                continue
+            if native_of(param) is not None:
+                if not param.requires_grad:
+                    continue  # its average is itself
+                raise NotImplementedError(
+                    f"ShardedEMA averages values in high precision, but parameter '{name}' of shape "
+                    f"{tuple(param.shape)} has native storage. Use storage='master', or freeze the parameter."
+                )
+            name = name.replace("_orig_mod.", "")  # of compiled modules
+            local = _values_of(param)
+            average = local.to(dtype or local.dtype, copy=True)
+            if isinstance(param, DTensor):
+                spec = compat.dtensor_spec(param)
+                spec = compat.make_spec(spec.mesh, spec.placements, param.shape, average.dtype)
+                average = compat.wrap_local(average, spec)
+            self._params[name], self._averages[name] = param, average
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the present parameters. Call it after each step of the optimizer.
+
+        Raises:
+            RuntimeError: The model has the averages at the moment.
+        """
+        if self._weights is not None:
+            raise RuntimeError("ShardedEMA.update expects a model with its own weights. Call restore() before.")
+        averages = [compat.local_part(average) for average in self._averages.values()]
+        values = [_values_of(param) for param in self._params.values()]
+        pairs = zip(values, averages, strict=True)
+        torch._foreach_lerp_(averages, [value.to(average.dtype) for value, average in pairs], 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Give the model the averages, and keep its own weights until :meth:`restore`; one more shard in memory.
+
+        Raises:
+            RuntimeError: The model has the averages already.
+        """
+        if self._weights is not None:
+            raise RuntimeError("ShardedEMA.swap was called twice. Call restore() in between.")
+        self._weights = {name: _values_of(param).clone() for name, param in self._params.items()}
+        self._write(self._averages)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the model its own weights back, bit for bit.
+
+        Raises:
+            RuntimeError: The model has its own weights.
+        """
+        if self._weights is None:
+            raise RuntimeError("ShardedEMA.restore expects a model that has the averages. Call swap() before.")
+        weights, self._weights = self._weights, None
+        self._write(weights)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has the averages within this context."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def _reshard(self) -> None:
+        """Let ``fully_shard`` free full weights that it has kept after a forward: it would not gather the new values."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        self._reshard()
+        for name, param in self._params.items():
+            _values_of(param).copy_(compat.local_part(values[name]))
+            torch.autograd.graph.increment_version(param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter name, and ``decay``. The tensors are the averages themselves, not copies."""
+        return {"averages": dict(self._averages), "decay": self.decay}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take averages and ``decay`` from what :meth:`state_dict` has given, or from whole tensors.
+
+        Raises:
+            ValueError: Names of parameters, or shapes, differ.
+        """
+        given = state_dict["averages"]
+        if given.keys() != self._averages.keys():
+            differing = sorted(given.keys() ^ self._averages.keys())
+            raise ValueError(f"ShardedEMA expects averages of the same parameters, but {differing} are in one alone.")
+        for name, average in self._averages.items():
+            value = given[name]
+            if value.shape != average.shape:
+                shapes = f"shape {tuple(average.shape)}, but got {tuple(value.shape)}"
+                raise ValueError(f"ShardedEMA expects an average of '{name}' of {shapes}.")
+            if isinstance(average, DTensor) and not isinstance(value, DTensor):
+                value = compat.own_part(value, average.device_mesh, average.placements)
+            if value is not average:
+                compat.local_part(average).copy_(compat.local_part(value))
+        self.decay = state_dict["decay"]
+
+
+def _values_of(param: Tensor) -> Tensor:
+    """What this rank holds of a parameter; of a weight with a recipe, its master."""
+    return master_of(compat.local_part(param).detach())
+
+
+__all__ = ["MasterOptimizer", "Muon", "ShardedEMA"]

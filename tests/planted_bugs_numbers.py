@@ -6,6 +6,20 @@ from planted_bugs_type import Bug
 
 NUMBERS = [
     Bug(
+        "averages move the wrong way",
+        "optim.py",
+        "for value, average in pairs], 1 - self.decay)",
+        "for value, average in pairs], self.decay)",
+        ("tests/distributed/test_averages.py::TestShardedEMA::test_same_bits_as_one_process",),
+    ),
+    Bug(
+        "averages are written behind what fully_shard has gathered",
+        "optim.py",
+        "        self._reshard()\n        for name, param in self._params.items():",
+        "        for name, param in self._params.items():",
+        ("tests/distributed/test_averages.py::TestShardedEMA::test_same_bits_as_one_process",),
+    ),
+    Bug(
         "each mesh of experts takes the whole budget",
         "_schedule/order_of_gathers.py",
         "        choose(lane, left // len(others))",

@@ -75,7 +75,10 @@ class GTPManaged(BoundModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         why = "because the copy would share its runtime"
-        advice = "Copy the module before gtp_shard, or build it again and load the state dict"
+        advice = (
+            "Copy the module before gtp_shard, or build it again and load the state dict; for averages of weights use "
+            "dtensor_gtp.optim.ShardedEMA"
+        )
         raise RuntimeError(f"{type(self).__name__} cannot be copied after gtp_shard, {why}. {advice}.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
