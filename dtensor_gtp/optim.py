@@ -245,7 +245,7 @@ class ShardedEMA:
         averages = [compat.local_part(average) for average in self._averages.values()]
         values = [_values_of(param) for param in self._params.values()]
         pairs = zip(values, averages, strict=True)
-        torch._foreach_lerp_(averages, [value.to(average.dtype) for value, average in pairs], 1 - self.decay)
+        compat.lerp_all(averages, [value.to(average.dtype) for value, average in pairs], 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -281,7 +281,7 @@ class ShardedEMA:
             self.restore()
 
     def _reshard(self) -> None:
-        """Let ``fully_shard`` free full weights that it has kept after a forward: it would not gather the new values."""
+        """Let ``fully_shard`` free what it has kept after a forward: it would not gather the new values."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

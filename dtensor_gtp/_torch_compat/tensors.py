@@ -110,6 +110,11 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(*alike)
 
 
+def lerp_all(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move each target towards its end, in place, as ``torch.optim.swa_utils`` does."""
+    torch._foreach_lerp_(targets, ends, weight)
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail if ``condition`` is false: at once on a CPU, elsewhere when the device comes to it."""
     torch._assert_async(condition, message[:254])  # kernels take no longer messages
