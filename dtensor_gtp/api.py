@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Placement
 
 from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.debug import DebugFlags
 from ._comm.gather_backends import refuse_unavailable
-from ._modules.bad_arguments import Arguments, in_rank_order, validate_kinds, validate_mesh, validate_module
+from ._modules.bad_arguments import (
+    Arguments,
+    ShardPlacementFn,
+    in_rank_order,
+    validate_kinds,
+    validate_mesh,
+    validate_module,
+)
 from ._modules.binding import BoundModule, binding_of
 from ._modules.decide import Decision, decide
 from ._modules.frames import as_forward
+from ._modules.from_fully_shard import RefusedMethods, refuse_arguments
 from ._modules.shard_module import shard_module
 from ._params.managed_param import ManagedParam, Site
 from ._params.sharded_weight import ShardedWeight
@@ -27,12 +33,13 @@ from .policy import SchedulePolicy
 logger = logging.getLogger(__name__)
 
 
+@refuse_arguments
 def gtp_shard(
     module: nn.Module,
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool = True,
-    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     schedule: SchedulePolicy = SchedulePolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
@@ -61,7 +68,9 @@ def gtp_shard(
         reshard_after_forward: Free a weight after its forward and gather it again in backward. False keeps it from
             forward to backward, which saves a gather and costs its full size in memory.
         shard_placement_fn: Called once for each parameter. It returns a :class:`GTPShard` (or torch's ``Shard``) to
-            shard the parameter so, a ``Replicate`` to keep it whole, or None for the default.
+            shard the parameter so, a ``Replicate`` to keep it whole, or None for the default. A pair of one of these
+            and a mesh puts the parameter on that mesh, and its gradient is averaged over that one's ranks; so does
+            torch's ``ShardPlacementResult``.
         mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is the dtype of the
             gather and of compute, ``reduce_dtype`` that of gradient reduction; inputs and outputs of ``module`` are
             cast. Without a ``reduce_dtype`` gradients are reduced in ``param_dtype`` (``fully_shard`` of torch 2.15:
@@ -151,10 +160,11 @@ class UnshardHandle:
             self._runtime.wait_kept(weight)
 
 
-class GTPModule(BoundModule):
+class GTPModule(RefusedMethods, BoundModule):
     """What ``gtp_shard`` adds to the class of the module that it was given.
 
-    The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning.
+    The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning. Those that are missing
+    raise NotImplementedError, and name what to use instead.
     """
 
     def _params(self, recurse: bool = True) -> list[ManagedParam]:
@@ -224,6 +234,15 @@ class GTPModule(BoundModule):
             raise ValueError(f"set_gradient_divide_factor expects a positive factor, but got {factor}.")
         for param in self._params():
             param.flags.gradient_divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of :meth:`set_gradient_divide_factor`, which torch deprecates."""
+        self.set_gradient_divide_factor(factor)
+
+    def reset_iter_state(self) -> None:
+        """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet, those of
+        microbatches without sync among them. The next pass after an exception does so by itself."""
+        self._gtp_binding.group.runtime.abandon()
 
     def _chosen_policy(self) -> SchedulePolicy | None:
         return self._gtp_binding.group.runtime.chosen_policy()

@@ -6,6 +6,13 @@ from planted_bugs_type import Bug
 
 LAYOUT = [
     Bug(
+        "mesh of a single parameter is forgotten",
+        "_modules/decide.py",
+        "    return placement, in_rank_order(mesh)",
+        "    return placement, default",
+        ("tests/distributed/test_gtp_shard_from_fully_shard.py::TestMeshes::test_meshes_of_single_parameters",),
+    ),
+    Bug(
         "param.data leaves the shard",
         "_dtensor/data_setter.py",
         "    compat.set_local(param, local.detach(), new_spec)",

@@ -25,22 +25,35 @@ from .._comm.process_groups import device_types, has_device
 from ..policy import SchedulePolicy
 from .binding import binding_of
 
+# A placement on the mesh of the call; a pair of a placement and another mesh; or torch's ``ShardPlacementResult``.
+ShardPlacementFn = Callable[[nn.Parameter], Placement | tuple[Placement | None, DeviceMesh] | Any | None]
+
 
 class Arguments(NamedTuple):
     """The arguments of ``gtp_shard`` except the module."""
 
     mesh: DeviceMesh
     reshard_after_forward: bool
-    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None
+    shard_placement_fn: ShardPlacementFn | None
     mp_policy: MixedPrecisionPolicy
     schedule: SchedulePolicy
     ignored_params: Set[nn.Parameter]
 
 
 def validate_kinds(module: Any, arguments: Arguments) -> None:
+    if isinstance(module, list | tuple):
+        raise TypeError(
+            f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the module "
+            "that contains them all: what is gathered together is chosen, not given."
+        )
+    reshard = arguments.reshard_after_forward
+    if not isinstance(reshard, bool):
+        raise TypeError(
+            f"gtp_shard expects a bool as reshard_after_forward, but got {type(reshard).__name__}: {reshard!r}. For a "
+            "part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that backward uses first."
+        )
     expected: tuple[tuple[str, Any, Any], ...] = (
         ("an nn.Module as module", module, nn.Module),
-        ("a bool as reshard_after_forward", arguments.reshard_after_forward, bool),
         ("a MixedPrecisionPolicy as mp_policy", arguments.mp_policy, MixedPrecisionPolicy),
         ("a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy),
         ("a set of parameters as ignored_params", arguments.ignored_params, set | frozenset),

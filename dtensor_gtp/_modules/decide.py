@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
 from ..quant.master import place_quantized
 from ..quant.recipes import Recipe
-from .bad_arguments import Arguments
+from .bad_arguments import Arguments, in_rank_order, validate_mesh
 from .binding import binding_of, join_name
 
 
@@ -27,6 +28,7 @@ class Decision:
     fqn: str  # the first one, if the parameter is tied
     sites: list[Site]
     param: nn.Parameter  # before sharding
+    mesh: DeviceMesh
     placement: Placement  # on the gtp axis
     reason: str = ""  # why the parameter stays whole; empty for a shard
     recipe: Recipe | None = None  # given by ``quantize_``
@@ -37,7 +39,8 @@ class Decision:
         placements = (*(self.param.placements if isinstance(self.param, DTensor) else ()), self.placement)
         return (
             f"parameter '{self.fqn}' of shape {tuple(self.param.shape)} and {self.param.dtype} with placements "
-            f"{placements}, requires_grad={self.param.requires_grad}, at {len(self.sites)} sites, recipe={self.recipe}"
+            f"{placements} on axes {self.mesh.mesh_dim_names} of sizes {tuple(self.mesh.shape)}, requires_grad="
+            f"{self.param.requires_grad}, at {len(self.sites)} sites, recipe={self.recipe}"
         )
 
 
@@ -67,39 +70,45 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
 
 
 def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | None, arguments: Arguments) -> Decision:
-    mesh, mp_policy = arguments.mesh, arguments.mp_policy
+    mp_policy = arguments.mp_policy
+    asked, mesh = (None, arguments.mesh) if existing is not None else _asked_placement(fqn, param, arguments)
     if existing is not None:
         check_tie(fqn, existing, mesh)
-        return Decision(fqn, [site], param, Replicate(), existing=existing)
+        return Decision(fqn, [site], param, mesh, Replicate(), existing=existing)
     _check_param(fqn, param, mesh)
-    asked = _asked_placement(fqn, param, arguments)
     recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
     if recipe is None:
         placement, reason = _place(site, param, asked, arguments.schedule.min_shard_numel)
-        return Decision(fqn, [site], param, placement, reason)
+        return Decision(fqn, [site], param, mesh, placement, reason)
     device, dtype = torch.device(mesh.device_type), mp_policy.param_dtype or param.dtype
     asked = asked or _placement_of_module(site)
     placement = place_quantized(fqn, param, recipe, asked, device, dtype)
-    return Decision(fqn, [site], param, placement, recipe=recipe)
+    return Decision(fqn, [site], param, mesh, placement, recipe=recipe)
 
 
-def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> Placement | None:
-    """What ``shard_placement_fn`` returns for a parameter; a shard as a ``GTPShard``."""
+def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> tuple[Placement | None, DeviceMesh]:
+    """What ``shard_placement_fn`` returns for a parameter, a shard as a ``GTPShard``; and its mesh."""
     if arguments.shard_placement_fn is None:
-        return None
-    axis = (arguments.mesh.mesh_dim_names or ("gtp",))[-1]
-    what = f"parameter '{fqn}' of shape {tuple(param.shape)} on mesh axis '{axis}' (rank {dist.get_rank()})"
+        return None, arguments.mesh
+
+    def on(mesh: DeviceMesh) -> str:
+        axis = (mesh.mesh_dim_names or ("gtp",))[-1]
+        return f"parameter '{fqn}' of shape {tuple(param.shape)} on mesh axis '{axis}' (rank {dist.get_rank()})"
+
+    what = on(arguments.mesh)
     try:
-        placement = arguments.shard_placement_fn(param)
+        returned = arguments.shard_placement_fn(param)
     except Exception as error:
         error.add_note(f"shard_placement_fn raised this when it was asked about {what}.")
         raise
+    placement, mesh = _own_mesh(returned, arguments.mesh, what)
+    what = on(mesh)
     if placement is None or isinstance(placement, Replicate):
-        return placement
+        return placement, mesh
     if not isinstance(placement, Shard | GTPShard):
         raise TypeError(
-            f"gtp_shard expects shard_placement_fn to return a GTPShard, a Shard, a Replicate or None, but got "
-            f"{placement!r} for {what}. Return None where the default is right."
+            f"gtp_shard expects shard_placement_fn to return a GTPShard, a Shard, a Replicate or None, or a pair of "
+            f"one of these and a DeviceMesh, but got {placement!r} for {what}. Return None where the default is right."
         )
     returned = f"{what}, but shard_placement_fn returned {placement!r}"
     if not -param.ndim <= placement.dim < param.ndim:
@@ -108,7 +117,32 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> Pla
     if getattr(placement, "split_factor", 1) != 1:
         rule = "gtp_shard derives the split factor from the tensor-parallel placements"
         raise ValueError(f"{rule} of {returned}. Leave split_factor out.")
-    return GTPShard(placement.dim % param.ndim, block_size=getattr(placement, "block_size", 1))
+    return GTPShard(placement.dim % param.ndim, block_size=getattr(placement, "block_size", 1)), mesh
+
+
+def _own_mesh(returned: Any, default: DeviceMesh, what: str) -> tuple[Any, DeviceMesh]:
+    """The placement and the mesh in what ``shard_placement_fn`` has returned."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        placement, mesh = returned
+    elif hasattr(returned, "mesh_info"):  # torch's ShardPlacementResult
+        info, placement = returned.mesh_info, returned.placement
+        mesh = info.mesh
+        if info.shard_mesh_dim != mesh.ndim - 1:
+            raise ValueError(
+                f"gtp_shard expects shards on the last axis of a mesh, but shard_placement_fn returned axis "
+                f"{info.shard_mesh_dim} of {mesh.ndim} for {what}. Return a pair (placement, mesh['replicate', 'gtp'])."
+            )
+    else:
+        return returned, default
+    if mesh is default:
+        return placement, default
+    validate_mesh(mesh)
+    if mesh.device_type != default.device_type:
+        raise ValueError(
+            f"gtp_shard expects one device type, '{default.device_type}', but shard_placement_fn returned a mesh of "
+            f"'{mesh.device_type}' for {what}. Build all meshes for the device of the module."
+        )
+    return placement, in_rank_order(mesh)
 
 
 def _place(site: Site, param: nn.Parameter, asked: Placement | None, min_numel: int) -> tuple[Placement, str]:

@@ -162,7 +162,7 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if fused is None and weights:
         binding.reads.is_reading = True
-    if getattr(type(module), "gtp_gathers_together", False):
+    if getattr(type(module), "gtp_gathers_together", False) and len({weight.mesh for weight in weights}) == 1:
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
     frame = GTPFrame if fused is None or mixin is not None else None

@@ -84,7 +84,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
 
 def _make_param(decision: Decision, arguments: Arguments, device: torch.device) -> ManagedParam:
     old, recipe, placement = decision.param, decision.recipe, decision.placement
-    spec_mesh = mesh = arguments.mesh
+    spec_mesh = mesh = decision.mesh
     placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)  # before the gtp axis
     tp_spec = compat.dtensor_spec(old) if isinstance(old, DTensor) else None
     if tp_spec is not None:

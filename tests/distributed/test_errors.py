@@ -225,7 +225,7 @@ class TestRefusals(unittest.TestCase):
     def test_placement_fn_returns_nonsense(self) -> None:
         where = r"parameter 'inner.0.weight' of shape \(8, 6\) on mesh axis 'gtp' \(rank 1\)"
         for nonsense in (0, "Shard(0)", Partial(), [Shard(0)]):
-            message = f"a GTPShard, a Shard, a Replicate or None, but got .* for {where}. Return None"
+            message = f"a GTPShard, a Shard, a Replicate or None, or a pair .*, but got .* for {where}. Return None"
             self.refuses(TypeError, message, shard_placement_fn=lambda param, value=nonsense: value)
         for dim in (2, -3):
             for asked in (Shard(dim), GTPShard(dim)):

@@ -8,12 +8,14 @@ import textwrap
 import unittest
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.fsdp as fsdp
 from expecttest import TestCase
 
 import dtensor_gtp
+from dtensor_gtp._modules import from_fully_shard
 
 
 def public_symbols() -> Iterator[tuple[str, Any]]:
@@ -113,6 +115,8 @@ GTPModule.set_requires_all_reduce(requires_all_reduce, *, recurse=True)
 GTPModule.set_reshard_after_forward(reshard_after_forward, recurse=True)
 GTPModule.set_reshard_after_backward(reshard_after_backward, *, recurse=True)
 GTPModule.set_gradient_divide_factor(factor)
+GTPModule.set_reduce_scatter_divide_factor(factor)
+GTPModule.reset_iter_state()
 GTPModule.set_is_last_backward(is_last_backward)
 UnshardHandle.wait()
 CapturedStep.reset()""",
@@ -125,6 +129,19 @@ CapturedStep.reset()""",
         for name in shared:
             ours, theirs = (parameters(getattr(cls, name)) for cls in (dtensor_gtp.GTPModule, fsdp.FSDPModule))
             self.assertEqual(ours, theirs[: len(ours)], name)
+
+    def test_all_of_fully_shard_is_known(self) -> None:
+        """Its arguments and the methods of its modules: the same here, or refused with what to use instead."""
+        refused = set(from_fully_shard.ARGUMENTS)
+        arguments = {p.name for p in parameters(fsdp.fully_shard)}
+        self.assertEqual(arguments - {p.name for p in parameters(dtensor_gtp.gtp_shard)} - refused, {"offload_policy"})
+        methods = {name for name, _ in own_methods(fsdp.FSDPModule)}
+        ours = {name for name, _ in own_methods(dtensor_gtp.GTPModule)}
+        self.assertEqual(methods - ours - from_fully_shard.METHODS.keys(), set())
+        self.assertEqual(ours & from_fully_shard.METHODS.keys(), set())
+        page = (Path(__file__).parents[2] / "docs" / "composability.md").read_text()
+        named = arguments | methods | refused | from_fully_shard.METHODS.keys()
+        self.assertEqual({name for name in named if f"`{name}`" not in page}, set())
 
     def test_mixed_precision_policy_is_that_of_torch(self) -> None:
         self.assertIs(dtensor_gtp.MixedPrecisionPolicy, fsdp.MixedPrecisionPolicy)

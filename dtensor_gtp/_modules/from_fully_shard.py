@@ -1,0 +1,91 @@
+"""What ``fully_shard`` and its modules (torch 2.13) have and this library has not: refused, with what to use instead.
+
+Most of it tunes what is chosen here. docs/composability.md lists all arguments and methods, these among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_PLANNED = (
+    "Gathers are planned by the order of uses. Leave it out; SchedulePolicy(prefetch_nbytes=...) says how far ahead"
+)
+_SYMMETRIC = "SchedulePolicy(gather_backend='copy_engine') gathers through symmetric memory"
+
+ARGUMENTS = MappingProxyType(
+    {
+        "dp_mesh_dims": (
+            "Pass the sub-mesh itself: mesh['gtp'] or mesh['replicate', 'gtp'], several axes flattened to one; and let "
+            "parallelize_module put parameters on the other axes alone"
+        )
+    }
+)
+
+METHODS = MappingProxyType(
+    {
+        "set_modules_to_forward_prefetch": _PLANNED,
+        "set_modules_to_backward_prefetch": _PLANNED,
+        "set_custom_all_gather": "Pass a class to SchedulePolicy(gather_backend=...)",
+        "set_custom_reduce_scatter": "Choose a kind by SchedulePolicy(reduce_scatter=...)",
+        "set_all_reduce_hook": (
+            "Pass a (replicate, gtp) mesh, or call fully_shard over the outer axis. To change a reduced gradient, use "
+            "register_hook of the parameter"
+        ),
+        "set_post_optim_event": (
+            "A gather takes memory of the compute stream, so it waits for that stream. Launch what is independent of "
+            "the optimizer's step before it, or on another stream"
+        ),
+        "set_force_sum_reduction_for_comms": (
+            "SchedulePolicy(reduce_scatter='all_to_all') or 'copy_engine' sends without a reduction; "
+            "set_gradient_divide_factor(1) sums"
+        ),
+        "set_reduce_scatter_unused_params": (
+            "All ranks must use the same weights. Run a module that a rank has no data for on an empty input, which "
+            "gives zero gradients"
+        ),
+        "set_reduce_scatter_max_input_buffers": (
+            "How many are in flight is chosen. Leave it out; SchedulePolicy(memory='least') takes less memory"
+        ),
+        "set_separate_reduce_scatter_group": "Reductions always have a communicator of their own. Leave it out",
+        "set_unshard_in_backward": (
+            "Backward gathers no weight that it does not read (an embedding; a layer whose input needs no gradient). "
+            "Leave it out"
+        ),
+        "set_allocate_memory_from_process_group_for_comm": _SYMMETRIC,
+        "set_symm_mem_for_comm": _SYMMETRIC,
+    }
+)
+
+
+def refuse_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A decorator: arguments of ``fully_shard`` that ``call`` does not have raise, and name what to use instead."""
+
+    @functools.wraps(call)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs.keys() & ARGUMENTS.keys():
+            raise TypeError(f"gtp_shard has no argument {name} of fully_shard. {ARGUMENTS[name]}.")
+        return call(*args, **kwargs)
+
+    return checked
+
+
+class RefusedMethods:
+    """The methods of ``FSDPModule`` that raise."""
+
+
+def _refused(name: str, advice: str) -> Callable[..., NoReturn]:
+    def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} of fully_shard has no counterpart in gtp_shard. {advice}.")
+
+    method.__name__ = name
+    return method
+
+
+for _name, _advice in METHODS.items():
+    setattr(RefusedMethods, _name, _refused(_name, _advice))

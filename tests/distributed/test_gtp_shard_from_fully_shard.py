@@ -1,0 +1,129 @@
+"""What users of ``fully_shard`` bring along: meshes of single parameters; arguments and methods that are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, GlooTest, check_training, fake_world
+from schedules import explicit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from dtensor_gtp import GTPModule, GTPShard, gtp_shard
+from dtensor_gtp._modules import from_fully_shard
+
+WIDTH = 10
+
+
+class Attention(nn.Module):
+    """Several parameters in one module, and one more layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.first, self.last = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        y: torch.Tensor = x + self.last(F.gelu(self.first(x)))
+        return y
+
+
+class TestMeshes(GlooTest):
+    def test_meshes_of_single_parameters(self) -> None:
+        """On a mesh with replicas beside one without, in one call; within one module, too."""
+        gtp, hsdp = self.gtp_mesh(), self.hsdp_mesh()
+        result = SimpleNamespace(placement=Shard(1), mesh_info=SimpleNamespace(mesh=hsdp, shard_mesh_dim=1))
+        answers: dict[tuple[int, ...], Any] = {
+            (3 * WIDTH, WIDTH): (None, hsdp),  # attention.in_proj_weight
+            (7, WIDTH): (GTPShard(1), hsdp),
+            (WIDTH, 7): result,  # as torch has it
+            (7,): (Replicate(), hsdp),
+        }
+        for schedule in (ALL, explicit(0, min_shard_numel=0), explicit(prefetch_depth=9, min_shard_numel=0)):
+            torch.manual_seed(0)
+            model = check_training(
+                Attention(),
+                lambda m, s=schedule: gtp_shard(m, gtp, schedule=s, shard_placement_fn=lambda p: answers.get(p.shape)),
+                gtp,
+                lambda generator: torch.randn(8, 3, WIDTH, generator=generator),
+                lambda m, x: m(x).square().mean(),
+                make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),  # keys' bias has a gradient of about 0
+                steps=2,
+            )
+        on_hsdp = (Replicate(), GTPShard(0)), (Replicate(), GTPShard(1)), (Replicate(), GTPShard(1))
+        named = dict(model.named_parameters())
+        for name, placements in zip(("attention.in_proj_weight", "first.weight", "last.weight"), on_hsdp, strict=True):
+            self.assertEqual((named[name].device_mesh, named[name].placements), (hsdp, placements))
+        self.assertEqual(named["first.bias"].device_mesh, hsdp)
+        self.assertEqual(named["attention.out_proj.weight"].device_mesh, gtp)
+
+
+class TestRefused(TestCase):
+    def test_meshes_that_do_not_fit(self) -> None:
+        with fake_world(rank=1, world_size=4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
+            other_axis = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(mesh=mesh, shard_mesh_dim=0))
+            for answer, message in (
+                ((Shard(0), "gtp"), "a DeviceMesh as mesh, but got str"),
+                ((Shard(0), init_device_mesh("meta", (4,))), "a device that this process has"),
+                (other_axis, r"last axis of a mesh, but .*axis 0 of 2 for parameter 'weight' .* Return a pair"),
+                (([], mesh), r"or a pair of one of these and a DeviceMesh, but got \[\]"),
+            ):
+                model = nn.Linear(8, 8)
+                with self.assertRaisesRegex((TypeError, ValueError), message):
+                    gtp_shard(model, mesh["gtp"], shard_placement_fn=lambda param, a=answer: a)
+                self.assertNotIsInstance(model, GTPModule)
+
+    def test_arguments(self) -> None:
+        with fake_world(world_size=2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+            model = nn.Sequential(nn.Linear(8, 8))
+            with self.assertRaisesRegex(
+                TypeError, r"no argument dp_mesh_dims of fully_shard. .*mesh\['replicate', 'gtp'"
+            ):
+                gtp_shard(model, mesh, dp_mesh_dims=None)
+            with self.assertRaisesRegex(TypeError, "but got a list. Call it once on the module that contains them all"):
+                gtp_shard([model], mesh)
+            with self.assertRaisesRegex(TypeError, r"reshard_after_forward, but got int: 2. .*keep_nbytes"):
+                gtp_shard(model, mesh, reshard_after_forward=2)
+            self.assertNotIsInstance(model, GTPModule)
+
+    def test_methods(self) -> None:
+        """Each raises, whatever it is given; the old name of one works."""
+        with fake_world(world_size=2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh, schedule=ALL)
+            for name, advice in from_fully_shard.METHODS.items():
+                with self.assertRaisesRegex(NotImplementedError, f"{name} of fully_shard has no counterpart"):
+                    getattr(model, name)(True, recurse=False)
+                self.assertRegex(advice, r"^[A-Z].*[a-z)]$")
+            model.set_reduce_scatter_divide_factor(3)
+            model(torch.ones(1, 8)).sum().backward()
+            self.assertEqual(model[0].bias.grad.to_local(), torch.full((8,), 1 / 3))
+
+    def test_reset_iter_state(self) -> None:
+        """A forward or backward that raised leaves nothing: not its gradients, nor those of earlier microbatches."""
+        with fake_world(world_size=2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh, schedule=ALL)
+            x = torch.ones(1, 8, requires_grad=True)
+            model.set_requires_gradient_sync(False)
+            model(x).sum().backward()
+            model.reset_iter_state()
+            x.register_hook(lambda grad: 1 / 0)
+            with self.assertRaises(ZeroDivisionError):
+                model(x).sum().backward()
+            model.reset_iter_state()
+            model.set_requires_gradient_sync(True)
+            model(torch.ones(1, 8)).sum().backward()
+            self.assertEqual(model[0].bias.grad.to_local(), torch.ones(8))  # an average over nobody
+
+
+if __name__ == "__main__":
+    run_tests()
