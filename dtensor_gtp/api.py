@@ -7,7 +7,7 @@ import logging
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.debug import DebugFlags
@@ -43,6 +43,7 @@ def gtp_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     schedule: SchedulePolicy = SchedulePolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (not changed)
 ) -> nn.Module:
     """Shard every weight of ``module`` over ``mesh``, in place, and gather each weight just in time for its use.
 
@@ -78,6 +79,9 @@ def gtp_shard(
         schedule: What may be gathered, kept and reduced when. The default chooses all of it in the first forward. The
             policy of the outermost call counts.
         ignored_params: Parameters that are left as they are; their gradients are not reduced.
+        offload_policy: torch's own. ``CPUOffloadPolicy(pin_memory=True)`` keeps shards, whole parameters and gradients
+            on the host, and with them what the optimizer keeps, which steps there. Shards are copied to the device
+            ahead of each gather, on a stream of their own; reduced gradients are copied back as they are complete.
 
     Returns:
         ``module``, whose class is now a subclass of its own and of :class:`GTPModule`.
@@ -93,7 +97,10 @@ def gtp_shard(
     """
     validate_mesh(mesh)
     ignored = set() if ignored_params is None else ignored_params
-    arguments = Arguments(in_rank_order(mesh), reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored)
+    ranks = in_rank_order(mesh)
+    arguments = Arguments(
+        ranks, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored, offload_policy
+    )
 
     def check() -> tuple[list[Decision], set[Site], DebugFlags]:
         validate_kinds(module, arguments)
@@ -102,7 +109,12 @@ def gtp_shard(
         return *decide(module, arguments), DebugFlags.from_env()
 
     def describe(checked: tuple[list[Decision], set[Site], DebugFlags]) -> list[str]:
-        policies = [f"{mp_policy}", f"{schedule}", f"reshard_after_forward={reshard_after_forward}"]
+        policies = [
+            f"{mp_policy}",
+            f"{schedule}",
+            f"reshard_after_forward={reshard_after_forward}",
+            f"{offload_policy}",
+        ]
         # If one rank alone compared the order of collectives, it would wait for the others forever.
         policies.append(f"DTENSOR_GTP_DEBUG with order={checked[2].order}")
         return policies + [decision.describe() for decision in checked[0]]

@@ -117,11 +117,17 @@ class CommContext(ReductionsInFlight):
         return Done(work=work) if stream is None else Done(stream.record_event(), None, self._computing[-1])
 
     def all_gather(
-        self, groups: Groups, detail: str, outputs: list[Tensor], shards: list[Tensor], copies: _Copies | None = None
+        self,
+        groups: Groups,
+        detail: str,
+        outputs: list[Tensor],
+        shards: list[Tensor],
+        copies: _Copies | None = None,
+        after: torch.Event | None = None,
     ) -> Done:
         """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream. The
-        result says when the outputs may be read. ``detail`` names the weights for debugging aids. ``copies`` run first.
-        """
+        result says when the outputs may be read. ``detail`` names the weights for debugging aids. The stream waits
+        for ``after``, then ``copies`` run, then the gather."""
         name = groups.gather_name
         stream = self._gather_streams.get(name)
         if stream is None:
@@ -131,6 +137,8 @@ class CommContext(ReductionsInFlight):
                 compat.copy_all(*copies)
             return Done(None, self._gather_backends[name].all_gather(outputs, shards))
         with self._fork(stream):
+            if after is not None:
+                stream.wait_event(after)
             if self.is_debugged:
                 self.before_collective("all_gather", detail, groups)
             if copies is not None:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..policy import Waitable
 from .debug import DebugFlags
+from .host_copies import HostCopies
 from .send_ring import Place
-from .streams import Done, Streams
+from .streams import Done
 
 
 class Reduction(NamedTuple):
@@ -35,7 +36,7 @@ class Reduction(NamedTuple):
     origins: tuple[torch.Stream, ...] = ()
 
 
-class ReductionsInFlight(Streams):
+class ReductionsInFlight(HostCopies):
     """The scatter stream of one device and the reductions on it."""
 
     def __init__(self, device: torch.device, debug: DebugFlags) -> None:

@@ -16,7 +16,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import Placement
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +44,11 @@ class Arguments(NamedTuple):
     mp_policy: MixedPrecisionPolicy
     schedule: SchedulePolicy
     ignored_params: Set[nn.Parameter]
+    offload_policy: OffloadPolicy = OffloadPolicy()
+
+    @property
+    def offload(self) -> CPUOffloadPolicy | None:
+        return self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
 
 
 def validate_kinds(module: Any, arguments: Arguments) -> None:
@@ -56,6 +67,7 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
         ("an nn.Module as module", module, nn.Module),
         ("a MixedPrecisionPolicy as mp_policy", arguments.mp_policy, MixedPrecisionPolicy),
         ("a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy),
+        ("an OffloadPolicy as offload_policy", arguments.offload_policy, OffloadPolicy),
         ("a set of parameters as ignored_params", arguments.ignored_params, set | frozenset),
     )
     for what, value, kind in expected:

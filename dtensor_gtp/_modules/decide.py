@@ -77,6 +77,12 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
         return Decision(fqn, [site], param, mesh, Replicate(), existing=existing)
     _check_param(fqn, param, mesh)
     recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
+    if arguments.offload is not None and type(compat.local_part(param).detach()) is not torch.Tensor:
+        raise NotImplementedError(
+            f"gtp_shard does not support offload_policy for parameter '{fqn}' of shape {tuple(param.shape)}, a "
+            f"{type(compat.local_part(param)).__name__} (rank {dist.get_rank()}): quantized shards stay on the device. "
+            "Leave out offload_policy, or quantize_ of this weight."
+        )
     if recipe is None:
         placement, reason = _place(site, param, asked, arguments.schedule.min_shard_numel)
         return Decision(fqn, [site], param, mesh, placement, reason)

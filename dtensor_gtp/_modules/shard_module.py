@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .. import _torch_compat as compat
 from .._dtensor import data_setter, gradients, random_init
 from .._params.layout import WeightLayout
-from .._params.managed_param import ManagedParam, Site
+from .._params.managed_param import ManagedParam, Policies, Site
 from .._params.pack_planes import make_wire
 from .._params.sharded_weight import ShardedWeight
 from .._params.ties import ReplacedParam
@@ -99,7 +99,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
         shard = layout.shard_of(local)
     else:
         shard = local.clone(memory_format=torch.contiguous_format)
-    shard = shard if shard.is_meta else shard.to(device)
+    shard = shard if shard.is_meta else shard.to(device if arguments.offload is None else "cpu")
     spec = compat.make_spec(spec_mesh, (*placements, placement), old.shape, old.dtype)
     if isinstance(shard, NativeWeight):
         assert recipe is not None
@@ -110,12 +110,12 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
         if key not in structural:
             new.__dict__.setdefault(key, value)  # tags that users put on parameters
     managed: ManagedParam
-    mp_policy = arguments.mp_policy
+    policies = Policies(arguments.mp_policy, arguments.offload)
     if layout is not None:
-        managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, mp_policy, layout, tp_spec)
-        weight.set_wire(make_wire(weight, recipe, mp_policy))
+        managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, policies, layout, tp_spec)
+        weight.set_wire(make_wire(weight, recipe, arguments.mp_policy))
     else:
-        managed = WholeParam(decision.fqn, decision.sites, new, mesh, mp_policy, tp_spec, decision.reason)
+        managed = WholeParam(decision.fqn, decision.sites, new, mesh, policies, tp_spec, decision.reason)
     managed.flags.reshard_after_forward = arguments.reshard_after_forward
     managed.replaced = replaced = ReplacedParam(old)
     replaced.manager = managed

@@ -105,6 +105,11 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
         if managed is None or not isinstance(param, DTensor):
             continue
         what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
+        if managed.offload is not None:
+            raise NotImplementedError(
+                f"fully_shard cannot go around gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
+                "(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy."
+            )
         if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(
                 f"fully_shard expects a mesh of other axes than gtp_shard, but mesh axes {cut.mesh.mesh_dim_names} and "

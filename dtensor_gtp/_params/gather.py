@@ -60,6 +60,11 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
         gathered.is_alias = True
         return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
+    if weight.offload is not None:
+        (copy,), uploaded = comm.upload([shard])
+        comm.wait(Done(uploaded))
+        buffer = layout.rows_of(copy).to(weight.compute_dtype)
+        return Gathered(buffer, layout.full_view(buffer), done, shard, version)
     buffer = rows.to(weight.compute_dtype)
     gathered = Gathered(buffer, layout.full_view(buffer), done, shard, version)
     gathered.is_alias = buffer is rows
@@ -89,15 +94,17 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
         is_plain = all(weight.wire is None and weight.fixed is None for weight in weights)
         if is_plain and len(kinds) == 1 and set(companions) <= set(targets):
             shape = (len(weights), *weights[0].layout.buffer_shape)
-            whole = torch.empty(shape, dtype=weights[0].compute_dtype, device=weights[0].shard.device)
+            whole = torch.empty(shape, dtype=weights[0].compute_dtype, device=weights[0].device)
             buffers.update(zip(companions, whole.unbind(0), strict=True))
     return buffers
 
 
-def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None) -> list[_Plane]:
-    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in."""
+def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
+    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in. ``copy`` is that
+    of a shard on the host."""
     if packed is None:
-        return [(weight.layout, weight.shard, weight.gather_buffer() if buffer is None else buffer)]
+        shard = weight.shard if copy is None else copy
+        return [(weight.layout, shard, weight.gather_buffer() if buffer is None else buffer)]
     planes = []
     for layout, plane in packed.planes:
         part = as_integers(plane)
@@ -109,7 +116,10 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
     packed, buffers = _pack(targets, comm), _side_by_side(targets)
     groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
-    planes_of = [_planes(target.weight, packed.get(target), buffers.get(target)) for target in targets]
+    hosted = [target for target in targets if target.weight.offload is not None]
+    uploads, uploaded = comm.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
+    copies = dict(zip(hosted, uploads, strict=True))
+    planes_of = [_planes(t.weight, packed.get(t), buffers.get(t), copies.get(t)) for t in targets]
     outputs, slots, copied, sources = [], [], [], []
     for planes in planes_of:
         for layout, part, buffer in planes:
@@ -120,9 +130,11 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
                 copied.append(layout.filled(rows))
             slots.append(rows)
             outputs.append(buffer)
-    done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None)
+    done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None, uploaded)
     for target, planes in zip(targets, planes_of, strict=True):
-        target.add(_gathered(target.weight, planes, packed.get(target), done, comm))
+        gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
+        gathered.uploaded = copies.get(target)
+        target.add(gathered)
 
 
 def _gathered(

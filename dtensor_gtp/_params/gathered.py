@@ -21,6 +21,7 @@ class Gathered:
 
     # What most objects keep as it is stands at the class, which saves the host the time to set it.
     is_alias = False  # ``buffer`` is the shard itself or a fixed buffer, so it is not freed with this object
+    uploaded: Tensor | None = None  # a copy of ``source``, if that is on the host. It is read until ``done``.
     holds = 0  # number of current users: running ops, forwards of modules, saved tensors in backward
     # Makes the full weight from the gathered planes; None if the weight itself was gathered.
     unpack: Callable[[], Tensor] | None = None
@@ -49,6 +50,7 @@ class Gathered:
 
     def forget(self) -> None:
         """Drop all references except that to the buffer."""
+        self.uploaded = None
         self.done = Done()  # a background work keeps its tensors alive even after it is complete
         self.value, self._contiguous, self.unpack, self.quantized = self.buffer, None, None, None
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
+from .._comm.agreement import device_of
 from .._comm.collectives import Groups
 from ..placement import GTPShard
 
@@ -47,21 +48,27 @@ class SyncFlags:
     gradient_divide_factor: float | None = None
 
 
+class Policies(NamedTuple):
+    """What a ``gtp_shard`` call says of dtypes and of where shards live."""
+
+    mp: MixedPrecisionPolicy
+    offload: CPUOffloadPolicy | None = None  # set: on the host
+
+
 class ManagedParam:
     """What ``ShardedWeight`` and ``WholeParam`` share."""
 
     leaf: Tensor  # stands for the parameter in autograd's graph
     groups: Groups  # set before the first forward, when the communicators exist
 
-    def __init__(
-        self, fqn: str, sites: list[Site], param: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
-    ) -> None:
+    def __init__(self, fqn: str, sites: list[Site], param: nn.Parameter, mesh: DeviceMesh, policies: Policies) -> None:
         self.fqn = fqn  # the first one, if the parameter is tied
         self.sites = sites  # all places where the parameter is registered
         self.mesh = mesh  # 1-D (gtp) or 2-D (replicate, gtp)
         self.num_ranks = mesh.size()  # the gradient is averaged over them
         self.flags = SyncFlags()
-        self._mp_policy = mp_policy
+        self._mp_policy, self.offload = policies
+        self._mesh_device = device_of(mesh)
         self._set_param(param)
         self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ``param``
         self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
@@ -69,16 +76,32 @@ class ManagedParam:
         # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
         self.is_cut_again = False
         self.reduced: Tensor | None = None  # reduced gradient of the running backward, rows of this rank
+        self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
         self._wide_grad: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
 
     def _set_param(self, param: nn.Parameter) -> None:
         self.param = param
-        self.shard = compat.local_tensor(_as_dtensor(param))
+        self.shard = self._pinned(_as_dtensor(param))
         self._extent = param.shape, param.dtype, self.shard.shape  # no optimizer and no load changes these
         policy = self._mp_policy if param.is_floating_point() else MixedPrecisionPolicy()
         self.compute_dtype: torch.dtype = policy.param_dtype or param.dtype
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
+
+    def _pinned(self, param: DTensor) -> Tensor:
+        """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap with compute."""
+        local = compat.local_tensor(param)
+        if self._mesh_device.type == "cpu" or self.offload is None or not self.offload.pin_memory:
+            return local
+        if local.device.type == "cpu" and not local.is_pinned():
+            local = local.pin_memory()
+            compat.set_local(param, local, compat.dtensor_spec(param))
+        return local
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is gathered and computed with."""
+        return self.shard.device if self.offload is None else self._mesh_device
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -191,16 +214,30 @@ class ManagedParam:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
         if reduced.dtype != self._extent[1]:
             reduced = reduced.to(wider(reduced.dtype, self._extent[1]))  # sum in the wider of the two dtypes
-        if self.reduced is None:
+        if self.offload is not None:
+            reduced = self._to_host(reduced, self.offload)
+        if self.reduced is not None and self.offload is not None:
+            self._more_reduced.append(reduced)  # it may not have arrived yet
+        elif self.reduced is None:
             self.reduced = reduced
         else:
             self.reduced += reduced
 
+    def _to_host(self, reduced: Tensor, offload: CPUOffloadPolicy) -> Tensor:
+        """A copy on the host. It is complete when the stream that is current now has come to it."""
+        is_pinned = offload.pin_memory and reduced.is_cuda
+        host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=is_pinned)
+        return host.copy_(reduced, non_blocking=True)
+
     def publish_grad(self) -> None:
-        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks."""
+        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks. If it was
+        copied to the host, the caller has waited for that."""
         if (reduced := self.reduced) is None:
             return
         self.reduced, param = None, self.param
+        for more in self._more_reduced:
+            reduced += more
+        self._more_reduced.clear()
         if not param.requires_grad:  # autograd, too, skips a leaf that was frozen after its forward
             return
         spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
@@ -248,11 +285,18 @@ class ManagedParam:
         is_same = (param.shape, param.dtype, shard.shape) == self._extent
         # A tensor subclass may have no memory of its own.
         has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
-        if is_same and has_memory:
+        is_on_host = self.offload is None or shard.device.type in ("cpu", "meta")
+        if is_same and has_memory and is_on_host:
             return
         # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.
         if self.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
             return
+        if not is_on_host:
+            raise RuntimeError(
+                f"gtp_shard expects parameter '{self.fqn}' of shape {tuple(param.shape)} on the host, as "
+                f"offload_policy says, but it is on {shard.device} (rank {dist.get_rank()}). Move it back with "
+                "module.to('cpu')."
+            )
         found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
         _, dtype, local_shape = self._extent
         raise RuntimeError(
@@ -269,6 +313,7 @@ class ManagedParam:
     def reset_grads(self) -> None:
         """Forget gradients of a backward that raised."""
         self.reduced = None
+        self._more_reduced.clear()
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor:

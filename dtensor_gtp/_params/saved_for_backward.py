@@ -166,7 +166,7 @@ class SavedWeights:
         if isinstance(packed, _Composed):
             view = packed.compose({name: self._unpack(part) for name, part in packed.parts.items()})
         elif packed.use.weight.wire is None and _is_ignored(packed):
-            dtype, device = packed.use.weight.compute_dtype, packed.use.weight.shard.device
+            dtype, device = packed.use.weight.compute_dtype, packed.use.weight.device
             view = torch.empty_strided(packed.size, packed.stride, dtype=dtype, device=device)
         else:
             base = _parts_of(self._gathered_for(packed.use).contiguous())[packed.part]

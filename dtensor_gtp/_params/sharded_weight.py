@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement
 
 from .. import _torch_compat as compat
@@ -24,7 +23,7 @@ from ..quant.float8_gemms import Float8GEMMs
 from ..quant.planes import Direction, Quantized
 from .gathered import Gathered, Version
 from .layout import WeightLayout
-from .managed_param import ManagedParam, Site
+from .managed_param import ManagedParam, Policies, Site
 
 
 class StandIn:
@@ -144,16 +143,16 @@ class ShardedWeight(ManagedParam, Gatherable):
         sites: list[Site],
         param: nn.Parameter,
         mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
+        policies: Policies,
         layout: WeightLayout,
         tp_spec: compat.DTensorSpec | None,
     ) -> None:
-        ManagedParam.__init__(self, fqn, sites, param, mesh, mp_policy)
+        ManagedParam.__init__(self, fqn, sites, param, mesh, policies)
         Gatherable.__init__(self, self)
         self.layout = layout
         self.tp_spec = tp_spec  # of the tp-local slice that modules see; None without tensor parallelism
         self.wire: Wire | None = None
-        self.is_plain = layout.world > 1  # what other ranks have of it is gathered as it is
+        self.is_plain = layout.world > 1 and self.offload is None  # what other ranks have of it is gathered as it is
         self.for_backward: Gatherable = self  # gathered in backward to compute the gradient of the input
         self.unsharded_grad: Tensor | None = None  # full gradient of microbatches without gradient sync
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
@@ -161,7 +160,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.gemms: Float8GEMMs | None = None  # multiply with the quantized weight; None: with the full weight
         self.fixed: FixedBuffers | None = None  # set for weights of recorded blocks
         # Exchanges of activations, for an embedding and for a head with a vocabulary-parallel loss.
-        self.may_exchange = True
+        self.may_exchange = self.offload is None  # an embedding would need its rows on the device
         self.lookups: TokenExchange | None = None
         self.losses: TokenExchange | None = None
         self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
@@ -173,7 +172,7 @@ class ShardedWeight(ManagedParam, Gatherable):
     def set_wire(self, wire: Wire | None) -> None:
         """Gather the weight as ``wire`` says; None gathers the weight itself."""
         self.wire = wire
-        self.is_plain = wire is None and self.layout.world > 1
+        self.is_plain = wire is None and self.layout.world > 1 and self.offload is None
         self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self
         self.gemms = None if wire is None else wire.gemms()
 
@@ -181,15 +180,15 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.edition += 1
         # The gradient does not go through autograd. An empty leaf stands for the parameter in the graph: autograd would
         # call post-accumulate-grad hooks of the parameter itself long before its gradient is reduced.
-        self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.shard.device)
+        self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.device)
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
         self.rows = self.layout.rows_of(self.shard)
-        self.full_like = compat.template(self.layout.buffer_shape, self.compute_dtype, self.shard.device)
+        self.full_like = compat.template(self.layout.buffer_shape, self.compute_dtype, self.device)
         self.sent_nbytes = math.prod(self.layout.buffer_shape) * self.reduce_dtype.itemsize  # in a reduce-scatter
-        self._sent_like = compat.template(self.layout.buffer_shape, self.reduce_dtype, self.shard.device)
-        self._slot_like = compat.template(self.layout.slot_shape, self.reduce_dtype, self.shard.device)
+        self._sent_like = compat.template(self.layout.buffer_shape, self.reduce_dtype, self.device)
+        self._slot_like = compat.template(self.layout.slot_shape, self.reduce_dtype, self.device)
         self.is_sendable = self.layout.is_sendable(self.rows, self.compute_dtype)
         self.gemms = None if self.wire is None else self.wire.gemms()
         if self.tp_spec is not None:

@@ -9,17 +9,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .managed_param import ManagedParam, Site, wider
+from .managed_param import ManagedParam, Policies, Site, wider
 
 
 class WholeParam(ManagedParam):
     """A parameter that every rank of the axis holds whole.
 
-    Modules see ``leaf``, an ordinary parameter in the same memory. Autograd accumulates its gradient locally. After
+    Modules see ``leaf``, an ordinary parameter in the same memory (with shards on the host, a copy on the device that
+    each forward makes anew). Autograd accumulates its gradient locally. After
     backward, one coalesced call reduces the gradients of all such parameters.
     """
 
@@ -29,11 +29,11 @@ class WholeParam(ManagedParam):
         sites: list[Site],
         param: nn.Parameter,
         mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
+        policies: Policies,
         tp_spec: compat.DTensorSpec | None,
         reason: str,
     ) -> None:
-        super().__init__(fqn, sites, param, mesh, mp_policy)
+        super().__init__(fqn, sites, param, mesh, policies)
         self.tp_spec = tp_spec  # of ``leaf``; None without tensor parallelism
         self.reason = reason  # why the parameter is not sharded, for the report
         self.unsynced_grad: Tensor | None = None  # of microbatches without gradient sync, in reduce_dtype
@@ -44,6 +44,8 @@ class WholeParam(ManagedParam):
 
     def _rebound(self) -> None:
         value = self.shard.detach()
+        if self.offload is not None and not value.is_meta:
+            value = value.to(self.device, copy=True)
         if self.tp_spec is not None:
             spec = self.tp_spec
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, value.dtype)
@@ -55,6 +57,13 @@ class WholeParam(ManagedParam):
             this = weakref.ref(self)
             self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
             self.leaf.requires_grad_(self.param.requires_grad)
+
+    def begin_forward(self, is_captured: bool) -> None:
+        super().begin_forward(is_captured)
+        if self.offload is not None and not self.shard.is_meta:
+            # Without a new version: a graph of an earlier forward may have saved the leaf, whose values are the same
+            # unless the optimizer has stepped, which changes the version.
+            compat.local_part(self.leaf.detach()).data.copy_(self.shard, non_blocking=True)
 
     def value(self) -> Tensor:
         """The parameter as modules see it, in the compute dtype."""

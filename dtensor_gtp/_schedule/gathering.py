@@ -52,7 +52,9 @@ class Gathering(KeepAndFree):
         if comm.is_debugged:
             comm.delay()
         done = gathered.done
-        if done.origin is not comm.wait(done):
+        origin = comm.wait(done)
+        gathered.uploaded = None
+        if done.origin is not origin:
             comm.note_reading(done, (gathered.buffer,))
         return gathered
 

@@ -82,6 +82,13 @@ class KeepAndFree:
         blocks = block_nbytes((call.module for call in self.calls), self.weights)
         gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in self.params}]
         no_copies = no_copy_engines(self.device, gathering, self.grads.replicas is not None)
+        if any(param.offload is not None for param in self.params):
+            no_copies = "offload_policy keeps shards on the host"
+            if self.policy.gather_backend == "copy_engine":
+                raise ValueError(
+                    "gtp_shard does not support SchedulePolicy(gather_backend='copy_engine') with offload_policy: copy "
+                    "engines send what is on the device. Leave gather_backend at its default."
+                )
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
         for param in self.params:
@@ -205,6 +212,7 @@ class KeepAndFree:
     def wait_kept(self, weight: ShardedWeight) -> None:
         if weight.kept is not None:
             self.comm.wait(weight.kept.done)
+            self.comm.finish_uploads()
 
     def drop_kept(self, weight: ShardedWeight) -> None:
         """Drop everything that was made of a shard."""

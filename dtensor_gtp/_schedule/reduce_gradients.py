@@ -351,6 +351,8 @@ class Gradients:
         self._comm.end_backward()
         if self.replicas is not None:
             self.replicas.finish()
+        if any(param.offload is not None for param in params):
+            self._comm.finish_on_host()
         for param in params:
             param.publish_grad()
 

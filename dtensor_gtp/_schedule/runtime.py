@@ -39,6 +39,7 @@ class Runtime(Gathering):
         # Parameters by the ids of their objects, for optimizer steps; ``note_step`` makes it anew if it is empty.
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
+        self._is_offloaded = False  # whether shards are on the host
         optimizer_steps().watchers.add(self)
 
     def note_step(self, updated: set[int]) -> None:
@@ -70,6 +71,7 @@ class Runtime(Gathering):
         self._num_calls += 1
         for param in params:
             param.on_replaced = self.forget_objects
+            self._is_offloaded |= param.offload is not None
             if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)
@@ -96,6 +98,7 @@ class Runtime(Gathering):
         self.reads.pop(frame)
         if not self.reads.frames and self._forward_chain is not None:
             self._drop_prefetched()
+            self.comm.finish_uploads()
             if is_complete:
                 self._forward_chain.end()
             else:
@@ -111,6 +114,8 @@ class Runtime(Gathering):
         is_captured = self.comm.is_capturing
         for param in self.params:
             param.begin_forward(is_captured)
+        if self._is_offloaded:
+            self.comm.note_uploads()
         self._begin_quantized(self.weights)
         chain = self._chain(entry, is_backward=False, is_grad_enabled=torch.is_grad_enabled())
         self._forward_chain = chain
@@ -141,6 +146,7 @@ class Runtime(Gathering):
         self.reads.release_read_in_backward()
         self._drop_prefetched()
         self._end_keeps()
+        self.comm.finish_uploads()
         self._is_in_backward = False
         self._backward_chain.end()
         self.complete_gradients()

@@ -38,6 +38,8 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
     for runtime in runtimes:
         if any(param.is_cut_again for param in runtime.params):
             raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
+        if any(param.offload is not None for param in runtime.params):
+            raise NotImplementedError(f"{caller} does not support offload_policy: a graph cannot wait for the host.")
         if runtime.grads.replicas is not None:
             raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
     return runtimes

@@ -27,7 +27,7 @@ def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight
 def materialize(compiled: CompiledWeight) -> Tensor:
     """The full weight as one op of the compiled graph; a DTensor around it where the module is tensor-parallel."""
     weight = compiled.weight
-    shape, device = list(weight.layout.shape), weight.shard.device
+    shape, device = list(weight.layout.shape), weight.device
     full: Tensor = _materialize(weight.stand_in.leaf, compiled.handle, shape, weight.compute_dtype, device)
     if (spec := weight.tp_spec) is None:
         return full

@@ -180,7 +180,7 @@ def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     ``(world, capacity)``; and the hidden states that are kept, by chunk."""
     layout, shape = job.weight.layout, job.targets.shape
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    rows = job.weight.shard.detach().to(hidden.dtype)
+    rows = job.weight.shard.detach().to(hidden.device, hidden.dtype)
     largest = torch.full(shape, -torch.inf, dtype=dtype, device=hidden.device)
     # Sums of exponentials relative to the largest logit of this rank; logits of targets; sums of logits.
     exponentials, at_target, totals = sums = torch.zeros((3, *shape), dtype=dtype, device=hidden.device)
@@ -228,7 +228,7 @@ def _backward(
     layout, comm, device = job.weight.layout, job.runtime.comm, hidden.device
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     wgrad_dtype = torch.promote_types(job.weight.reduce_dtype, torch.float32)
-    rows = job.weight.shard.detach().to(hidden.dtype)
+    rows = job.weight.shard.detach().to(hidden.device, hidden.dtype)
     grad_hidden = torch.empty_like(hidden) if needs[0] else None
     wgrad = torch.zeros(layout.slot_shape, dtype=wgrad_dtype, device=device) if needs[1] else None
     grad_bias = torch.zeros(layout.num_rows, dtype=dtype, device=device) if needs[2] else None

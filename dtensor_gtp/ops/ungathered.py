@@ -49,7 +49,7 @@ class UngatheredWeight(Tensor):
     def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
         shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
         strides = (1, shape[0]) if is_transposed else (shape[1], 1)
-        dtype, device = weight.compute_dtype, weight.shard.device
+        dtype, device = weight.compute_dtype, weight.device
         self = compat.make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
         return self  # type: ignore[no-any-return]

@@ -99,7 +99,8 @@ sharding_report""",
 capture_blocks(module, blocks, *, warmup_calls=3, max_graphs=4)
 capture_step(fn, module, optimizer=(), *, warmup_steps=3, max_graphs=8)
 gtp_shard(module, mesh, *, reshard_after_forward=True, shard_placement_fn=None,
-    mp_policy=MixedPrecisionPolicy(), schedule=SchedulePolicy(), ignored_params=None)
+    mp_policy=MixedPrecisionPolicy(), schedule=SchedulePolicy(), ignored_params=None,
+    offload_policy=OffloadPolicy())
 init_weight_mesh(device_type, *, replicate=1, dp=1, gtp=1, tp=1, cp=1, ep=1, expert_gtp=1, expert_tp=1,
     rank_order=None, seed=0, backend=None, timeout=None)
 quantize_(module, recipe, *, filter_fn=None, storage='master')
@@ -134,7 +135,7 @@ CapturedStep.reset()""",
         """Its arguments and the methods of its modules: the same here, or refused with what to use instead."""
         refused = set(from_fully_shard.ARGUMENTS)
         arguments = {p.name for p in parameters(fsdp.fully_shard)}
-        self.assertEqual(arguments - {p.name for p in parameters(dtensor_gtp.gtp_shard)} - refused, {"offload_policy"})
+        self.assertEqual(arguments - {p.name for p in parameters(dtensor_gtp.gtp_shard)} - refused, set())
         methods = {name for name, _ in own_methods(fsdp.FSDPModule)}
         ours = {name for name, _ in own_methods(dtensor_gtp.GTPModule)}
         self.assertEqual(methods - ours - from_fully_shard.METHODS.keys(), set())
