@@ -122,7 +122,10 @@ class TestOffload(GlooTest):
         reference = Twice()
         with torch.device("meta"):
             model = Twice()
-        gtp_shard(model, mesh, schedule=ALL, **OFFLOAD).to_empty(device="cpu")
+        gtp_shard(model, mesh, schedule=ALL, **OFFLOAD)
+        with self.assertRaisesRegex(RuntimeError, r"to_empty\(device='cpu'\)"):
+            model(x)
+        model.to_empty(device="cpu")
         model.load_state_dict(reference.state_dict())
         for change in (
             lambda param: param.mul_(1.5),
