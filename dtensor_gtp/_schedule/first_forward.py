@@ -123,8 +123,9 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
         return
     named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MAX_NAMED]]
     more = f" and {len(meta) - _MAX_NAMED} more" if len(meta) > _MAX_NAMED else ""
+    where = device.type if meta[0].offload is None else "cpu"
     raise RuntimeError(
         f"Parameters {', '.join(named)}{more} on mesh axes {meta[0].mesh.mesh_dim_names} are still on the meta device "
         f"at the first forward (rank {dist.get_rank()}). Materialize them with "
-        f"module.to_empty(device='{device.type if meta[0].offload is None else 'cpu'}') and initialize them, or load a state dict."
+        f"module.to_empty(device='{where}') and initialize them, or load a state dict."
     )
