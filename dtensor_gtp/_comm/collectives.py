@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind
 
-# Not every backend has collectives for every float dtype.
-_WIRE_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:
@@ -53,8 +52,13 @@ class Groups:
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """The same bits as integers, for which every backend has collectives."""
-    return tensor.view(_WIRE_DTYPES[tensor.dtype.itemsize])
+    """The same bits as integers."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def as_sendable(tensor: Tensor) -> Tensor:
+    """The same bits in a dtype that all backends gather: neither gloo nor NCCL has all float dtypes, or int16."""
+    return tensor.view(torch.bfloat16) if tensor.dtype.itemsize == 2 else as_integers(tensor)
 
 
 class ReduceScale(NamedTuple):

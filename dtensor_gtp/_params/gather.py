@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._comm.collectives import as_integers
+from .._comm.collectives import as_sendable
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
@@ -56,7 +56,7 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     if weight.wire is not None:
         packed = weight.wire.pack(_direction(target), comm)
         own = [plane for _, plane in packed.planes]
-        gathered = Gathered(as_integers(own[0]), shard, done, shard, version)
+        gathered = Gathered(as_sendable(own[0]), shard, done, shard, version)
         gathered.is_alias = True
         return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
@@ -107,7 +107,7 @@ def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None,
         return [(weight.layout, shard, weight.gather_buffer() if buffer is None else buffer)]
     planes = []
     for layout, plane in packed.planes:
-        part = as_integers(plane)
+        part = as_sendable(plane)
         planes.append((layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
     return planes
 

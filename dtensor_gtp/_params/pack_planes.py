@@ -186,7 +186,7 @@ class HookWire(Wire):
     def pack(self, direction: Direction, comm: CommContext) -> Packed:
         weight, shard, layout = self.weight, self.weight.shard, self.weight.layout
         mesh = weight.mesh[weight.mesh.mesh_dim_names[-1]] if weight.mesh.mesh_dim_names else weight.mesh
-        if not _has_hooks(shard):
+        if not has_hooks(shard):
             raise NotImplementedError(
                 f"gtp_shard gathers parameter '{weight.fqn}' of shape {tuple(layout.shape)} by the hooks of its shard, "
                 f"but a fully_shard outside has called them already and left a {type(shard).__name__}. Leave the "
@@ -231,8 +231,9 @@ def make_wire(weight: ShardedWeight, recipe: Recipe | None, mp_policy: MixedPrec
     """How to gather a weight that is not sent as it is; None for other weights."""
     if recipe is not None:
         return NativeWire(weight, recipe) if isinstance(weight.shard, NativeWeight) else QuantizedWire(weight, recipe)
-    return HookWire(weight, mp_policy) if _has_hooks(weight.shard) else None
+    return HookWire(weight, mp_policy) if has_hooks(weight.shard) else None
 
 
-def _has_hooks(tensor: Tensor) -> bool:
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether ``fully_shard`` would gather what the tensor's own hooks return."""
     return hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "fsdp_post_all_gather")

@@ -13,6 +13,8 @@ from .. import _torch_compat as compat
 from .._comm.agreement import digest
 from .._comm.collectives import has_replicas
 from .._params.managed_param import ManagedParam
+from .._params.pack_planes import has_hooks
+from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 
 _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
@@ -120,6 +122,12 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
     if not meta:
         for param in params:
             param.check_memory()
+            if isinstance(param, ShardedWeight) and param.wire is None and has_hooks(param.shard):
+                raise RuntimeError(
+                    f"gtp_shard expects the hooks of a parameter before it is sharded, but parameter '{param.fqn}' of "
+                    f"shape {tuple(param.param.shape)} got fsdp_pre_all_gather later (rank {dist.get_rank()}). Put the "
+                    "hooks into a tensor subclass, and make the parameter of it before gtp_shard."
+                )
         return
     named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MAX_NAMED]]
     more = f" and {len(meta) - _MAX_NAMED} more" if len(meta) > _MAX_NAMED else ""

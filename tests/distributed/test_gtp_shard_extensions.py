@@ -17,6 +17,34 @@ from torch.testing._internal.common_utils import run_tests
 from torch.utils._pytree import tree_map_only
 
 from dtensor_gtp import gtp_shard, sharding_report
+from dtensor_gtp._torch_compat import wrapper_tensor
+
+
+class Halved(torch.Tensor):
+    """Values that are gathered as 16 bits, seen as ``wire_dtype``."""
+
+    def __new__(cls, values: torch.Tensor, wire_dtype: torch.dtype) -> Halved:
+        return wrapper_tensor(cls, values, values.shape, values.dtype)
+
+    def __init__(self, values: torch.Tensor, wire_dtype: torch.dtype) -> None:
+        self._values, self._wire_dtype = values, wire_dtype
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wire_dtypes: list[torch.dtype] = []
+
+        def unwrap(tensor: Halved) -> torch.Tensor:
+            wire_dtypes.append(tensor._wire_dtype)
+            return tensor._values
+
+        args, kwargs = tree_map_only(Halved, unwrap, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, lambda t: Halved(t, wire_dtypes[0]), func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        return (self._values.bfloat16().view(self._wire_dtype),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        return outputs[0].view(torch.bfloat16).to(dtype), outputs
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
@@ -53,6 +81,26 @@ class TestHooks(GlooTest):
                 assert_idle(model)
         uses = {row.name: row.use for row in sharding_report(model).rows}
         self.assertEqual(uses["0.weight"], "attribute, gathered and used by its own hooks")
+
+    def test_sixteen_bits_cross_the_wire(self) -> None:
+        """bfloat16, which the hook says, and int16, which neither gloo nor NCCL knows; with short and empty shards."""
+        for rows in (8, 3):
+            for dtype in (torch.bfloat16, torch.int16):
+                torch.manual_seed(0)
+                weight = torch.randn(rows, 16).bfloat16().float()
+                layer = nn.Linear(16, rows, bias=False)
+                layer.weight = nn.Parameter(Halved(weight, dtype))
+                model = gtp_shard(layer, self.gtp_mesh(), schedule=ALL)
+                x = torch.randn(4, 16)
+                self.assertEqual(model(x), x @ weight.t())
+
+    def test_hooks_that_come_too_late(self) -> None:
+        """On the local tensor after ``gtp_shard``: all ranks say so."""
+        model = gtp_shard(nn.Sequential(nn.Linear(16, 16)), self.gtp_mesh(), schedule=ALL)
+        local = runtime_of(model).weights[0].shard
+        local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *args: None  # type: ignore[attr-defined]
+        with self.assertRaisesRegex(RuntimeError, "'0.weight' of shape .* got fsdp_pre_all_gather later"):
+            model(torch.ones(1, 16))
 
     def test_inside_of_fully_shard_the_same(self) -> None:
         mesh = self.gtp_mesh()
