@@ -85,6 +85,8 @@ def _call_in_frame(
     is_complete = False
     try:
         if group.module is module:
+            if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
+                args, kwargs = to_device((args, kwargs), runtime.device)
             args, kwargs = _cast_inputs(group, args, kwargs)
         if compiler is not None or module._compiled_call_impl is not None:
             args, kwargs = compat.complete_collectives((args, kwargs))
@@ -141,20 +143,30 @@ def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
     return (args, kwargs) if dtype is None else _cast((args, kwargs), dtype)
 
 
+def to_device(tree: Any, device: torch.device) -> Any:
+    """All tensors in inputs of the outermost module on ``device``, as ``fully_shard`` moves them."""
+    return _map_tensors(tree, lambda tensor: tensor if tensor.device == device else tensor.to(device))
+
+
 def _cast_outputs(group: ShardGroup, output: Any) -> Any:
     return output if group.mp_policy.output_dtype is None else _cast(output, group.mp_policy.output_dtype)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """All floating-point tensors in containers that pytree knows and in dataclasses, as ``fully_shard`` casts them."""
+    """All floating-point tensors, as ``fully_shard`` casts them."""
+    return _map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """``convert`` of all tensors in containers that pytree knows and in dataclasses."""
     leaves, spec = compat.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            leaves[index] = leaf.to(dtype) if leaf.is_floating_point() else leaf
+            leaves[index] = convert(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             leaves[index] = copy.copy(leaf)
             for field in fields(leaf):  # also of a frozen one
-                object.__setattr__(leaves[index], field.name, _cast(getattr(leaf, field.name), dtype))
+                object.__setattr__(leaves[index], field.name, _map_tensors(getattr(leaf, field.name), convert))
     return compat.tree_unflatten(leaves, spec)
 
 

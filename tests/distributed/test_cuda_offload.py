@@ -150,6 +150,12 @@ class TestCudaOffload(CudaTest):
         shards = sum(param.to_local().nbytes for param in model.parameters())
         self.assertLess(torch.cuda.memory_allocated() - before, shards // 8)
 
+    def test_inputs_on_the_host(self) -> None:
+        """They are moved, as ``fully_shard`` moves them, with offload and without."""
+        for options in ({}, offload()):
+            model = gtp_shard(nn.Sequential(nn.Linear(64, 64)), self.gtp_mesh(), schedule=ALL, **options)
+            self.assertEqual(model(torch.ones(1, 64)).device.type, "cuda")
+
     def test_moved_module(self) -> None:
         model = gtp_shard(nn.Sequential(nn.Linear(64, 64)), self.gtp_mesh(), schedule=ALL, **offload())
         model.cuda()

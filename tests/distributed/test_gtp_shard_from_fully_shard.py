@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
 from dtensor_gtp._modules import from_fully_shard
+from dtensor_gtp._modules.frames import to_device
 
 WIDTH = 10
 
@@ -62,6 +64,22 @@ class TestMeshes(GlooTest):
             self.assertEqual((named[name].device_mesh, named[name].placements), (hsdp, placements))
         self.assertEqual(named["first.bias"].device_mesh, hsdp)
         self.assertEqual(named["attention.out_proj.weight"].device_mesh, gtp)
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    number: int = 3
+
+
+class TestInputs(TestCase):
+    def test_inputs_are_moved_to_the_device(self) -> None:
+        """In containers and dataclasses; here to the meta device, in the test of CUDA to the GPU."""
+        x, device = torch.ones(2), torch.device("meta")
+        (moved, [batch]), options = to_device(((x, [Batch(x)]), {"y": x, "n": 1}), device)
+        self.assertEqual({t.device for t in (moved, batch.x, options["y"])}, {device})
+        self.assertEqual((batch.number, options["n"], x.device.type), (3, 1, "cpu"))
+        self.assertIs(to_device(moved, device), moved)
 
 
 class TestRefused(TestCase):
