@@ -24,6 +24,7 @@ from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
 from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
+from .other_libraries import PreparedByAccelerate
 
 
 class GTPManaged(BoundModule):
@@ -31,6 +32,7 @@ class GTPManaged(BoundModule):
 
     _gtp_original: type[nn.Module]
     _gtp_prefix: str
+    _is_accelerate_prepared = PreparedByAccelerate()
 
     @property
     def _distribute_module_applied(self) -> _Refusal:

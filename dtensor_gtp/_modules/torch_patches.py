@@ -22,6 +22,7 @@ from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from .binding import binding_of, managed_params, runtimes_below
+from .other_libraries import INSTEAD_OF_DDP
 
 
 @functools.cache
@@ -207,6 +208,8 @@ def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
     for name, param in managed.items():
         if mesh is not None or ranks != sorted(param.mesh.mesh.flatten().tolist()):
             raise _refusal(f"DistributedDataParallel over ranks {ranks}", name, param)
+    if all(name in managed or name in ignored or not param.requires_grad for name, param in module.named_parameters()):
+        raise ValueError(f"DistributedDataParallel finds nothing to reduce in a {type(module).__name__}: {INSTEAD_OF_DDP}")
     # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
     names = {name if "." in name else f".{name}" for name in managed} | managed.keys()
     compat.ignore_in_ddp(module, sorted(ignored | names))

@@ -1,0 +1,25 @@
+"""What to write where another library would wrap a sharded module in ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+INSTEAD_OF_DDP = (
+    "gtp_shard averages its gradients already. Call the module as gtp_shard returned it. With accelerate write 'from "
+    "dtensor_gtp.integrations.accelerate import GTPAccelerator as Accelerator', with transformers 'from "
+    "dtensor_gtp.integrations.transformers import GTPTrainer as Trainer', with Lightning "
+    "'Trainer(strategy=ModelParallelStrategy())' and gtp_shard in configure_model."
+)
+
+
+class PreparedByAccelerate:
+    """Class attribute ``_is_accelerate_prepared``, which accelerate reads before it wraps a module.
+
+    Without a value of the module's own, which ``GTPAccelerator`` sets, the module would end in DDP: refuse. The error
+    comes before accelerate's own on GPUs, which takes the DTensors for tensor parallelism.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> PreparedByAccelerate:
+        if module is None:
+            return self
+        raise RuntimeError(f"accelerate cannot prepare a {type(module).__name__} after gtp_shard: {INSTEAD_OF_DDP}")

@@ -1,0 +1,212 @@
+"""``accelerate.Accelerator`` for models that :func:`dtensor_gtp.gtp_shard` has sharded.
+
+An accelerator wraps models of several processes in DDP. This one takes a sharded model as it is, and replaces the methods
+that take a parameter for a whole tensor: it accumulates without communication, gathers whole state dicts, and saves and
+loads shards by ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from .._modules.binding import ShardGroup, binding_of
+from ..api import GTPModule
+from . import needs_extra
+
+with needs_extra("accelerate"):
+    from accelerate import Accelerator
+    from accelerate.checkpointing import load_accelerator_state
+    from accelerate.utils import RNG_STATE_NAME, is_peft_model
+
+STATE_FOLDER = "sharded_state"  # below a checkpoint, what torch.distributed.checkpoint wrote
+
+
+class GTPAccelerator(Accelerator):
+    """An ``Accelerator`` whose ``prepare`` leaves models after ``gtp_shard`` unwrapped. Use it in the place of the stock
+    one; models that are not sharded are treated as ever.
+
+    Shard the model first, over all processes, and make the optimizer afterwards::
+
+        accelerator = GTPAccelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+        gtp_shard(model, init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    - ``accumulate`` and ``no_sync`` communicate no gradients until the last microbatch.
+    - With a ``param_dtype`` in the ``mp_policy`` of ``gtp_shard``, ``mixed_precision`` adds no autocast.
+    - ``get_state_dict`` returns whole tensors on the host of rank 0, and an empty dict on other ranks. ``save_model``
+      writes them. Call both on all ranks.
+    - ``save_state`` and ``load_state`` work on any number of ranks. Of a PEFT model they store what is trained.
+    """
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As ``Accelerator.prepare_model``, without DDP around a sharded model.
+
+        Raises:
+            NotImplementedError: The model is sharded over other ranks than all processes.
+        """
+        groups = _outermost(model)
+        if not groups:
+            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        for group in groups:
+            if group.mesh.size() != self.num_processes:
+                raise NotImplementedError(
+                    f"GTPAccelerator expects models sharded over all {self.num_processes} processes, because each gets "
+                    f"data of its own, but got a {type(group.module).__name__} on mesh axes "
+                    f"{group.mesh.mesh_dim_names} of {group.mesh.size()} ranks. Pass a 1-D (gtp) or 2-D (replicate, "
+                    "gtp) mesh of all processes to gtp_shard."
+                )
+            if group.mp_policy.param_dtype is not None:
+                self.native_amp = False  # the policy casts
+        # In evaluation mode, the stock method casts and compiles only.
+        vars(model).setdefault("_is_accelerate_prepared", False)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward communicates no gradients of ``model``: they are summed locally until a backward outside of this."""
+        modules = [group.module for group in _outermost(model)]
+        with super().no_sync(model):
+            _set_requires_gradient_sync(modules, False)
+            try:
+                yield
+            finally:
+                _set_requires_gradient_sync(modules, True)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The state dict in whole tensors on the host of rank 0; an empty one on other ranks. Collective."""
+        if not _outermost(model):
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        return whole_state_dict(self.unwrap_model(model) if unwrap else model)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Path:
+        """As ``Accelerator.save_state``; shards go to ``sharded_state`` below the folder. Collective."""
+        with self._without_sharded() as (models, optimizers):
+            folder = Path(super().save_state(output_dir, *args, **kwargs))
+        if models:
+            dcp.save(_shards(models, optimizers), checkpoint_id=folder / STATE_FOLDER)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As ``Accelerator.load_state``, on any number of ranks. Ranks that the saving job did not have continue with
+        the random numbers of those that it had, counted round. Collective."""
+        folders: list[Path] = []
+        with self._without_sharded() as (models, optimizers):
+            hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(Path(folder)))
+            try:
+                super().load_state(input_dir, *args, **kwargs)
+            finally:
+                hook.remove()
+        (folder,) = folders
+        if not models:
+            return
+        state = _shards(models, optimizers)
+        dcp.load(state, checkpoint_id=folder / STATE_FOLDER)
+        _set_shards(models, optimizers, state)
+        num_saved = len(list(folder.glob(f"{RNG_STATE_NAME}_*.pkl")))
+        if self.process_index >= num_saved:
+            self.step = load_accelerator_state(str(folder), [], [], [], [], self.process_index % num_saved)["step"]
+
+    @contextmanager
+    def _without_sharded(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:
+        """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards."""
+        models, optimizers = self._models, self._optimizers
+        sharded = [model for model in models if _outermost(model)]
+        of_sharded = [one for one in optimizers if _owner(one, sharded) is not None]
+        self._models = [model for model in models if not any(model is one for one in sharded)]
+        self._optimizers = [one for one in optimizers if not any(one is other for other in of_sharded)]
+        try:
+            yield sharded, of_sharded
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """A state dict in whole tensors on the host of rank 0, for files that know no shards. Collective.
+
+    Names of one tied parameter have one tensor, as they have in the model, so that it is written once.
+
+    Args:
+        model: With or without parameters of ``gtp_shard``.
+        trained_only: Leave out parameters that need no gradient.
+
+    Returns:
+        An empty dict on ranks other than 0.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
+    whole: dict[str, Tensor] = get_model_state_dict(model, options=options)  # type: ignore[assignment]
+    first: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in whole:
+            whole[name] = whole[first.setdefault(param, name)]
+    return whole
+
+
+def _outermost(model: nn.Module) -> list[ShardGroup]:
+    """The calls of ``gtp_shard`` that no other call is around."""
+    binding = binding_of(model)
+    if binding is not None and isinstance(model, GTPModule):
+        return [binding.group]
+    return [group for child in model.children() for group in _outermost(child)]
+
+
+def _set_requires_gradient_sync(modules: list[nn.Module], is_required: bool) -> None:
+    for module in modules:
+        assert isinstance(module, GTPModule)
+        GTPModule.set_requires_gradient_sync(module, is_required)  # not that of an outer fully_shard
+
+
+def _owner(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> nn.Module | None:
+    """The model whose DTensors the optimizer updates."""
+    ids = {id(param) for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)}
+    return next((model for model in models if any(id(param) in ids for param in model.parameters())), None)
+
+
+def options_of(model: nn.Module) -> StateDictOptions:
+    """What of a model is stored: of a PEFT model what is trained, else all."""
+    is_peft: bool = is_peft_model(model)
+    return StateDictOptions(ignore_frozen_params=is_peft, strict=not is_peft)
+
+
+def _shards(models: list[nn.Module], optimizers: list[Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for index, model in enumerate(models):
+        state[f"model_{index}"] = get_model_state_dict(model, options=options_of(model))
+    for index, optimizer in enumerate(optimizers):
+        owner = _owner(optimizer, models)
+        assert owner is not None
+        # accelerate's own wrapper skips steps of microbatches, among them the one by which torch makes the state.
+        state[f"optimizer_{index}"] = get_optimizer_state_dict(owner, optimizer.optimizer, options=options_of(owner))
+    return state
+
+
+def _set_shards(models: list[nn.Module], optimizers: list[Any], state: dict[str, Any]) -> None:
+    for index, model in enumerate(models):
+        set_model_state_dict(model, state[f"model_{index}"], options=options_of(model))
+    for index, optimizer in enumerate(optimizers):
+        owner = _owner(optimizer, models)
+        assert owner is not None
+        set_optimizer_state_dict(
+            owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner)
+        )
+
+
+__all__ = ["GTPAccelerator", "whole_state_dict"]

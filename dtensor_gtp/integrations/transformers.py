@@ -1,0 +1,119 @@
+"""``transformers.Trainer`` for models that :func:`dtensor_gtp.gtp_shard` has sharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from . import needs_extra
+
+with needs_extra("transformers"):
+    from accelerate.utils import is_peft_model
+    from transformers import Trainer
+
+    from .accelerate import STATE_FOLDER, GTPAccelerator, options_of, whole_state_dict
+
+
+class GTPTrainer(Trainer):
+    """A ``transformers.Trainer`` that trains a model after ``gtp_shard`` without DDP. Use it in the place of the stock
+    one, with the sharded model; the trainer makes the optimizer::
+
+        gtp_shard(model, init_device_mesh(args.device.type, (args.world_size,)))
+        trainer = GTPTrainer(model=model, args=args, train_dataset=dataset)
+
+    Trainers that derive from ``Trainer`` come second: ``class GTPSFTTrainer(GTPTrainer, SFTTrainer)``.
+
+    - ``save_model`` writes whole safetensors, of a PEFT model its adapters. Call it on all ranks.
+    - A checkpoint holds them, too, and the shards of model, optimizer and scheduler by
+      ``torch.distributed.checkpoint``. It resumes on any number of ranks, at the same place in the data if a step has as
+      many samples as before.
+    - Else as :class:`dtensor_gtp.integrations.accelerate.GTPAccelerator`.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make ``self.accelerator`` a :class:`GTPAccelerator`."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = GTPAccelerator  # it has methods of its own, and no state
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Gather on all ranks what rank 0 writes."""
+        if state_dict is None:
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            state_dict = whole_state_dict(model, trained_only=is_peft_model(model))
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        dcp.save(self._job_state(), checkpoint_id=Path(output_dir) / STATE_FOLDER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint of another trainer; its own are loaded with the optimizer's state."""
+        if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load all that a checkpoint has in shards.
+
+        Raises:
+            ValueError: A step has another number of samples than before, so the place in the data would be another; or
+                the checkpoint is of another trainer and has its optimizer in whole.
+        """
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint) / STATE_FOLDER
+        if not folder.is_dir():
+            if (Path(checkpoint) / "optimizer.pt").exists():
+                raise ValueError(
+                    f"GTPTrainer expects a checkpoint of its own to resume from, but {checkpoint} has an optimizer.pt "
+                    "of another trainer. To begin with its weights and a new optimizer, load the model by "
+                    "from_pretrained and do not resume."
+                )
+            return
+        state = self._job_state()
+        dcp.load(state, checkpoint_id=folder)
+        if state["samples_per_step"] != self._samples_per_step() and not self.args.ignore_data_skip:
+            raise ValueError(
+                f"GTPTrainer expects steps of {state['samples_per_step']} samples, as those of {checkpoint}, but they "
+                f"have {self._samples_per_step()} on {self.args.world_size} processes: training would go on at another "
+                "place of the data. Change per_device_train_batch_size or gradient_accumulation_steps, or pass "
+                "ignore_data_skip=True to begin with the first sample."
+            )
+        model, optimizer = self.model, self.optimizer.optimizer
+        options = options_of(model)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+        )
+        self.lr_scheduler.load_state_dict(state["scheduler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Ranks that the saving job did not have take the state of those that it had, counted round."""
+        if checkpoint is None:
+            return
+        saved = sorted(Path(checkpoint).glob("rng_state*.pth"), key=lambda path: (len(path.name), path.name))
+        if not saved:
+            return
+        rank, world_size = self.args.process_index, self.args.world_size
+        with TemporaryDirectory() as folder:  # the stock method looks for a file of this name
+            name = f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
+            os.symlink(saved[rank % len(saved)].absolute(), Path(folder) / name)
+            super()._load_rng_state(folder)
+
+    def _job_state(self) -> dict[str, Any]:
+        """What a checkpoint has in shards; on resuming, where they are loaded to."""
+        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=options_of(self.model))
+        scheduler = self.lr_scheduler.state_dict()
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        return {**state, "samples_per_step": self._samples_per_step()}
+
+    def _samples_per_step(self) -> int:
+        per_process: int = self._train_batch_size * self.args.gradient_accumulation_steps
+        return per_process * self.args.world_size
+
+
+__all__ = ["GTPTrainer"]

@@ -1,0 +1,63 @@
+"""What the tests of training libraries share: one process or several as such a library sees them, and a small model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+NUM_SAMPLES = 48
+VOCABULARY = 35
+
+
+def needs(*packages: str, extra: str) -> Any:
+    """Skips a class of tests where a package is missing, and marks it ``long``: it imports large libraries."""
+    missing = [name for name in packages if find_spec(name) is None]
+
+    def mark(cls: type) -> type:
+        skip = pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'dtensor-gtp[{extra}]'")
+        return pytest.mark.long(skip(cls))
+
+    return mark
+
+
+@contextmanager
+def process(num_processes: int) -> Iterator[None]:
+    """Be one of so many processes of a job, all ranks of the worker's pool or this one alone, for accelerate and what is
+    built on it. It keeps what it finds in class attributes: forget it before and afterwards."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    rank = str(dist.get_rank() if num_processes > 1 else 0)
+    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    job |= {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    if num_processes == 1:
+        job = {"OMP_NUM_THREADS": "1"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    with mock.patch.dict(os.environ, {**kept, **job}, clear=True):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def make_llama(**options: Any) -> nn.Module:
+    """Two layers without dropout, of float32. The same on all ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, **shape, **options))
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(VOCABULARY, (NUM_SAMPLES, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
