@@ -208,8 +208,6 @@ def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
     for name, param in managed.items():
         if mesh is not None or ranks != sorted(param.mesh.mesh.flatten().tolist()):
             raise _refusal(f"DistributedDataParallel over ranks {ranks}", name, param)
-    if all(name in managed or name in ignored or not param.requires_grad for name, param in module.named_parameters()):
-        raise ValueError(f"DistributedDataParallel finds nothing to reduce in a {type(module).__name__}: {INSTEAD_OF_DDP}")
     # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
     names = {name if "." in name else f".{name}" for name in managed} | managed.keys()
     compat.ignore_in_ddp(module, sorted(ignored | names))
@@ -217,9 +215,8 @@ def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
     if not params:
         axes = next(iter(managed.values())).mesh.mesh_dim_names
         raise RuntimeError(
-            f"DistributedDataParallel has nothing to reduce in a {type(module).__name__} after gtp_shard, which "
-            f"averages all of its gradients over mesh axes {axes} (rank {dist.get_rank()}). Use the module itself, "
-            "without DistributedDataParallel."
+            f"DistributedDataParallel finds nothing to reduce in a {type(module).__name__} after gtp_shard over "
+            f"mesh axes {axes} (rank {dist.get_rank()}): {INSTEAD_OF_DDP}"
         )
 
 

@@ -1,4 +1,4 @@
-"""``gtp_shard`` in libraries that train models. Each module needs its library, which an extra of the same name installs."""
+"""``gtp_shard`` in libraries that train models. Each module needs its library: install the extra of the same name."""
 
 from __future__ import annotations
 

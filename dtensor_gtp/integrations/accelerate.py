@@ -1,8 +1,8 @@
 """``accelerate.Accelerator`` for models that :func:`dtensor_gtp.gtp_shard` has sharded.
 
-An accelerator wraps models of several processes in DDP. This one takes a sharded model as it is, and replaces the methods
-that take a parameter for a whole tensor: it accumulates without communication, gathers whole state dicts, and saves and
-loads shards by ``torch.distributed.checkpoint``.
+The stock accelerator wraps the models of several processes in DDP. This one takes a sharded model as it is. It replaces
+the methods that take a parameter for a whole tensor: it accumulates without communication, gathers whole state dicts,
+and saves and loads shards by ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from .._modules.binding import ShardGroup, binding_of
@@ -38,8 +39,8 @@ STATE_FOLDER = "sharded_state"  # below a checkpoint, what torch.distributed.che
 
 
 class GTPAccelerator(Accelerator):
-    """An ``Accelerator`` whose ``prepare`` leaves models after ``gtp_shard`` unwrapped. Use it in the place of the stock
-    one; models that are not sharded are treated as ever.
+    """An ``Accelerator`` whose ``prepare`` does not wrap models after ``gtp_shard``. Use it in the place of the stock
+    one; it treats models that are not sharded as that does.
 
     Shard the model first, over all processes, and make the optimizer afterwards::
 
@@ -55,6 +56,9 @@ class GTPAccelerator(Accelerator):
     - ``save_state`` and ``load_state`` work on any number of ranks. Of a PEFT model they store what is trained.
     """
 
+    _models: list[Any]
+    _optimizers: list[Any]
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -65,7 +69,7 @@ class GTPAccelerator(Accelerator):
         """
         groups = _outermost(model)
         if not groups:
-            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+            return super().prepare_model(model, device_placement, evaluation_mode)
         for group in groups:
             if group.mesh.size() != self.num_processes:
                 raise NotImplementedError(
@@ -78,7 +82,7 @@ class GTPAccelerator(Accelerator):
                 self.native_amp = False  # the policy casts
         # In evaluation mode, the stock method casts and compiles only.
         vars(model).setdefault("_is_accelerate_prepared", False)
-        return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -94,15 +98,15 @@ class GTPAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict in whole tensors on the host of rank 0; an empty one on other ranks. Collective."""
         if not _outermost(model):
-            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        return whole_state_dict(self.unwrap_model(model) if unwrap else model)
+            return super().get_state_dict(model, unwrap)
+        return whole_state_dict(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Path:
         """As ``Accelerator.save_state``; shards go to ``sharded_state`` below the folder. Collective."""
         with self._without_sharded() as (models, optimizers):
             folder = Path(super().save_state(output_dir, *args, **kwargs))
         if models:
-            dcp.save(_shards(models, optimizers), checkpoint_id=folder / STATE_FOLDER)
+            save(_shards(models, optimizers), checkpoint_id=folder / STATE_FOLDER)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +123,7 @@ class GTPAccelerator(Accelerator):
         if not models:
             return
         state = _shards(models, optimizers)
-        dcp.load(state, checkpoint_id=folder / STATE_FOLDER)
+        load(state, checkpoint_id=folder / STATE_FOLDER)
         _set_shards(models, optimizers, state)
         num_saved = len(list(folder.glob(f"{RNG_STATE_NAME}_*.pkl")))
         if self.process_index >= num_saved:
@@ -152,7 +156,7 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
         An empty dict on ranks other than 0.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
-    whole: dict[str, Tensor] = get_model_state_dict(model, options=options)  # type: ignore[assignment]
+    whole: dict[str, Any] = get_model_state_dict(model, options=options)
     first: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in whole:
@@ -204,9 +208,7 @@ def _set_shards(models: list[nn.Module], optimizers: list[Any], state: dict[str,
     for index, optimizer in enumerate(optimizers):
         owner = _owner(optimizer, models)
         assert owner is not None
-        set_optimizer_state_dict(
-            owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner)
-        )
+        set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
 
 
 __all__ = ["GTPAccelerator", "whole_state_dict"]

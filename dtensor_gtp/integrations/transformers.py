@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from . import needs_extra
 
@@ -31,9 +32,8 @@ class GTPTrainer(Trainer):
     Trainers that derive from ``Trainer`` come second: ``class GTPSFTTrainer(GTPTrainer, SFTTrainer)``.
 
     - ``save_model`` writes whole safetensors, of a PEFT model its adapters. Call it on all ranks.
-    - A checkpoint holds them, too, and the shards of model, optimizer and scheduler by
-      ``torch.distributed.checkpoint``. It resumes on any number of ranks, at the same place in the data if a step has as
-      many samples as before.
+    - A checkpoint holds them, too, and model, optimizer and scheduler by ``torch.distributed.checkpoint``. Any number
+      of ranks resumes from it, at the same place of the data if a step has as many samples as before.
     - Else as :class:`dtensor_gtp.integrations.accelerate.GTPAccelerator`.
     """
 
@@ -50,7 +50,7 @@ class GTPTrainer(Trainer):
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        dcp.save(self._job_state(), checkpoint_id=Path(output_dir) / STATE_FOLDER)
+        save(self._job_state(), checkpoint_id=Path(output_dir) / STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint of another trainer; its own are loaded with the optimizer's state."""
@@ -76,7 +76,7 @@ class GTPTrainer(Trainer):
                 )
             return
         state = self._job_state()
-        dcp.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
         if state["samples_per_step"] != self._samples_per_step() and not self.args.ignore_data_skip:
             raise ValueError(
                 f"GTPTrainer expects steps of {state['samples_per_step']} samples, as those of {checkpoint}, but they "

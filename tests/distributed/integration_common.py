@@ -31,8 +31,10 @@ def needs(*packages: str, extra: str) -> Any:
 
 @contextmanager
 def process(num_processes: int) -> Iterator[None]:
-    """Be one of so many processes of a job, all ranks of the worker's pool or this one alone, for accelerate and what is
-    built on it. It keeps what it finds in class attributes: forget it before and afterwards."""
+    """Be one of so many processes of a job for accelerate: all ranks of the worker's pool, or this one alone.
+
+    accelerate keeps what it finds in class attributes, which are cleared afterwards.
+    """
     from accelerate.state import AcceleratorState, GradientState
 
     rank = str(dist.get_rank() if num_processes > 1 else 0)

@@ -138,8 +138,16 @@ class TestBeside(GlooTest):
             train_beside(reference, model, mesh, DistributedDataParallel(model, **options), clip=False)
         reference = make()
         model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL, ignored_params=set())
-        with self.assertRaisesRegex(RuntimeError, "nothing to reduce .*\\('gtp',\\).* without Dist"):
+        text = "finds nothing to reduce in a Model .*\\('gtp',\\).*: .*import GTPAccelerator as Accel"
+        with self.assertRaisesRegex(RuntimeError, text):
             DistributedDataParallel(model)
+
+    def test_what_accelerate_asks_for_before_it_wraps(self) -> None:
+        model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, "accelerate cannot prepare a Model .*import GTPTrainer as Trainer"):
+            getattr(model, "_is_accelerate_prepared", False)
+        model._is_accelerate_prepared = False  # as GTPAccelerator does
+        self.assertFalse(model._is_accelerate_prepared)
 
     def test_ddp_beside(self) -> None:
         """Siblings, and a DDP module below one that gtp_shard was called on."""

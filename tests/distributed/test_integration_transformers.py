@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, shared_directory
 from integration_common import make_llama, needs, process, samples
+from runtime_common import counted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
@@ -111,13 +111,13 @@ class TestTrainer(GlooTest):
                 trainer = trainer_of(make_llama(), arguments(folder, 2, **accumulate), 2)
                 step = trainer.training_step
 
-                def counted(*args: Any) -> Any:
-                    with CommDebugMode() as mode:
+                def counted_step(*args: Any) -> Any:
+                    with counted() as count:
                         result = step(*args)
-                    counts.append(mode.get_comm_counts()[torch.ops.c10d._reduce_scatter_base_])
+                        counts.append(sum(count()[1:]))
                     return result
 
-                trainer.training_step = counted
+                trainer.training_step = counted_step
                 trainer.train()
                 self.check_equal(trainer, reference)
             self.assertEqual([bool(count) for count in counts], [False, False, True] * 2)

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "dtensor_gtp"
 
 # The highest first. A floor is a room (a folder) or a few files.
 FLOORS = (
+    ("integrations",),
     ("__init__",),
     ("api", "report", "mesh", "checkpoint", "optim", "random"),
     ("graphs", "elastic", "nn"),

@@ -132,6 +132,12 @@ def test_the_only_runtime_dependency_is_torch() -> None:
         (name, "triton")
         for name in ("triton_casts.py", "triton_kernels.py", "triton_arithmetic.py", "triton_addends.py")
     }
+    # Each library of dtensor_gtp.integrations has an extra.
+    optional |= {
+        ("accelerate.py", "accelerate"),
+        ("transformers.py", "accelerate"),
+        ("transformers.py", "transformers"),
+    }
     assert [(name, module) for name, module in sorted(imported - optional) if module not in allowed] == []
 
 
@@ -177,11 +183,12 @@ def test_quick_start_has_exactly_two_commands_and_ci_runs_the_second() -> None:
 
 def test_ci_lints_and_runs_the_long_tier_by_the_commands_of_the_contributor_guide() -> None:
     guide = (ROOT / "docs" / "contributing.md").read_text()
-    *lint, tests, long_tests, planted_bugs = run(ROOT / ".ci" / "run", "--print").splitlines()
+    *lint, tests, install, long_tests, planted_bugs = run(ROOT / ".ci" / "run", "--print").splitlines()
     assert "mypy --strict dtensor_gtp" in lint
     assert tests.endswith("pytest tests")
     assert (long_tests, planted_bugs) == ("pytest tests -m long", "python tests/planted_bugs.py")
-    assert all(f"\n{command}\n" in guide for command in (*lint, long_tests, planted_bugs))
+    assert install.startswith("pip install '.[test,")
+    assert all(f"\n{command}\n" in guide for command in (*lint, install, long_tests, planted_bugs))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""``GTPAccelerator`` on two processes beside one process without any library."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
+from integration_common import needs, process
+from runtime_common import Net, counted, make_tokens, token_loss
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import gtp_shard
+
+NUM_MICROBATCHES = 2
+MAX_NORM = 0.1  # below the norm of each step
+
+
+class Loop:
+    """A training loop in one process."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = Net()
+        self.norm = torch.tensor(0.0)
+        self.optimize()
+
+    def optimize(self) -> None:
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler: Any = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
+
+    def backward(self, step: int) -> None:
+        for microbatch in range(NUM_MICROBATCHES):
+            (token_loss(self.model, make_tokens(10 * step + microbatch)) / NUM_MICROBATCHES).backward()
+        self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+class AcceleratedLoop(Loop):
+    """The same in a job of so many processes."""
+
+    def __init__(self, num_processes: int) -> None:
+        from accelerate import DataLoaderConfiguration
+
+        from dtensor_gtp.integrations.accelerate import GTPAccelerator
+
+        ranks = list(range(num_processes)) if num_processes > 1 else [dist.get_rank()]
+        self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("gtp",))
+        config = DataLoaderConfiguration(split_batches=True)
+        self.accelerator = GTPAccelerator(
+            cpu=True, gradient_accumulation_steps=NUM_MICROBATCHES, dataloader_config=config
+        )
+        self.reductions: list[int] = []  # that each microbatch took
+        super().__init__()
+
+    def optimize(self) -> None:
+        gtp_shard(self.model, self.mesh, schedule=ALL)
+        super().optimize()
+        prepared = self.accelerator.prepare(self.model, self.optimizer, self.scheduler)
+        self.model, self.optimizer, self.scheduler = prepared
+
+    def backward(self, step: int) -> None:
+        for microbatch in range(NUM_MICROBATCHES):
+            tokens = rows_of_rank(make_tokens(10 * step + microbatch), self.mesh)
+            with self.accelerator.accumulate(self.model), counted() as count:
+                self.accelerator.backward(token_loss(self.model, tokens))
+                self.reductions.append(sum(count()[1:]))
+        assert self.accelerator.sync_gradients
+        self.norm = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+
+@needs("accelerate", extra="accelerate")
+class TestAccelerator(GlooTest):
+    world_size = 2
+
+    def check(self, loop: AcceleratedLoop, reference: Loop, steps: range) -> None:
+        for step in steps:
+            loop.backward(step)
+            reference.backward(step)
+            torch.testing.assert_close(full(loop.norm), reference.norm)
+            assert_same_params(loop.model, reference.model, "grad")
+            loop.update()
+            reference.update()
+            assert_same_params(loop.model, reference.model)
+            self.assertEqual(loop.scheduler.get_last_lr(), reference.scheduler.get_last_lr())
+
+    def test_trains_and_resumes_on_one_process(self) -> None:
+        """With clipping, microbatches that communicate once, the optimizer's and the scheduler's state."""
+        reference = Loop()
+        with shared_directory() as folder:
+            with process(2):
+                loop = AcceleratedLoop(2)
+                self.check(loop, reference, range(2))
+                self.assertEqual([bool(count) for count in loop.reductions], [False, True] * 2)
+                torch.manual_seed(7 + dist.get_rank())
+                random.seed(7 + dist.get_rank())
+                loop.accelerator.save_state(str(folder))
+                drawn = torch.rand(1).item(), random.random()
+                self.assertEqual(len(loop.accelerator._models), 1)
+                dist.barrier()
+            with process(1):
+                resumed = AcceleratedLoop(1)
+                resumed.accelerator.load_state(str(folder))
+                if dist.get_rank() == 0:
+                    self.assertEqual((torch.rand(1).item(), random.random()), drawn)
+                assert_same_params(resumed.model, reference.model)
+                self.check(resumed, reference, range(2, 4))
+
+    def test_ranks_that_did_not_save_take_random_numbers_counted_round(self) -> None:
+        with shared_directory() as folder:
+            with process(1):  # both ranks, which write the same
+                alone = AcceleratedLoop(1)
+                torch.manual_seed(11)
+                alone.accelerator.step = 5
+                alone.accelerator.save_state(str(folder))
+                drawn = torch.rand(1)
+                dist.barrier()
+            with process(2):
+                both = AcceleratedLoop(2)
+                both.accelerator.load_state(str(folder))
+                self.assertEqual(torch.rand(1), drawn)
+                self.assertEqual(both.accelerator.step, 5)
+
+    def test_saves_a_whole_model_and_leaves_others_alone(self) -> None:
+        from safetensors.torch import load_file
+
+        reference = Loop()
+        with shared_directory() as folder, process(2):
+            loop = AcceleratedLoop(2)
+            plain = torch.nn.Linear(3, 3)
+            wrapped = loop.accelerator.prepare(plain)
+            self.assertIsInstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+            self.assertIs(loop.accelerator.unwrap_model(loop.model), loop.model)
+            loop.accelerator.save_model(loop.model, str(folder))
+            self.assertEqual(set(loop.accelerator.get_state_dict(wrapped)), {"weight", "bias"})
+            dist.barrier()
+            whole = load_file(folder / "model.safetensors")
+            self.assertEqual(len(whole), len(list(reference.model.parameters())))  # the tied weight once
+            for name, tensor in reference.model.state_dict().items():
+                if name in whole:
+                    self.assertEqual(whole[name], tensor, atol=0, rtol=0)
+
+    def test_a_mesh_of_some_processes_is_refused(self) -> None:
+        from dtensor_gtp.integrations.accelerate import GTPAccelerator
+
+        with process(2):
+            model = gtp_shard(Net(), DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("gtp",)))
+            with self.assertRaisesRegex(NotImplementedError, "sharded over all 2 processes.* of 1 ranks"):
+                GTPAccelerator(cpu=True).prepare(model)
+
+    def test_the_stock_accelerator_is_refused(self) -> None:
+        from accelerate import Accelerator
+
+        with process(2):
+            model = gtp_shard(Net(), DeviceMesh("cpu", [0, 1], mesh_dim_names=("gtp",)))
+            with self.assertRaisesRegex(RuntimeError, "import GTPAccelerator as Accelerator"):
+                Accelerator(cpu=True).prepare(model)
+
+
+if __name__ == "__main__":
+    run_tests()
