@@ -50,7 +50,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)  # warms up
     corpus = load_corpus()
     model, optimizer, scheduler, train, held_out = accelerator.prepare(
-        model, optimizer, scheduler, windows(corpus.train, shuffle=True), windows(corpus.held_out[: 2**15])
+        model, optimizer, scheduler, windows(corpus.train, shuffle=True), windows(corpus.held_out[: 2**14])
     )
     first = 0
     if options.resume:

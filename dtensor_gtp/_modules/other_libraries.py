@@ -7,8 +7,9 @@ import torch.nn as nn
 INSTEAD_OF_DDP = (
     "gtp_shard averages its gradients already. Call the module as gtp_shard returned it. With accelerate write 'from "
     "dtensor_gtp.integrations.accelerate import GTPAccelerator as Accelerator', with transformers 'from "
-    "dtensor_gtp.integrations.transformers import GTPTrainer as Trainer', with Lightning "
-    "'Trainer(strategy=ModelParallelStrategy())' and gtp_shard in configure_model."
+    "dtensor_gtp.integrations.transformers import GTPTrainer as Trainer', with Lightning 'from "
+    "dtensor_gtp.integrations.lightning import GTPStrategy', 'Trainer(strategy=GTPStrategy())', and call gtp_shard in "
+    "configure_model."
 )
 
 

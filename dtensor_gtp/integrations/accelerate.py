@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from .._modules.binding import ShardGroup, binding_of
-from ..api import GTPModule
 from . import needs_extra
+from ._sharded import outermost, without_gradient_sync
 
 with needs_extra("accelerate"):
     from accelerate import Accelerator
@@ -67,7 +66,7 @@ class GTPAccelerator(Accelerator):
         Raises:
             NotImplementedError: The model is sharded over other ranks than all processes.
         """
-        groups = _outermost(model)
+        groups = outermost(model)
         if not groups:
             return super().prepare_model(model, device_placement, evaluation_mode)
         for group in groups:
@@ -87,17 +86,12 @@ class GTPAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward communicates no gradients of ``model``: they are summed locally until a backward outside of this."""
-        modules = [group.module for group in _outermost(model)]
-        with super().no_sync(model):
-            _set_requires_gradient_sync(modules, False)
-            try:
-                yield
-            finally:
-                _set_requires_gradient_sync(modules, True)
+        with super().no_sync(model), without_gradient_sync(model):
+            yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict in whole tensors on the host of rank 0; an empty one on other ranks. Collective."""
-        if not _outermost(model):
+        if not outermost(model):
             return super().get_state_dict(model, unwrap)
         return whole_state_dict(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
@@ -133,7 +127,7 @@ class GTPAccelerator(Accelerator):
     def _without_sharded(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:
         """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards."""
         models, optimizers = self._models, self._optimizers
-        sharded = [model for model in models if _outermost(model)]
+        sharded = [model for model in models if outermost(model)]
         of_sharded = [one for one in optimizers if _owner(one, sharded) is not None]
         self._models = [model for model in models if not any(model is one for one in sharded)]
         self._optimizers = [one for one in optimizers if not any(one is other for other in of_sharded)]
@@ -162,20 +156,6 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
         if name in whole:
             whole[name] = whole[first.setdefault(param, name)]
     return whole
-
-
-def _outermost(model: nn.Module) -> list[ShardGroup]:
-    """The calls of ``gtp_shard`` that no other call is around."""
-    binding = binding_of(model)
-    if binding is not None and isinstance(model, GTPModule):
-        return [binding.group]
-    return [group for child in model.children() for group in _outermost(child)]
-
-
-def _set_requires_gradient_sync(modules: list[nn.Module], is_required: bool) -> None:
-    for module in modules:
-        assert isinstance(module, GTPModule)
-        GTPModule.set_requires_gradient_sync(module, is_required)  # not that of an outer fully_shard
 
 
 def _owner(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> nn.Module | None:

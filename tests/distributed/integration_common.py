@@ -30,20 +30,27 @@ def needs(*packages: str, extra: str) -> Any:
 
 
 @contextmanager
+def torchelastic(num_processes: int) -> Iterator[None]:
+    """The environment of one of so many processes of torchrun: all ranks of the worker's pool, or this one alone."""
+    rank, world_size = str(dist.get_rank() if num_processes > 1 else 0), str(num_processes)
+    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    job |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    with mock.patch.dict(os.environ, {**os.environ, **job, "OMP_NUM_THREADS": "1"}, clear=True):
+        yield
+
+
+@contextmanager
 def process(num_processes: int) -> Iterator[None]:
-    """Be one of so many processes of a job for accelerate: all ranks of the worker's pool, or this one alone.
+    """The same for accelerate, which takes a single process with that environment for a distributed one.
 
     accelerate keeps what it finds in class attributes, which are cleared afterwards.
     """
     from accelerate.state import AcceleratorState, GradientState
 
-    rank = str(dist.get_rank() if num_processes > 1 else 0)
-    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
-    job |= {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
-    if num_processes == 1:
-        job = {"OMP_NUM_THREADS": "1"}
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    with mock.patch.dict(os.environ, {**kept, **job}, clear=True):
+    with torchelastic(num_processes):
+        if num_processes == 1:
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                del os.environ[name]
         try:
             yield
         finally:

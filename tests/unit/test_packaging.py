@@ -135,6 +135,7 @@ def test_the_only_runtime_dependency_is_torch() -> None:
     # Each library of dtensor_gtp.integrations has an extra.
     optional |= {
         ("accelerate.py", "accelerate"),
+        ("lightning.py", "lightning"),
         ("transformers.py", "accelerate"),
         ("transformers.py", "transformers"),
     }

@@ -1,0 +1,59 @@
+"""A strategy of Lightning for modules that call :func:`dtensor_gtp.gtp_shard` in ``configure_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from . import needs_extra
+from ._sharded import without_gradient_sync
+
+with needs_extra("lightning"):
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+
+class GTPStrategy(ModelParallelStrategy):
+    """``ModelParallelStrategy`` whose mesh has all processes on the axis ``data_parallel`` and that accumulates
+    gradients without communication::
+
+        class Model(LightningModule):
+            def configure_model(self):
+                if self.net is None:  # Lightning calls this several times
+                    self.net = gtp_shard(make_net(), self.device_mesh["data_parallel"])
+
+        Trainer(strategy=GTPStrategy()).fit(Model())
+
+    Checkpoints are folders that any number of processes loads; with ``save_distributed_checkpoint=False``, files of
+    whole tensors.
+
+    Args:
+        tensor_parallel_size: Processes on the axis ``tensor_parallel`` of the mesh. The others share the data.
+        **options: Those of ``ModelParallelStrategy``, but for ``data_parallel_size``.
+
+    Raises:
+        ValueError: (at the start of a run) ``tensor_parallel_size`` does not divide the number of processes.
+    """
+
+    def __init__(self, tensor_parallel_size: int = 1, **options: Any) -> None:
+        super().__init__(data_parallel_size="auto", tensor_parallel_size=tensor_parallel_size, **options)
+
+    def setup_environment(self) -> None:
+        """Choose the size of the axis ``data_parallel``, as soon as the number of processes is known."""
+        num_processes: int = self.num_nodes * self.num_processes
+        if num_processes % self._tensor_parallel_size:
+            raise ValueError(
+                f"GTPStrategy expects a tensor_parallel_size that divides the {num_processes} processes, but got "
+                f"{self._tensor_parallel_size}. Pass a divisor."
+            )
+        self._data_parallel_size = num_processes // self._tensor_parallel_size
+        super().setup_environment()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """What Lightning calls around all microbatches but the last."""
+        with without_gradient_sync(self.model):
+            yield
+
+
+__all__ = ["GTPStrategy"]
