@@ -1,0 +1,102 @@
+"""torchtitan's Llama 3 with :func:`dtensor_gtp.gtp_shard` in the place of FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..api import GTPModule, gtp_shard
+from . import needs_extra
+
+with needs_extra("torchtitan"):
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.distributed.compile import apply_compile
+    from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
+
+
+def with_gtp(config: Any) -> Any:
+    """A configuration of torchtitan's trainer whose model is sharded by ``gtp_shard``.
+
+    In a function of a config registry::
+
+        def llama3_8b_gtp() -> Trainer.Config:
+            return with_gtp(llama3_8b())
+
+    Args:
+        config: A ``Trainer.Config`` of Llama 3. It is changed in place: its ``parallelize_fn`` is
+            :func:`parallelize_llama`, and its ``spmd_backend`` ``"partial_dtensor"``.
+
+    Returns:
+        ``config``.
+    """
+    config.model_spec = replace(config.model_spec, parallelize_fn=parallelize_llama)
+    config.parallelism.spmd_backend = "partial_dtensor"
+    return config
+
+
+def parallelize_llama(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> nn.Module:
+    """What a ``ModelSpec`` of torchtitan 0.3 has as ``parallelize_fn``: tensor parallelism and activation checkpointing
+    by torchtitan, then ``gtp_shard``, then ``torch.compile`` of each block.
+
+    Gradients are summed over ranks, not averaged, because torchtitan divides its loss by the tokens of all ranks.
+
+    Args:
+        model: Torchtitan's Llama 3, on the meta device or not.
+        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: As torchtitan passes them.
+
+    Raises:
+        NotImplementedError: A configuration that this does not support.
+    """
+    _refuse(parallel_dims, training, parallelism)
+    if parallel_dims.tp_enabled:
+        model.parallelize(parallel_dims)  # type: ignore[operator]
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    sharded = gtp_shard(
+        model,
+        parallel_dims.get_mesh(names),
+        reshard_after_forward=get_fsdp_reshard_after_forward_policy(parallelism.fsdp_reshard_after_forward, False),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+    )
+    assert isinstance(sharded, GTPModule)
+    sharded.set_gradient_divide_factor(1.0)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    return sharded
+
+
+def _refuse(parallel_dims: Any, training: Any, parallelism: Any) -> None:
+    if parallelism.spmd_backend != "partial_dtensor":
+        raise NotImplementedError(
+            f"parallelize_llama expects parallelism.spmd_backend='partial_dtensor', but got "
+            f"'{parallelism.spmd_backend}', with which all axes of the mesh are in each parameter. Build the "
+            "configuration by with_gtp."
+        )
+    unsupported = {
+        "pipeline parallelism": parallel_dims.pp_enabled,
+        "context parallelism": parallel_dims.cp_enabled,
+        "training.enable_cpu_offload": training.enable_cpu_offload,
+        "parallelism.enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
+    }
+    if names := [name for name, is_on in unsupported.items() if is_on]:
+        raise NotImplementedError(f"parallelize_llama does not support {', '.join(names)}. Switch it off.")
+
+
+__all__ = ["parallelize_llama", "with_gtp"]
