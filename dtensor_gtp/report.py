@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 import torch.nn as nn
+from torch.distributed.tensor import Shard
 
 from ._comm.debug import format_nbytes
 from ._modules.binding import binding_of, join_name, unmanaged_params
@@ -15,40 +14,13 @@ from ._params.managed_param import ManagedParam
 from ._params.pack_planes import QuantizedWire
 from ._params.sharded_weight import ShardedWeight
 from ._params.whole_param import WholeParam
-from ._schedule.order_of_uses import format_plan
+from ._report.facts import Cut, PassReport, PlanReport, ReportRow, plan_report
+from ._report.text import plan_text, table
+from ._schedule.order_of_gathers import Plan
+from ._schedule.order_of_uses import ChainKey
 from ._schedule.runtime import Runtime
+from .placement import GTPShard
 from .quant.native import native_of
-
-
-class ReportRow(NamedTuple):
-    """One parameter of the report. ``gathered_nbytes`` is 0 for a parameter that stays whole. ``storage`` is "native
-    mxfp8" or "mxfp8 from master" for a weight with a recipe, else empty."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placements: str
-    local_nbytes: int
-    gathered_nbytes: int
-    use: str
-    storage: str = ""
-
-
-class PassReport(NamedTuple):
-    """The plan of one pass that computes gradients.
-
-    Args:
-        is_backward: False for the forward of an outermost module.
-        uses: Names of the weights in the order of their uses.
-        gathered_nbytes: For each use, the bytes of full weights that are in memory or on their way: the one in use,
-            those that are gathered ahead, and those that are kept from forward to backward.
-        between_nbytes: The same before each use and after the last one.
-    """
-
-    is_backward: bool
-    uses: tuple[str, ...]
-    gathered_nbytes: tuple[int, ...]
-    between_nbytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,45 +30,49 @@ class ShardingReport:
     Args:
         mesh: Axes and sizes of the root's mesh.
         rows: One for each distinct parameter.
-        schedule: The observed plan of each forward and backward, as text; empty before the first forward.
-        passes: The same as data.
+        plans: The observed plan of each forward and backward; empty before the first forward.
+        exchanges: Which embeddings and heads exchange activations, as text.
         symmetric_nbytes: Memory of this rank that peers copy from by copy engines. It does not come from the caching
             allocator, so ``torch.cuda.memory_stats`` does not count it.
         gather_backends: Who gathers and reduces on each mesh and why, as text; empty before the first forward.
         choices: What else was chosen in the first forward and why, as text.
+        is_verbose: Equal blocks of the model are shown one by one, not as one ("layers.0-31").
     """
 
     mesh: str
     rows: tuple[ReportRow, ...]
-    schedule: str
-    passes: tuple[PassReport, ...] = ()
+    plans: tuple[PlanReport, ...] = ()
+    exchanges: tuple[str, ...] = ()
     symmetric_nbytes: int = 0
     gather_backends: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    is_verbose: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """The observed plan of each forward and backward, as text; empty before the first forward."""
+        return "\n".join((*self.exchanges, *(plan_text(plan, self.is_verbose) for plan in self.plans)))
+
+    @property
+    def passes(self) -> tuple[PassReport, ...]:
+        """The plans of passes that compute gradients, as bytes in memory."""
+        return tuple(plan.memory for plan in self.plans if plan.memory is not None)
 
     def __str__(self) -> str:
-        cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
-        for row in self.rows:
-            shape, dtype = "x".join(map(str, row.shape)) or "scalar", str(row.dtype).removeprefix("torch.")
-            dtype += f" ({row.storage})" if row.storage else ""
-            gathered = format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-"
-            cells.append((row.name, shape, dtype, row.placements, format_nbytes(row.local_nbytes), gathered, row.use))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-        local = sum(row.local_nbytes for row in self.rows)
-        largest = max((row.gathered_nbytes for row in self.rows), default=0)
-        lines = [f"gtp_shard on {self.mesh}", *(line.rstrip() for line in lines)]
-        lines += [f"{format_nbytes(local)} of parameters per rank; largest gathered weight {format_nbytes(largest)}"]
+        lines = [f"gtp_shard on {self.mesh}", *table(self.rows, self.is_verbose)]
         if self.symmetric_nbytes:
             lines.append(f"{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from")
         return "\n".join((*lines, *self.gather_backends, *self.choices, self.schedule or "schedule: not observed yet"))
 
 
-def sharding_report(module: nn.Module) -> ShardingReport:
+def sharding_report(module: nn.Module, *, verbose: bool = False) -> ShardingReport:
     """Describe what :func:`gtp_shard` did to ``module`` and the schedule it has observed so far.
+
+    ``print`` it. Three or more equal blocks are shown as one: "layers.0-31.wq.weight".
 
     Args:
         module: A module that was passed to ``gtp_shard``, or one inside of it.
+        verbose: Show each block by itself.
 
     Raises:
         ValueError: ``module`` is not sharded.
@@ -119,11 +95,12 @@ def sharding_report(module: nn.Module) -> ShardingReport:
     return ShardingReport(
         ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True)),
         tuple(rows),
-        _schedule(runtime),
-        _passes(runtime),
+        _plans(runtime),
+        _exchanges(runtime),
         runtime.comm.symmetric_nbytes,
         tuple(runtime.comm.choices),
         runtime.reasons,
+        verbose,
     )
 
 
@@ -149,55 +126,74 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
             gathered = managed.wire.num_bytes() or gathered
             in_gemm = any(isinstance(module, GTPFused) and module.multiplies for module in modules.values())
             use = f"{use}, {managed.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
-    return ReportRow(
-        " = ".join(modules), tuple(param.shape), param.dtype, placements, local_nbytes, gathered, use, storage
-    )
+    shape, name = tuple(param.shape), " = ".join(modules)
+    return ReportRow(name, shape, param.dtype, placements, local_nbytes, gathered, use, storage, _cuts(managed))
 
 
-def _schedule(runtime: Runtime) -> str:
-    columnwise = {id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight}
-    names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.gatherables]
-    plans = [
+def _cuts(managed: ManagedParam) -> tuple[Cut, ...]:
+    mesh = managed.spec.mesh
+    axes = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+    found = []
+    for axis, size, index, placement in zip(axes, mesh.shape, coordinates, managed.placements, strict=True):
+        if isinstance(placement, Shard | GTPShard):
+            dim = placement.dim % len(managed.param.shape)
+            found.append(Cut(axis, size, index, dim, getattr(placement, "block_size", 1)))
+        else:
+            found.append(Cut(axis, size, index))
+    return tuple(found)
+
+
+def _exchanges(runtime: Runtime) -> tuple[str, ...]:
+    return tuple(
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
         for weight in runtime.weights
         for exchange in (weight.lookups, weight.losses)
         if exchange is not None
-    ]
+    )
+
+
+def _plans(runtime: Runtime) -> tuple[PlanReport, ...]:
+    columnwise = {id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight}
+    names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.gatherables]
+    plans = []
     for key, chain in list(runtime.chains.items()):
         if not chain.plan.uses:
             continue
-        title = "backward" if key.is_backward else "forward"
-        if key.entry is not None:
-            title += f" of {key.entry.module._get_name()}"
-            title += f".{key.entry.method}" * (key.entry.method != "forward")
-        if not key.is_grad_enabled:
-            title += " without gradient"
-        plans.append(format_plan(title, chain, names))
-        kept = runtime.kept_until_backward(key.entry) if key.is_grad_enabled and not key.is_backward else ()
-        if kept:
-            total = format_nbytes(sum(runtime.gatherables[index].kept_nbytes for index in kept))
-            budget = format_nbytes(runtime.schedule.keep_nbytes)
-            plans.append(f"  kept until backward ({total} of {budget}): {', '.join(names[index] for index in kept)}")
-    return "\n".join(plans)
+        kept = _kept(runtime, key, names) if key.is_grad_enabled and not key.is_backward else ""
+        memory = _memory(runtime, key, chain.plan) if key.is_grad_enabled else None
+        plans.append(plan_report(_title(key), chain, names, kept, memory))
+    return tuple(plans)
 
 
-def _passes(runtime: Runtime) -> tuple[PassReport, ...]:
-    passes = []
+def _title(key: ChainKey) -> str:
+    title = "backward" if key.is_backward else "forward"
+    if key.entry is not None:
+        title += f" of {key.entry.module._get_name()}"
+        title += f".{key.entry.method}" * (key.entry.method != "forward")
+    return title if key.is_grad_enabled else f"{title} without gradient"
+
+
+def _kept(runtime: Runtime, key: ChainKey, names: list[str]) -> str:
+    kept = runtime.kept_until_backward(key.entry)
+    if not kept:
+        return ""
+    total = format_nbytes(sum(runtime.gatherables[index].kept_nbytes for index in kept))
+    budget = format_nbytes(runtime.schedule.keep_nbytes)
+    return f"kept until backward ({total} of {budget}): {', '.join(names[index] for index in kept)}"
+
+
+def _memory(runtime: Runtime, key: ChainKey, plan: Plan) -> PassReport:
     nbytes = [gatherable.kept_nbytes for gatherable in runtime.gatherables]
-    for key, chain in list(runtime.chains.items()):
-        plan = chain.plan
-        if not plan.uses or not key.is_grad_enabled:
-            continue
-        kept = runtime.kept_from_forward(key.entry)
-        during, between = [], []
-        for cursor in range(len(plan.uses) + 1):
-            used = frozenset(plan.uses[:cursor])
-            held = kept - used if key.is_backward else kept & used
-            launches = plan.window(plan.cursors(cursor))
-            ahead = held | {plan.uses[position] for positions in launches for position in positions}
-            between.append(sum(nbytes[index] for index in ahead))
-            if cursor:
-                during.append(sum(nbytes[index] for index in {plan.uses[cursor - 1], *ahead}))
-        names = tuple(runtime.gatherables[use].weight.fqn for use in plan.uses)
-        passes.append(PassReport(key.is_backward, names, tuple(during), tuple(between)))
-    return tuple(passes)
+    kept = runtime.kept_from_forward(key.entry)
+    during, between = [], []
+    for cursor in range(len(plan.uses) + 1):
+        used = frozenset(plan.uses[:cursor])
+        held = kept - used if key.is_backward else kept & used
+        launches = plan.window(plan.cursors(cursor))
+        ahead = held | {plan.uses[position] for positions in launches for position in positions}
+        between.append(sum(nbytes[index] for index in ahead))
+        if cursor:
+            during.append(sum(nbytes[index] for index in {plan.uses[cursor - 1], *ahead}))
+    names = tuple(runtime.gatherables[use].weight.fqn for use in plan.uses)
+    return PassReport(key.is_backward, names, tuple(during), tuple(between))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch.nn as nn
 
-from .._comm.debug import format_nbytes
 from .order_of_gathers import Launch, Plan, Traits, Window
 
 
@@ -89,6 +87,10 @@ class Chain:
         lanes, cursors = self.plan.lanes, self._cursors
         return lane in lanes and all(cursors.get(key, 0) == len(lanes.get(key, ())) for key in {0, lane})
 
+    def sizes(self) -> list[int]:
+        """Bytes of each gathered weight, by index."""
+        return [traits.nbytes for traits in self._traits()]
+
     def end(self) -> None:
         """The pass is complete: its uses are the plan of the next one."""
         number, uses = self._num_as_planned, self.plan.uses
@@ -96,24 +98,3 @@ class Chain:
         if observed != uses:
             self.plan = Plan(observed, self._traits(), self.window)
         self.begin()
-
-
-def format_plan(name: str, chain: Chain, names: Sequence[str]) -> str:
-    """The plan as text, under the heading ``name``: one line for each use, with the gathers that are launched when it
-    has begun; ``+`` joins the weights of one launch. ``names`` are parameter names, by index."""
-    plan, traits = chain.plan, chain._traits()
-    lines = [f"{name}: {len(plan.uses)} uses, {chain.window}"]
-    for step, launches in enumerate(plan.launches):
-        texts = []
-        for _, positions in launches:
-            members = [plan.uses[position] for position in positions]
-            nbytes = sum(traits[member].nbytes for member in members)
-            texts.append(f"{' + '.join(names[member] for member in members)} ({format_nbytes(nbytes)})")
-        use = f"use {names[plan.uses[step - 1]]}" if step else "begin"
-        launched = f"gather {', '.join(texts)}" if texts else ""
-        if step and chain.window.depth == 0:
-            launched = f"gather {names[plan.uses[step - 1]]}"
-        if step or launched:
-            text = f"  {use:<44} {launched}"  # several lines, if many weights are in one launch
-            lines += textwrap.wrap(text, width=120, subsequent_indent=" " * 54, break_long_words=False)
-    return "\n".join(lines)

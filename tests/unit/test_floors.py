@@ -17,7 +17,7 @@ FLOORS = (
     ("integrations",),
     ("__init__",),
     ("api", "report", "mesh", "checkpoint", "optim", "random"),
-    ("graphs", "elastic", "nn"),
+    ("graphs", "elastic", "nn", "_report"),
     ("_modules",),
     ("ops",),
     ("_schedule",),

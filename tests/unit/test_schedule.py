@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from expecttest import TestCase
 
 from dtensor_gtp._comm.debug import format_nbytes
+from dtensor_gtp._report.facts import plan_report
+from dtensor_gtp._report.text import plan_text
 from dtensor_gtp._schedule.order_of_gathers import Plan, Traits, Window, choose_kept
-from dtensor_gtp._schedule.order_of_uses import Chain, format_plan
+from dtensor_gtp._schedule.order_of_uses import Chain
 
 NAMES = ("table.weight", "layer0.weight", "layer1.weight", "head.weight")
 
@@ -440,7 +442,7 @@ class TestFormatPlan(TestCase):
     def formatted(self, name: str, uses: Sequence[int], sizes: Sequence[int], window: Window) -> str:
         chain = Chain(window, lambda: [Traits(size) for size in sizes])
         run_pass(chain, uses)
-        return format_plan(name, chain, NAMES)
+        return plan_text(plan_report(name, chain, NAMES))
 
     def test_each_use_launches_what_is_due_after_it(self) -> None:
         self.assertExpectedInline(

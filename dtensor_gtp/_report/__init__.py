@@ -1,0 +1,1 @@
+"""How a report is shown: facts as data, as text and as a page."""

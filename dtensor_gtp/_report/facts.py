@@ -1,0 +1,105 @@
+"""What a report says, as plain data: the parameters and the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .._schedule.order_of_uses import Chain
+
+
+class Cut(NamedTuple):
+    """What one mesh axis does to a parameter. Axes cut one after the other, each what the one before it left.
+
+    Args:
+        axis: Name of the mesh axis.
+        num_ranks: Its size.
+        coordinate: That of this rank.
+        dim: The tensor dim that is cut, or None if the axis cuts nothing.
+        block_size: Rows of that dim that stay together.
+    """
+
+    axis: str
+    num_ranks: int
+    coordinate: int
+    dim: int | None = None
+    block_size: int = 1
+
+
+class ReportRow(NamedTuple):
+    """One parameter of the report. ``gathered_nbytes`` is 0 for a parameter that stays whole. ``storage`` is "native
+    mxfp8" or "mxfp8 from master" for a weight with a recipe, else empty. ``cuts`` are those of the mesh axes from the
+    left to the right; none if the parameter is ignored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: str
+    local_nbytes: int
+    gathered_nbytes: int
+    use: str
+    storage: str = ""
+    cuts: tuple[Cut, ...] = ()
+
+
+class PassReport(NamedTuple):
+    """The plan of one pass that computes gradients.
+
+    Args:
+        is_backward: False for the forward of an outermost module.
+        uses: Names of the weights in the order of their uses.
+        gathered_nbytes: For each use, the bytes of full weights that are in memory or on their way: the one in use,
+            those that are gathered ahead, and those that are kept from forward to backward.
+        between_nbytes: The same before each use and after the last one.
+    """
+
+    is_backward: bool
+    uses: tuple[str, ...]
+    gathered_nbytes: tuple[int, ...]
+    between_nbytes: tuple[int, ...]
+
+
+class LaunchReport(NamedTuple):
+    """Gathers that are launched together: the ``positions`` of the uses that they are for, and their bytes."""
+
+    positions: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan of one kind of pass.
+
+    Args:
+        title: "forward of GTPModel".
+        window: How far ahead weights are gathered, as text.
+        is_on_demand: Nothing is gathered ahead: each weight is gathered when it is used.
+        uses: Names of what is gathered, in the order of the uses; "(columnwise)" where backward gathers other data.
+        launches: The gathers that are launched before the first use, after the first use, and so on.
+        kept: What is kept from forward to backward, as a line of text; empty if ``keep_nbytes`` keeps nothing.
+        memory: The plan as bytes in memory; None for a pass that computes no gradients.
+    """
+
+    title: str
+    window: str
+    is_on_demand: bool
+    uses: tuple[str, ...]
+    launches: tuple[tuple[LaunchReport, ...], ...]
+    kept: str = ""
+    memory: PassReport | None = None
+
+
+def plan_report(
+    title: str, chain: Chain, names: Sequence[str], kept: str = "", memory: PassReport | None = None
+) -> PlanReport:
+    """The plan of ``chain``; ``names`` are those of what is gathered, by index."""
+    plan, sizes = chain.plan, chain.sizes()
+    launches = tuple(
+        tuple(LaunchReport(positions, sum(sizes[plan.uses[p]] for p in positions)) for _, positions in step)
+        for step in plan.launches
+    )
+    uses = tuple(names[use] for use in plan.uses)
+    return PlanReport(title, str(chain.window), chain.window.depth == 0, uses, launches, kept, memory)
