@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import Shard
 
@@ -15,6 +18,7 @@ from ._params.pack_planes import QuantizedWire
 from ._params.sharded_weight import ShardedWeight
 from ._params.whole_param import WholeParam
 from ._report.facts import Cut, PassReport, PlanReport, ReportRow, plan_report
+from ._report.page import Facts, fragment, page
 from ._report.text import plan_text, table
 from ._schedule.order_of_gathers import Plan
 from ._schedule.order_of_uses import ChainKey
@@ -63,6 +67,27 @@ class ShardingReport:
         if self.symmetric_nbytes:
             lines.append(f"{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from")
         return "\n".join((*lines, *self.gather_backends, *self.choices, self.schedule or "schedule: not observed yet"))
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one page without scripts: what each rank holds, bytes, the plans as timelines, and the
+        choices with their reasons. Ranks have reports of their own: call it on one rank, or give each its own file.
+
+        Args:
+            path: The file, which is overwritten.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        Path(path).write_text(page(self._facts), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """Notebooks call it to show the report."""
+        return fragment(self._facts)
+
+    @property
+    def _facts(self) -> Facts:
+        choices = (*self.gather_backends, *self.exchanges, *self.choices)
+        return Facts(self.mesh, self.rows, self.plans, choices, self.symmetric_nbytes, self.is_verbose)
 
 
 def sharding_report(module: nn.Module, *, verbose: bool = False) -> ShardingReport:
@@ -133,7 +158,7 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
 def _cuts(managed: ManagedParam) -> tuple[Cut, ...]:
     mesh = managed.spec.mesh
     axes = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
+    (coordinates,) = (mesh.mesh == dist.get_rank()).nonzero().tolist()
     found = []
     for axis, size, index, placement in zip(axes, mesh.shape, coordinates, managed.placements, strict=True):
         if isinstance(placement, Shard | GTPShard):

@@ -342,4 +342,25 @@ LAYOUT = [
             "tests/distributed/test_elastic_checkpoint.py::TestElasticCheckpoint::test_from_unequal_replicas_to_any_layout",
         ),
     ),
+    Bug(
+        "a report draws parts without their blocks",
+        "_report/strips.py",
+        "chunk_size_and_offset(end - begin, cut.num_ranks, index, cut.block_size)",
+        "chunk_size_and_offset(end - begin, cut.num_ranks, index)",
+        ("tests/distributed/test_report_page.py::TestStrips::test_parts_are_what_ranks_hold",),
+    ),
+    Bug(
+        "a report folds blocks that differ",
+        "_report/fold.py",
+        "    return names, element.rest\n",
+        "    return names\n",
+        ("tests/unit/test_report_text.py::TestFold::test_blocks_that_differ_stay",),
+    ),
+    Bug(
+        "a timeline draws a gather where its last use begins",
+        "_report/timeline.py",
+        "max(columns.end(position) for position in launch.positions)",
+        "max(columns.begin(position) for position in launch.positions)",
+        ("tests/distributed/test_report_page.py::TestTimeline::test_bars_end_with_their_last_use",),
+    ),
 ]

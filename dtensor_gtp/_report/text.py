@@ -60,7 +60,7 @@ def plan_text(plan: PlanReport, is_verbose: bool = True) -> str:
     """One line for each use, with the gathers that are launched when it has begun; ``+`` joins the weights of one
     launch. Unless it is verbose, equal blocks are one, uses that launch nothing share a line, and names of a block are
     short: ``layers.0.attention.{wq,wk}.weight``."""
-    lines = tuple(_plan_lines(plan))
+    lines = tuple(plan_lines(plan))
     shown = [f"{plan.title}: {len(plan.uses)} uses, {plan.window}"]
     shown += _shown(lines if is_verbose else _joined(fold(lines)), "  ", is_verbose)
     return "\n".join((*shown, f"  {plan.kept}") if plan.kept else shown)
@@ -73,7 +73,8 @@ class _Step(NamedTuple):
     launches: tuple[tuple[int, str], ...] = ()  # how many weights, and their bytes
 
 
-def _plan_lines(plan: PlanReport) -> Iterator[Line]:
+def plan_lines(plan: PlanReport) -> Iterator[Line]:
+    """The lines of a plan, before they are folded: one for what is launched first, if anything is, and one a use."""
     for step, launches in enumerate(plan.launches):
         use = plan.uses[step - 1 : step] if step else ()
         if plan.is_on_demand:

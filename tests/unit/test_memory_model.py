@@ -226,7 +226,9 @@ def test_table_that_is_not_gathered(scripts: Scripts, planned: Planned) -> None:
     report = sharding_report(model)
     forward, backward = report.passes
     later = [column[1:] for column in (forward.uses, forward.gathered_nbytes, forward.between_nbytes)]
-    report = dataclasses.replace(report, passes=(PassReport(False, *later), backward))
+    plans = [dataclasses.replace(report.plans[0], memory=PassReport(False, *later)), *report.plans[1:]]
+    report = dataclasses.replace(report, plans=tuple(plans))
+    assert report.passes == (PassReport(False, *later), backward)
     reducing = scripts.explain.Reducing(torch.bfloat16, "copy_engine", num_ranks)
     names = [name.removesuffix(".weight") for name in forward.uses]
     activations = dict.fromkeys(names, scripts.model.Amounts(1, 1, 1, 1, 1))

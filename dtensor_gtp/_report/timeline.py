@@ -1,0 +1,207 @@
+"""The plan of a pass as a timeline: what is used, what is gathered ahead of it, and the bytes in memory.
+
+Each use has a column. A bar is one launch of gathers: it begins where it is launched and ends after its last use. Equal
+blocks are folded: two of them are drawn, and a gap stands for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from .._comm.debug import format_nbytes
+from .facts import LaunchReport, PlanReport
+from .fold import Element, Repeat, fold
+from .text import plan_lines
+
+_COLUMN = 24  # pixels of a use
+_GAP = 76  # and of blocks that are not drawn
+_LEFT = 12
+_CHART, _LANE, _TEXT = 56, 20, 6.6  # heights of the chart of bytes and of a bar, width of a letter
+_DRAWN_BLOCKS = 2
+
+
+class _Bar(NamedTuple):
+    begin: float
+    end: float
+    text: str
+    title: str
+    uses: tuple[float, ...]  # where its weights are used
+
+
+def timeline(plan: PlanReport, is_verbose: bool) -> str:
+    """The SVG of a plan."""
+    columns = _Columns(plan, is_verbose)
+    lanes = _in_lanes(list(_bars(plan, columns)))
+    chart = _chart(plan, columns) if plan.memory is not None else ""
+    top = 18 + _CHART if chart else 4
+    drawn = [chart]
+    for number, lane in enumerate(lanes):
+        drawn += [_bar(bar, top + 8 + number * _LANE, columns) for bar in lane]
+    bottom = top + 14 + len(lanes) * _LANE
+    names, num_letters = _names(plan, columns, bottom)
+    height = bottom + num_letters * _TEXT + 34
+    drawn += [names, *_gaps(columns, top, bottom)]
+    label = escape(f"{plan.title}, {len(plan.uses)} uses")
+    size = f'viewBox="0 0 {columns.width:.0f} {height:.0f}" width="{columns.width:.0f}" height="{height:.0f}"'
+    return f'<svg class="timeline" {size} role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+
+
+class _Columns:
+    """Where each use is drawn, from the left to the right, and where blocks are left out."""
+
+    def __init__(self, plan: PlanReport, is_verbose: bool) -> None:
+        lines = tuple(plan_lines(plan))
+        drawn = list(_drawn(lines if is_verbose else fold(lines), False))
+        drawn = drawn[len(drawn) - len(plan.uses) :]  # without the line before the first use
+        self.begins: list[float] = []
+        self.is_drawn = drawn
+        self.gaps: list[tuple[float, int]] = []  # where, and how many uses are left out
+        x = float(_LEFT + _COLUMN)
+        for is_drawn, uses in groupby(range(len(drawn)), drawn.__getitem__):
+            members = list(uses)
+            self.begins += [x + k * _COLUMN * is_drawn for k in range(len(members))]
+            if not is_drawn:
+                self.gaps.append((x, len(members)))
+            x += len(members) * _COLUMN if is_drawn else _GAP
+        self.width = max(x + _LEFT, 360.0)  # room for what the chart says
+
+    def begin(self, use: int) -> float:
+        return self.begins[use]
+
+    def end(self, use: int) -> float:
+        return self.begins[use] + (_COLUMN if self.is_drawn[use] else _GAP / 2)
+
+    def after(self, step: int) -> float:
+        """Where the first ``step`` uses have begun."""
+        return self.begin(step - 1) + 5 if step else float(_LEFT)
+
+
+def _drawn(elements: Sequence[Element], is_left_out: bool) -> Iterator[bool]:
+    """Whether each line is drawn."""
+    for element in elements:
+        if isinstance(element, Repeat):
+            for block in range(element.times):
+                yield from _drawn(element.body, is_left_out or block >= _DRAWN_BLOCKS)
+        else:
+            yield not is_left_out
+
+
+def _bars(plan: PlanReport, columns: _Columns) -> Iterator[_Bar]:
+    launched: set[int] = set()
+    for step, launches in enumerate(plan.launches):
+        for launch in launches:
+            launched.update(launch.positions)
+            drawn = [position for position in launch.positions if columns.is_drawn[position]]
+            if not drawn and (step == 0 or not columns.is_drawn[step - 1]):
+                continue
+            yield _Bar(
+                columns.after(step),
+                max(columns.end(position) for position in launch.positions),
+                " + ".join(map(_leaf, (plan.uses[position] for position in launch.positions))),
+                _title(plan, launch),
+                tuple(columns.begin(position) for position in drawn),
+            )
+    for position in range(len(plan.uses)):  # gathered when it is used, or kept from an earlier pass
+        if position not in launched and columns.is_drawn[position]:
+            begin, name = columns.begin(position), plan.uses[position]
+            title = f"{name}: {'gathered when it is used' if plan.is_on_demand else 'in memory already'}"
+            yield _Bar(begin, columns.end(position), "", title, (begin,))
+
+
+def _title(plan: PlanReport, launch: LaunchReport) -> str:
+    return f"{' + '.join(plan.uses[position] for position in launch.positions)} ({format_nbytes(launch.nbytes)})"
+
+
+def _in_lanes(bars: list[_Bar]) -> list[list[_Bar]]:
+    """Bars that lie at the same time lie one below the other."""
+    lanes: list[list[_Bar]] = []
+    for bar in sorted(bars, key=lambda bar: (bar.begin, -bar.end)):
+        lane = next((lane for lane in lanes if lane[-1].end <= bar.begin), None)
+        if lane is None:
+            lanes.append([bar])
+        else:
+            lane.append(bar)
+    return lanes
+
+
+def _bar(bar: _Bar, y: float, columns: _Columns) -> str:
+    width = bar.end - bar.begin
+    drawn = f'<rect class="ahead" x="{bar.begin:.1f}" y="{y}" width="{width:.1f}" height="{_LANE - 3}" rx="3"/>'
+    for begin in bar.uses:
+        drawn += f'<rect class="used" x="{begin + 1:.1f}" y="{y}" width="{_COLUMN - 2}" height="{_LANE - 3}" rx="3"/>'
+    begin, end = bar.begin, min((bar.end, *bar.uses))
+    for gap, _ in columns.gaps:  # it covers what is behind it
+        if gap <= begin < gap + _GAP:
+            begin = gap + _GAP - 4
+        elif begin < gap < end:
+            end = gap
+    if bar.text and len(bar.text) * _TEXT <= end - begin - 8:
+        drawn += f'<text x="{begin + 5:.1f}" y="{y + 12.5}">{escape(bar.text)}</text>'
+    return f"<g><title>{escape(bar.title)}</title>{drawn}</g>"
+
+
+def _chart(plan: PlanReport, columns: _Columns) -> str:
+    """The bytes of gathered weights during each use."""
+    assert plan.memory is not None
+    nbytes = plan.memory.gathered_nbytes
+    peak = max(nbytes)
+    drawn, base = "", 14 + _CHART
+    for use, amount in enumerate(nbytes):
+        if columns.is_drawn[use]:
+            height = amount / peak * _CHART if peak else 0.0
+            title = f"<title>{escape(plan.uses[use])}: {format_nbytes(amount)} of gathered weights in memory</title>"
+            drawn += (
+                f'<g class="bytes">{title}<rect x="{columns.begin(use) + 1:.1f}" y="{base - height:.1f}" '
+                f'width="{_COLUMN - 2}" height="{height:.1f}"/></g>'
+            )
+    line = f'<line x1="{_LEFT}" x2="{columns.width - _LEFT:.0f}" y1="{base}" y2="{base}"/>'
+    return f'<text x="{_LEFT}" y="10">gathered weights in memory, at most {format_nbytes(peak)}</text>{line}{drawn}'
+
+
+def _names(plan: PlanReport, columns: _Columns, y: float) -> tuple[str, int]:
+    """The names of the uses, below their columns, and those of their blocks; and the length of the longest."""
+    drawn = [use for use in range(len(plan.uses)) if columns.is_drawn[use]]
+    leaves = [_leaf(plan.uses[use]) for use in drawn]
+    num_letters = max(map(len, leaves), default=0)
+    text = ""
+    for use, leaf in zip(drawn, leaves, strict=True):
+        place = f"translate({columns.begin(use) + _COLUMN / 2 + 4:.1f} {y}) rotate(-90)"
+        text += f'<text transform="{place}" text-anchor="end">{escape(leaf)}</text>'
+    line = y + num_letters * _TEXT + 8
+    for block, uses in groupby(drawn, lambda use: _block(plan.uses[use])):
+        for members in _neighbours(list(uses)):
+            begin, end = columns.begin(members[0]) + 3, columns.end(members[-1]) - 3
+            if not block or end - begin < len(block) * _TEXT:
+                continue
+            text += f'<line x1="{begin:.1f}" x2="{end:.1f}" y1="{line:.1f}" y2="{line:.1f}"/>'
+            text += f'<text x="{(begin + end) / 2:.1f}" y="{line + 15:.1f}" text-anchor="middle">{escape(block)}</text>'
+    return text, num_letters
+
+
+def _neighbours(uses: Sequence[int]) -> Iterator[list[int]]:
+    for _, pairs in groupby(enumerate(uses), lambda pair: pair[1] - pair[0]):
+        yield [use for _, use in pairs]
+
+
+def _gaps(columns: _Columns, top: float, bottom: float) -> Iterator[str]:
+    for x, num in columns.gaps:
+        yield f'<rect class="gap" x="{x + 4:.1f}" y="{top}" width="{_GAP - 8}" height="{bottom - top:.1f}"/>'
+        middle, y = x + _GAP / 2, (top + bottom) / 2
+        yield f'<text x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{num} uses</text>'
+        yield f'<text x="{middle:.1f}" y="{y + 14:.1f}" text-anchor="middle">alike</text>'
+
+
+def _leaf(name: str) -> str:
+    """The name of a weight within its block: "attention.wq" of "layers.3.attention.wq.weight" is "wq"."""
+    name, _, note = name.partition(" ")
+    parts = name.removesuffix(".weight").split(".")
+    return f"{parts[-1]}{'*' * bool(note)}"
+
+
+def _block(name: str) -> str:
+    """The name up to its first number; empty without one."""
+    parts = name.split(" ")[0].split(".")
+    return next((".".join(parts[: k + 1]) for k, part in enumerate(parts) if part.isdecimal()), "")
