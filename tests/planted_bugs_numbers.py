@@ -347,4 +347,25 @@ NUMBERS = [
         "    return full",
         ("tests/distributed/test_gtp_shard_compile.py::TestCompile::test_weights_kept_in_memory_are_not_written_to",),
     ),
+    Bug(
+        "stochastic rounding favours the value above",
+        "quant/random_casts.py",
+        "(bits.to(torch.float32) < (in_steps - below) * 65536.0)",
+        "(bits.to(torch.float32) <= (in_steps - below) * 65536.0)",
+        ("tests/unit/test_random_casts.py::TestStochasticRounding::test_neighbours",),
+    ),
+    Bug(
+        "neighbours share their random bits",
+        "quant/random_casts.py",
+        "torch.stack((words & 0xFFFF, words >> 16), -1)",
+        "torch.stack((words & 0xFFFF, words & 0xFFFF), -1)",
+        ("tests/unit/test_random_casts.py::TestStochasticRounding::test_errors_are_independent",),
+    ),
+    Bug(
+        "a Hadamard transform without one of its stages",
+        "quant/random_casts.py",
+        "for stage in range(4):",
+        "for stage in range(3):",
+        ("tests/unit/test_random_casts.py::TestRotation::test_matrix",),
+    ),
 ]

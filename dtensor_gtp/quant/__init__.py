@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .api import quantize_
 from .native import NativeWeight
+from .nvfp4_operands import nvfp4_operand, nvfp4_values
 from .planes import Direction, PlaneSpec, Quantized
 from .recipes import MXFP8, NVFP4, RECIPES, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, resolve_recipe
 
@@ -19,6 +20,8 @@ __all__ = [
     "PlaneSpec",
     "Quantized",
     "Recipe",
+    "nvfp4_operand",
+    "nvfp4_values",
     "quantize_",
     "resolve_recipe",
 ]

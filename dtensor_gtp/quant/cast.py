@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .planes import Quantized
+from .random_casts import random_bits, rotate, to_e2m1_stochastic
 
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # the smallest, a denormal
@@ -170,6 +171,11 @@ def unpack_nibbles(packed: Tensor, dim: int) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), dim + 1).flatten(dim, dim + 1)
 
 
+def _along(block: tuple[int, int]) -> int:
+    """The dim along which blocks ``(1, size)`` or ``(size, 1)`` lie."""
+    return -1 if block[0] == 1 else -2
+
+
 class Casts:
     """The reference. Matrices have shape ``(*, rows, columns)``; a cast returns elements and scales. Magnitudes and
     scales are float32 if nothing else is said."""
@@ -219,13 +225,30 @@ class Casts:
         scale = e8m0_scale(block_amax(matrix, block), rounding)
         return to_float8(wide(matrix) * spread(e8m0_reciprocal(scale), block, matrix.shape)), scale
 
-    def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``; ``amax`` has shape (*, 1, 1)."""
+    def nvfp4_amax(self, matrix: Tensor, block: tuple[int, int], signs: int) -> Tensor:
+        """Largest magnitude of each matrix after the random Hadamard transform of each ``block``, shape (*, 1, 1)."""
+        return largest_magnitude(rotate(pad_to_blocks(wide(matrix), block), _along(block), signs), (-2, -1))
+
+    def cast_nvfp4(
+        self,
+        matrix: Tensor,
+        block: tuple[int, int],
+        amax: Tensor,
+        *,
+        signs: int | None = None,
+        seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Pairs of e2m1 with an e4m3 scale for each block ``(1, 16)`` or ``(16, 1)``; ``amax`` has shape (*, 1, 1).
+        With ``signs`` each block is transformed first (``amax`` is :meth:`nvfp4_amax`), with a ``seed``, an int64
+        tensor with one element, rounding is stochastic: see ``random_casts``."""
+        dim, padded = _along(block), pad_to_blocks(wide(matrix), block)
+        if signs is not None:
+            padded = rotate(padded, dim, signs)
         tensor_scale = nvfp4_tensor_scale(amax)
-        scale = nvfp4_block_scale(block_amax(matrix, block), tensor_scale)
-        padded = pad_to_blocks(wide(matrix), block)
-        divisor = spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
-        return pack_nibbles(to_e2m1(padded / divisor), -1 if block[0] == 1 else -2), scale
+        scale = nvfp4_block_scale(block_amax(padded, block), tensor_scale)
+        values = padded / spread(scale.to(torch.float32) * tensor_scale, block, padded.shape)
+        codes = to_e2m1(values) if seed is None else to_e2m1_stochastic(values, random_bits(seed, values.shape, dim))
+        return pack_nibbles(codes, dim), scale
 
     def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The values of a weight of ``shape``: of e4m3 elements alone, whose scale follows from ``amax``; of e4m3
@@ -241,7 +264,7 @@ class Casts:
             scale = e8m0_to_float(scale) if scale.dtype == torch.float8_e8m0fnu else scale
             return (data.to(torch.float32) * spread(scale, block, data.shape)).to(dtype)
         assert amax is not None
-        elements = from_e2m1(unpack_nibbles(data, -1 if block[0] == 1 else -2))
+        elements = from_e2m1(unpack_nibbles(data, _along(block)))
         factor = spread(scale.to(torch.float32) * nvfp4_tensor_scale(amax), block, elements.shape)
         return (elements * factor)[..., : shape[-2], : shape[-1]].to(dtype)
 

@@ -94,6 +94,9 @@ def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ..
     yield "cast_blocks", casts.cast_blocks(matrix, (128, 128))
     yield "cast_mx", casts.cast_mx(matrix, (1, 32), "rceil")
     yield "cast_nvfp4", casts.cast_nvfp4(matrix, (1, 16), amax)
+    yield "nvfp4_amax", (casts.nvfp4_amax(matrix, (1, 16), 0x5CA3),)
+    seed = torch.full((), 1 << 40, dtype=torch.int64, device=matrix.device)
+    yield "cast_nvfp4 of gradients", casts.cast_nvfp4(matrix, (1, 16), amax, signs=0x5CA3, seed=seed)
     for name, quantized, block, dtype in (
         ("matrix", Quantized(_REFERENCE.cast_matrix(matrix)[:1], amax), (1, 1), torch.bfloat16),
         ("blocks", Quantized(_REFERENCE.cast_blocks(matrix, (128, 128)), None), (128, 128), torch.float32),

@@ -88,6 +88,19 @@ def _to_e2m1(value):
 
 
 @triton.jit
+def _to_e2m1_stochastic(value, bits):
+    """float32 to 4-bit codes, rounded up where 16 random bits are below the fraction of the step; a NaN becomes 0."""
+    magnitude = tl.minimum(tl.abs(value), 6.0)
+    is_small, is_middle = magnitude < 2.0, magnitude < 4.0
+    in_steps = magnitude * tl.where(is_small, 2.0, tl.where(is_middle, 1.0, 0.5))
+    below = tl.floor(in_steps)
+    code = below.to(tl.int32) + tl.where(is_small, 0, tl.where(is_middle, 2, 4))
+    code += (bits.to(tl.float32) < (in_steps - below) * 65536.0).to(tl.int32)
+    code |= (value.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where(value == value, code, 0)
+
+
+@triton.jit
 def _from_e2m1(code):
     """4-bit codes in int32 to float32."""
     exponent, mantissa = (code >> 1) & 3, code & 1

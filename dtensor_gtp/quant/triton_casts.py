@@ -132,14 +132,37 @@ class TritonCasts(Casts):
             self._launch(kernels.cast_blocks, (matrix, data, scale), sizes, dims, size, **options)
         return data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu) if is_e8m0 else scale
 
-    def cast_nvfp4(self, matrix: Tensor, block: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor]:
+    def nvfp4_amax(self, matrix: Tensor, block: tuple[int, int], signs: int) -> Tensor:
+        matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
+        num_lines, num_along = matrix.shape[-3 - along], matrix.shape[along]
+        lines, blocks = _tile(matrix.stride(along) == 1, 16)
+        num_tiles = triton.cdiv(num_lines, lines) * triton.cdiv(triton.cdiv(num_along, 16), blocks)
+        with _on(matrix):
+            parts = matrix.new_empty((*matrix.shape[:-2], num_tiles), dtype=torch.int32)
+            kernels.nvfp4_amax[(parts.numel(),)](
+                matrix, parts, signs, num_lines, num_along, matrix.stride(-3 - along), matrix.stride(along),
+                matrix.shape[-2] * matrix.shape[-1], num_tiles, ACROSS=lines, BLOCKS=blocks,
+            )  # fmt: skip
+            return parts.amax(-1)[..., None, None].view(torch.float32)
+
+    def cast_nvfp4(
+        self,
+        matrix: Tensor,
+        block: tuple[int, int],
+        amax: Tensor,
+        *,
+        signs: int | None = None,
+        seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
         sizes = num_lines, num_along = matrix.shape[-3 - along], matrix.shape[along]
         num_blocks = triton.cdiv(num_along, 16)
+        options = {"signs": signs or 0, "seed_ptr": seed, "ROTATED": signs is not None, "STOCHASTIC": seed is not None}
         with _on(matrix):
             packed = _empty(matrix, num_lines, num_blocks * 8, along, torch.uint8)
             scale = _empty(matrix, num_lines, num_blocks, along, torch.uint8)
-            self._launch(kernels.cast_nvfp4, (matrix, _as_bits(amax), packed, scale), sizes, (along, along), 16)
+            tensors = matrix, _as_bits(amax), packed, scale
+            self._launch(kernels.cast_nvfp4, tensors, sizes, (along, along), 16, **options)
         return packed, scale.view(torch.float8_e4m3fn)
 
     def _launch(
@@ -148,10 +171,7 @@ class TritonCasts(Casts):
         """A kernel of blocks of ``size`` elements, which lie along the first of ``dims`` in the first tensor, and along
         the second in the last two: elements and scales."""
         matrix, (data, scale), (along, written) = tensors[0], tensors[-2:], dims
-        # Tiles of 4096 or 8192 elements, with 128 of them in a row of memory or 64.
-        is_row = matrix.stride(along) == 1
-        blocks = max((128 if is_row else 64) // size, 1)
-        lines = 4096 // (blocks * size) if is_row else 64
+        lines, blocks = _tile(matrix.stride(along) == 1, size)
         num_tiles = triton.cdiv(sizes[0], lines) * triton.cdiv(scale.shape[written], blocks)
         strides: list[int] = []  # across and along the blocks, and from matrix to matrix
         for tensor, dim in ((matrix, along), (data, written), (scale, written)):
@@ -210,6 +230,13 @@ class TritonCasts(Casts):
             matrix, known, data, scale, *sizes, num, self._has_float8, ROWS=rows, COLUMNS=columns, num_warps=warps
         )
         return data
+
+
+def _tile(is_row: bool, size: int) -> tuple[int, int]:
+    """Lines and blocks of a tile of 4096 or 8192 elements, with 128 of them in a row of memory or 64; ``is_row``: the
+    blocks lie along a row."""
+    blocks = max((128 if is_row else 64) // size, 1)
+    return (4096 // (blocks * size) if is_row else 64), blocks
 
 
 def _partial_amax(matrix: Tensor) -> Tensor:

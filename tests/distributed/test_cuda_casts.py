@@ -20,7 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
-from dtensor_gtp.quant import RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Quantized
+from dtensor_gtp.quant import (
+    RECIPES,
+    Direction,
+    Float8Blockwise,
+    Float8Rowwise,
+    Float8Tensorwise,
+    Quantized,
+    nvfp4_operand,
+)
 from dtensor_gtp.quant import casts as casts_module
 from dtensor_gtp.quant.cast import Casts
 from dtensor_gtp.quant.casts import casts_for, describe_casts
@@ -28,6 +36,7 @@ from dtensor_gtp.quant.casts import casts_for, describe_casts
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"
 NAN, INF = float("nan"), float("inf")
+SIGNS = 0x5CA3  # of the random Hadamard transform; any
 REFERENCE = Casts()
 
 
@@ -113,8 +122,17 @@ def casts_of(matrix: torch.Tensor) -> Calls:
     for block in ((1, 32), (32, 1)):
         for rounding in ("floor", "rceil"):
             calls[f"mx {block} {rounding}"] = (lambda c, b=block, r=rounding: c.cast_mx(matrix, b, r)), 1
+    seed = torch.tensor(-0x123456789ABCDEF, dtype=torch.int64, device=matrix.device)  # both halves of the key
     for block in ((1, 16), (16, 1)):
         calls[f"nvfp4 {block}"] = (lambda c, b=block: c.cast_nvfp4(matrix, b, amax)), 1
+        calls[f"stochastic nvfp4 {block}"] = (lambda c, b=block: c.cast_nvfp4(matrix, b, amax, seed=seed)), 1
+        rotated = REFERENCE.nvfp4_amax(matrix, block, SIGNS)
+        calls[f"amax of rotated {block}"] = (lambda c, b=block: c.nvfp4_amax(matrix, b, SIGNS)), 2
+        for name, options in (("rotated", {}), ("rotated stochastic", {"seed": seed})):
+            calls[f"{name} nvfp4 {block}"] = (
+                (lambda c, b=block, a=rotated, o=options: c.cast_nvfp4(matrix, b, a, signs=SIGNS, **o)),
+                1,
+            )
     return calls
 
 
@@ -218,6 +236,24 @@ class TestOnOneGPU(unittest.TestCase):
         stream.synchronize()
         self.assert_same_bits(actual, REFERENCE.cast_rows(matrix + 1), device)
         self.assert_same_bits(casts_for(matrix).cast_rows(matrix), REFERENCE.cast_rows(matrix), "current device")
+
+    def test_stochastic_rounding_of_many_blocks(self) -> None:
+        """Of many tiles, along both dims: the bits of the reference, also by a replay with another seed."""
+        matrix = torch.randn(1030, 2072, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+        seed = torch.tensor(1, device="cuda")
+        for dim in (-1, -2):
+            graph, signs = torch.cuda.CUDAGraph(), 0x1B2D
+            nvfp4_operand(matrix, dim, seed=seed, signs=signs)
+            with torch.cuda.graph(graph):
+                captured = nvfp4_operand(matrix, dim, seed=seed, signs=signs)
+            for value in (5, 1 << 40):
+                seed.fill_(value)
+                graph.replay()
+                with environment(DTENSOR_GTP_CASTS="reference"):
+                    expected = nvfp4_operand(matrix, dim, seed=seed, signs=signs)
+                self.assert_same_bits(
+                    (*captured.planes, captured.amax), (*expected.planes, expected.amax), (dim, value)
+                )
 
     def test_cuda_graph(self) -> None:
         matrix = hard_matrix().cuda()
