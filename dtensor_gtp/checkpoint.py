@@ -8,6 +8,7 @@ reads only the blocks that its shard touches.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from math import prod
@@ -25,10 +26,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._progress import Progress
 from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
 
+_LOG = logging.getLogger(__name__)
 _PLANE_KEY = re.compile(
     rf"(?P<weight>.+)_(?P<recipe>{'|'.join(RECIPES)})\.(?P<plane>{'|'.join((*PLANE_NAMES, 'amax'))})"
 )
@@ -171,8 +174,15 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     @torch.no_grad()
     def finish(self) -> None:
         """Convert what was read. Collective if a scale covers a whole weight."""
+        if not self._regions:
+            return
+        with Progress(_LOG, "conversion of a checkpoint's weights", len(self._regions)) as progress:
+            self._convert(progress)
+        self._regions.clear()
+
+    def _convert(self, progress: Progress) -> None:
         values, infos, natives = [], [], []
-        for _, region in sorted(self._regions.items()):
+        for _, region in progress.over(sorted(self._regions.items())):
             native = native_of(region.target)
             if native is None:
                 local = compat.local_part(region.target)
@@ -184,7 +194,6 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         for (native, target), part in zip(natives, quantize_parts(values, infos), strict=True):
             native.write(part)
             torch.autograd.graph.increment_version(target)
-        self._regions.clear()
 
 
 def _recipe_of(stored: Mapping[str, Any], weight: str) -> Recipe | None:
@@ -245,15 +254,17 @@ def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> d
     """
     params = dict(module.named_parameters(remove_duplicate=False))
     result = {key: value for key, value in state_dict.items() if not _PLANE_KEY.fullmatch(key)}
-    for weight in {match["weight"] for key in state_dict if (match := _PLANE_KEY.fullmatch(key))}:
-        recipe, param = _recipe_of(state_dict, weight), params.get(weight)
-        if param is None or recipe is None:
-            raise ValueError(
-                f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has no "
-                f"'{weight}'."
-            )
-        stored = {name: state_dict[f"{weight}_{recipe.name}.{name}"] for name in native_planes(recipe)}
-        result[weight] = _dequantize(recipe, stored, torch.Size(param.shape), param.dtype)
+    weights = {match["weight"] for key in state_dict if (match := _PLANE_KEY.fullmatch(key))}
+    with Progress(_LOG, "dequantization of a state dict", len(weights)) as progress:
+        for weight in progress.over(weights):
+            recipe, param = _recipe_of(state_dict, weight), params.get(weight)
+            if param is None or recipe is None:
+                raise ValueError(
+                    f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has "
+                    f"no '{weight}'."
+                )
+            stored = {name: state_dict[f"{weight}_{recipe.name}.{name}"] for name in native_planes(recipe)}
+            result[weight] = _dequantize(recipe, stored, torch.Size(param.shape), param.dtype)
     return result
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._progress import Progress
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from .copy_engine import waiting_allowed
 
@@ -62,7 +63,7 @@ def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
     try:
         from .triton_addends import add  # needs Triton, which comes with torch for GPUs
 
-        with waiting_allowed(device):
+        with waiting_allowed(device), Progress(logger, f"compiling the sum of gradients for {device}"):
             # Aligned addends have a kernel of their own.
             for sizes in ([1040, 16], [1001, 8]):
                 if not all(has_same_bits(*pair) for pair in _probe(add, sizes, device, key)):

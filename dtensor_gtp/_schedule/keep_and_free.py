@@ -17,6 +17,7 @@ from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
+from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
 from .choose_schedule import Facts, block_nbytes, choose, no_copy_engines
 from .first_forward import agree_to_begin
@@ -77,6 +78,11 @@ class KeepAndFree:
         """In the first forward, on all ranks alike: check that they can run, choose a schedule, make communicators."""
         if self.is_initialized:
             return
+        with Progress(logger, "first forward: ranks agree, communicators are made", len(self.params)) as progress:
+            self._initialize(progress)
+        logger.info("chosen: %s", "; ".join((*self.comm.choices, *self.reasons)))
+
+    def _initialize(self, progress: Progress) -> None:
         with compat.unseen_by_checkpoint_policies():
             free_nbytes = agree_to_begin(self.params, self.device)
         blocks = block_nbytes((call.module for call in self.calls), self.weights)
@@ -91,7 +97,7 @@ class KeepAndFree:
                 )
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
-        for param in self.params:
+        for param in progress.over(self.params):
             param.groups = self.comm.groups(param.mesh, schedule)
         for weight in self.weights:
             if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
@@ -100,7 +106,6 @@ class KeepAndFree:
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))
         self.is_initialized = True
-        logger.info("chosen: %s", "; ".join((*self.comm.choices, *self.reasons)))
 
     def chosen_policy(self) -> SchedulePolicy | None:
         """What was asked for and chosen, as a policy that leaves nothing open; None before the first forward."""

@@ -8,6 +8,7 @@ part is sent once. ``leave_state`` and ``take_state`` hand the state over to a n
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._comm.agreement import device_of
+from .._progress import Progress
 from .mesh import ElasticMesh
 from .plan import Box, Move, plan_moves
 
@@ -30,6 +32,7 @@ Keys = tuple[Any, ...]  # and indices: they lead to a value in nested dicts and 
 Parts = dict[Keys, tuple[Box, Tensor]]  # where parts lie in their logical tensors, and the parts
 Moves = dict[Keys, list[Move]]
 _NEW = -1  # the step of a rank that holds nothing
+_LOG = logging.getLogger(__name__)
 
 
 class StateLostError(RuntimeError):
@@ -109,10 +112,11 @@ def recover_state(
     if held.step != step:
         held = HeldState(_NEW, {}, {})
     targets = {keys: (own.wanted[keys].box, compat.local_tensor(value)) for keys, value in wanted.items()}
-    with torch.no_grad():
-        for chunk in _chunks(moves, own.wanted, chunk_nbytes * len(reports)):
+    chunks = list(_chunks(moves, own.wanted, chunk_nbytes * len(reports)))
+    with torch.no_grad(), Progress(_LOG, f"recovery of the state after step {step}", len(chunks)) as progress:
+        for chunk in progress.over(chunks):
             _exchange(chunk, held.tensors, targets, mesh)
-    _fill_plain(state, held.plain, [report.step for report in reports].index(step), mesh)
+        _fill_plain(state, held.plain, [report.step for report in reports].index(step), mesh)
     return step
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
+from .._progress import Progress
 from . import clock
 from .replicas import Place, ReplicaLayout, replicas_of
 
@@ -106,25 +107,26 @@ def regroup(
     """
     backend = backend or dist.get_backend()
     is_alive = None if watch is None else watch.is_alive
-    while True:
-        members = agree_on_survivors(layout, rank, store, grace, generation, num_replicas, is_alive)
-        if rank not in members.alive:
-            raise RuntimeError(
-                f"rank {rank} came to regroup when ranks {list(members.alive)} had gone on without it, after "
-                f"{grace.total_seconds():g} seconds of grace or because it was silent for too long. End this process; "
-                "it may join again as a new one."
-            )
-        for ticket in members.tickets:  # on all members alike: the rank that decided may be gone
-            waiting_store(store).set(f"admitted/{ticket}", json.dumps(members))
-        rank = members.alive.index(rank)
-        # After the list is written: to end collectives with ranks that are gone may take as long as their time limit.
-        if dist.is_initialized():
-            compat.leave_process_groups()
-        layout, generation = members.layout, members.generation
-        if watch is not None:
-            watch.move_to(layout, rank, generation)
-        if start_regrouped(store, members, rank, backend, timeout):
-            return members.seen_by(rank)
+    with Progress(_LOG, f"regrouping {layout.num_ranks} ranks"):
+        while True:
+            members = agree_on_survivors(layout, rank, store, grace, generation, num_replicas, is_alive)
+            if rank not in members.alive:
+                raise RuntimeError(
+                    f"rank {rank} came to regroup when ranks {list(members.alive)} had gone on without it, after "
+                    f"{grace.total_seconds():g} seconds of grace or because it was silent for too long. End this "
+                    "process; it may join again as a new one."
+                )
+            for ticket in members.tickets:  # on all members alike: the rank that decided may be gone
+                waiting_store(store).set(f"admitted/{ticket}", json.dumps(members))
+            rank = members.alive.index(rank)
+            # After the list is written: to end collectives with ranks that are gone may take their whole time limit.
+            if dist.is_initialized():
+                compat.leave_process_groups()
+            layout, generation = members.layout, members.generation
+            if watch is not None:
+                watch.move_to(layout, rank, generation)
+            if start_regrouped(store, members, rank, backend, timeout):
+                return members.seen_by(rank)
 
 
 def num_waiting(store: compat.Store) -> int:

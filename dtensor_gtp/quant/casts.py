@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._progress import Progress
 from .._torch_compat.kernel_trial import decided, failure, has_same_bits
 from . import cast
 from .cast import Casts
@@ -75,9 +76,11 @@ def _try(device: torch.device) -> tuple[Casts, str]:
 
         casts = TritonCasts(has_float8=torch.cuda.get_device_capability(device) >= (8, 9))
         matrix = torch.linspace(-2.0, 3.0, 1000, dtype=torch.float32, device=device).view(20, 50)
-        for (name, actual), (_, expected) in zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True):
-            if not all(map(has_same_bits, actual, expected)):
-                return _REFERENCE, f"{name} by Triton has other bits than the reference"
+        with Progress(logger, f"compiling the fused casts for {device}") as progress:
+            for (name, actual), (_, expected) in zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True):
+                if not all(map(has_same_bits, actual, expected)):
+                    return _REFERENCE, f"{name} by Triton has other bits than the reference"
+                progress.advance(name)
     except Exception as error:
         return _REFERENCE, failure(error)
     return casts, ""

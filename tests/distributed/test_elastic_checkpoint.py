@@ -274,7 +274,11 @@ class TestElasticCheckpoint(GlooTest):
             state(0, {"rng": generator.get_state(), "data": {"sample": 7}, "losses": [rank, 2.0]}), step=1
         )
         new = state(1, {"rng": torch.Generator().get_state(), "data": {"sample": 0}, "losses": [0, 0.0]})
-        recover_state(held if rank != 2 else None, new, mesh)
+        with self.assertLogs("dtensor_gtp.elastic.recovery", "INFO") as logged:
+            recover_state(held if rank != 2 else None, new, mesh)
+        begin, end = (record.getMessage() for record in logged.records)
+        self.assertEqual(begin, "recovery of the state after step 1: begins, 1 in all")
+        self.assertRegex(end, r"^recovery of the state after step 1: done after .* \(1 of 1\)$")
         self.assertEqual(new["data"], {"sample": 7})
         self.assertEqual(new["losses"], [rank if rank != 2 else 0, 2.0])
         drawn = torch.rand(3, generator=torch.Generator().set_state(new["rng"]))

@@ -26,7 +26,7 @@ FLOORS = (
     ("quant",),
     ("_dtensor",),
     ("placement", "policy"),
-    ("_torch_compat", "_version"),
+    ("_torch_compat", "_version", "_progress"),
 )
 
 
