@@ -320,7 +320,11 @@ class _OneDevice:
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, self._cls)
 
-    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    def __call__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+    ) -> dist.ProcessGroupGloo:
+        """As torch calls the class; 2.14 passes ``enable_reconfigure``, which no test turns on."""
+        assert not enable_reconfigure
         options = self._cls._Options()
         options._devices = [self._device]
         options._timeout = timeout
