@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -88,33 +89,10 @@ def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=elsewhere)
-    program = """
-import sys
-from importlib.metadata import version
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-
-import dtensor_gtp
-from dtensor_gtp import gtp_shard, sharding_report
-
-assert Path(dtensor_gtp.__file__).is_relative_to(sys.path[0]), dtensor_gtp.__file__
-assert dtensor_gtp.__version__ == version("dtensor-gtp")
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
-model = gtp_shard(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), mesh)
-assert "0.weight" in str(sharding_report(model))
-model(torch.randn(2, 64)).sum().backward()
-assert all(p.grad is not None for p in model.parameters())
-dist.destroy_process_group()
-print(dtensor_gtp.__version__)
-"""
-    # -P and an explicit path: neither the checkout nor another installed copy may be found first
-    program = f"import sys; sys.path.insert(0, {str(site)!r})\n" + program
-    assert run(sys.executable, "-P", "-c", program, cwd=elsewhere).split() == [VERSION]
+    # -P and PYTHONPATH: neither the checkout nor another installed copy may be found first
+    env = os.environ | {"PYTHONPATH": str(site)}
+    job = ROOT / "tests" / "unit" / "installed_job.py"
+    assert run(sys.executable, "-P", job, site, cwd=elsewhere, env=env).split() == [VERSION]
 
 
 def test_the_only_runtime_dependency_is_torch() -> None:
