@@ -52,10 +52,10 @@ class Gathering(KeepAndFree):
         if comm.is_debugged:
             comm.delay()
         done = gathered.done
-        origin = comm.wait(done)
-        gathered.uploaded = None
-        if done.origin is not origin:
-            comm.note_reading(done, (gathered.buffer,))
+        stream = comm.wait(done)
+        uploaded, gathered.uploaded = gathered.uploaded, None
+        if done.origin is not stream:
+            comm.note_reading(done, (gathered.buffer,) if uploaded is None else (gathered.buffer, uploaded))
         return gathered
 
     def _begin_use(self, target: Gatherable) -> Gathered:
