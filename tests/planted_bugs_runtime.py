@@ -6,41 +6,6 @@ from planted_bugs_type import Bug
 
 RUNTIME = [
     Bug(
-        "shard on the host is sent itself",
-        "_params/gather.py",
-        "        shard = weight.shard if copy is None else copy",
-        "        shard = weight.shard",
-        ("tests/distributed/test_gtp_shard_offload.py::TestOffload::test_copies_are_made",),
-    ),
-    Bug(
-        "gradient of a second use does not reach the host",
-        "_params/managed_param.py",
-        "            self._more_reduced.append(reduced)",
-        "            pass",
-        ("tests/distributed/test_gtp_shard_offload.py::TestOffload::test_same_bits_as_without",),
-    ),
-    Bug(
-        "whole parameter on the host is copied once",
-        "_params/whole_param.py",
-        "            compat.local_part(self.leaf.detach()).data.copy_(self.shard, non_blocking=True)",
-        "            pass",
-        ("tests/distributed/test_gtp_shard_offload.py::TestOffload::test_same_bits_as_without",),
-    ),
-    Bug(
-        "host does not wait for its gradients",
-        "_schedule/reduce_gradients.py",
-        "            self._comm.finish_on_host()",
-        "            pass",
-        ("tests/distributed/test_gtp_shard_offload.py::TestOffload::test_copies_are_made",),
-    ),
-    Bug(
-        "host does not wait for copies of its shards",
-        "_schedule/runtime.py",
-        "            self._drop_prefetched()\n            self.comm.finish_uploads()",
-        "            self._drop_prefetched()",
-        ("tests/distributed/test_gtp_shard_offload.py::TestOffload::test_copies_are_made",),
-    ),
-    Bug(
         "no wait for a gather",
         "_comm/streams.py",
         "        elif work is not None:\n            work.wait()",
