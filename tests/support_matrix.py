@@ -57,6 +57,7 @@ def main() -> int:
         else:
             with tempfile.TemporaryDirectory(prefix="support-matrix-") as folder:
                 results.append(_run(release, Path(folder)))
+        print(f"torch {release}: {results[-1].outcome}", flush=True)
     print("\n| torch | installed | tests on CPU |\n|---|---|---|")
     for result in results:
         print(f"| {result.release} | {result.torch} | {result.outcome} |")

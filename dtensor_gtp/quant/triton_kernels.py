@@ -223,13 +223,18 @@ def _load_pairs(
     first = tl.load(x_ptrs, mask=(line < num_lines) & (pair * 2 < num_along), other=0.0).to(tl.float32)
     second = tl.load(x_ptrs + x_along, mask=(line < num_lines) & (pair * 2 + 1 < num_along), other=0.0).to(tl.float32)
     if ROTATED:
-        bit = (pair % 8) * 2
-        first = tl.where(((signs >> bit) & 1) == 1, -first, first)
-        second = tl.where(((signs >> (bit + 1)) & 1) == 1, -second, second)
+        flips = (pair * 0 + signs) >> ((pair % 8) * 2)
+        first, second = _negated(first, flips & 1), _negated(second, (flips >> 1) & 1)
         total, difference = first + second, first - second
         first = _butterflies(total, ACROSS, BLOCKS) * 0.25
         second = _butterflies(difference, ACROSS, BLOCKS) * 0.25
     return first, second
+
+
+@triton.jit
+def _negated(x, flip):
+    """``-x`` where ``flip`` is 1, else ``x``. By the bit of the sign: Triton's ``-x`` is ``0 - x``, which is 0 of 0."""
+    return (x.to(tl.int32, bitcast=True) ^ (flip << 31)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
