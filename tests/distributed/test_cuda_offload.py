@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from common import ALL
 from cuda_common import BF16, NUM_RANKS, CudaTest
+from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.common_utils import run_tests
@@ -109,11 +110,14 @@ class TestCudaOffload(CudaTest):
         torch.testing.assert_close(output, before, rtol=0, atol=0)
 
     def test_copies_run_beside_compute(self) -> None:
-        """While compute is held up, weights of the layers to come are copied, on no stream that computes."""
+        """While compute is held up, weights of the layers to come are copied, on no stream that computes. The window
+        holds one layer ahead, so that the copies are spread over the forward."""
         torch.manual_seed(0)
-        layers = [part for _ in range(6) for part in (nn.Linear(1024, 1024, bias=False), Sleep())]
-        model = gtp_shard(nn.Sequential(*layers), self.gtp_mesh(), schedule=ALL, **offload())
-        x = torch.randn(8, 1024, device="cuda")
+        width = 2048
+        layers = [part for _ in range(6) for part in (nn.Linear(width, width, bias=False), Sleep())]
+        schedule = explicit(prefetch_nbytes=4 * width * width)
+        model = gtp_shard(nn.Sequential(*layers), self.gtp_mesh(), schedule=schedule, **offload())
+        x = torch.randn(8, width, device="cuda")
         for _ in range(2):
             model(x).sum().backward()
         with torch.no_grad():
@@ -123,17 +127,18 @@ class TestCudaOffload(CudaTest):
         copies = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"].replace(" ", "")]
         sleeps = [e for e in events if e.get("cat") == "kernel" and "spin" in e["name"]]
         self.assertEqual(len(sleeps), 6)
-        weights = [e for e in copies if e["args"]["bytes"] >= 4 * 1024 * 1024 // self.world_size]
+        weights = [e for e in copies if e["args"]["bytes"] >= 4 * width * width // self.world_size]
         self.assertEqual(len(weights), 6)
         streams = {e["args"]["stream"] for e in weights}
         self.assertEqual(len(streams), 1)
         self.assertEqual(streams & {e["args"]["stream"] for e in events if e.get("cat") == "kernel"}, set())
-        during = [
-            e
-            for e in weights
-            if any(float(s["ts"]) < float(e["ts"]) < float(s["ts"]) + float(s["dur"]) for s in sleeps)
-        ]
-        self.assertGreaterEqual(len(during), 3)
+
+        def time_of(event: dict[str, Any]) -> tuple[float, float]:
+            return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+        held_up = [time_of(event) for event in sleeps]
+        beside = [(a, b) for a, b in map(time_of, weights) if any(a < end and begin < b for begin, end in held_up)]
+        self.assertGreaterEqual(len(beside), 3, f"copies {[*map(time_of, weights)]}, held up {held_up}")
 
     def test_device_memory(self) -> None:
         """Between steps the device holds no shard, no gradient and nothing of the optimizer."""
