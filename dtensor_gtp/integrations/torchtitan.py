@@ -26,14 +26,15 @@ def with_gtp(config: Any) -> Any:
             return with_gtp(llama3_8b())
 
     Args:
-        config: A ``Trainer.Config`` of Llama 3. It is changed in place: its ``parallelize_fn`` is
-            :func:`parallelize_llama`, and its ``spmd_backend`` ``"partial_dtensor"``.
+        config: A ``Trainer.Config`` of Llama 3. It is changed in place: the ``parallelize_fn`` becomes
+            :func:`parallelize_llama`, the ``spmd_backend`` ``"partial_dtensor"``, and CUDA graphs are switched off.
 
     Returns:
         ``config``.
     """
     config.model_spec = replace(config.model_spec, parallelize_fn=parallelize_llama)
     config.parallelism.spmd_backend = "partial_dtensor"
+    config.training.disable_cuda_graphs = True
     return config
 
 

@@ -1,7 +1,7 @@
 """torchtitan's Llama 3, sharded by ``gtp_shard`` and by torchtitan's own FSDP2, on the host.
 
-torchtitan's trainer needs a GPU. So the model of its configuration, its losses, its optimizer and its clipping run here in
-a loop of our own, with another attention, because flex attention is compiled.
+torchtitan's trainer needs a GPU. So the model of its configuration, its losses, its optimizer and its clipping run here
+in a loop of our own, with another attention, because flex attention is compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from common import GlooTest, full
 from integration_common import needs
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.common_utils import run_tests
 
 STEPS = 20
@@ -28,7 +29,7 @@ def on_the_host() -> None:
         import torchtitan.tools.utils  # noqa: F401
 
 
-def configuration(tensor_parallel: int, **parallelism: Any) -> Any:
+def configuration(tensor_parallel: int, is_compiled: bool = False, **parallelism: Any) -> Any:
     """The debug model of torchtitan's registry, smaller."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss
@@ -38,6 +39,7 @@ def configuration(tensor_parallel: int, **parallelism: Any) -> Any:
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.training.mixed_precision_param = "float32"
+    config.compile = replace(config.compile, enable=is_compiled, components=["model"], backend="aot_eager")
     config.parallelism = replace(
         config.parallelism, spmd_backend="partial_dtensor", tensor_parallel_degree=tensor_parallel, **parallelism
     )
@@ -64,6 +66,9 @@ def train(config: Any, world_size: int) -> tuple[list[float], nn.Module]:
         ac_config=config.activation_checkpoint,
         dump_folder="",
     )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # gloo has no factor in its sums, which torchtitan sets to 1
+            module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -100,12 +105,12 @@ def _same_values(model: nn.Module) -> None:
 
 @needs("torchtitan", extra="torchtitan")
 class TestTorchtitan(GlooTest):
-    def check(self, tensor_parallel: int, **parallelism: Any) -> None:
+    def check(self, tensor_parallel: int, is_compiled: bool = False, **parallelism: Any) -> None:
         on_the_host()
         from dtensor_gtp.integrations.torchtitan import with_gtp
 
         expected, reference = train(configuration(tensor_parallel, **parallelism), self.world_size)
-        losses, model = train(with_gtp(configuration(tensor_parallel, **parallelism)), self.world_size)
+        losses, model = train(with_gtp(configuration(tensor_parallel, is_compiled, **parallelism)), self.world_size)
         self.assertLess(expected[-1], expected[0] - 1.0)
         self.assertEqual(losses, expected, atol=2e-4, rtol=1e-4)
         ours = dict(model.named_parameters())
@@ -120,6 +125,9 @@ class TestTorchtitan(GlooTest):
 
     def test_with_tensor_parallelism(self) -> None:
         self.check(2)
+
+    def test_compiled_with_tensor_parallelism(self) -> None:
+        self.check(2, is_compiled=True)
 
     def test_what_is_not_supported(self) -> None:
         on_the_host()

@@ -10,7 +10,7 @@ import pytest
 from dtensor_gtp import integrations
 
 
-@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "torchtitan", "transformers"])
 def test_a_missing_library_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"{integrations.__name__}.{name}", raising=False)

@@ -114,6 +114,7 @@ def test_the_only_runtime_dependency_is_torch() -> None:
     optional |= {
         ("accelerate.py", "accelerate"),
         ("lightning.py", "lightning"),
+        ("torchtitan.py", "torchtitan"),
         ("transformers.py", "accelerate"),
         ("transformers.py", "transformers"),
     }
