@@ -20,6 +20,7 @@ from ._params.whole_param import WholeParam
 from ._report.facts import Cut, PassReport, PlanReport, ReportRow, plan_report
 from ._report.page import Facts, fragment, page
 from ._report.text import plan_text, table
+from ._schedule.held_weights import held_nbytes
 from ._schedule.order_of_gathers import Plan
 from ._schedule.order_of_uses import ChainKey
 from ._schedule.runtime import Runtime
@@ -210,15 +211,6 @@ def _kept(runtime: Runtime, key: ChainKey, names: list[str]) -> str:
 
 def _memory(runtime: Runtime, key: ChainKey, plan: Plan) -> PassReport:
     nbytes = [gatherable.kept_nbytes for gatherable in runtime.gatherables]
-    kept = runtime.kept_from_forward(key.entry)
-    during, between = [], []
-    for cursor in range(len(plan.uses) + 1):
-        used = frozenset(plan.uses[:cursor])
-        held = kept - used if key.is_backward else kept & used
-        launches = plan.window(plan.cursors(cursor))
-        ahead = held | {plan.uses[position] for positions in launches for position in positions}
-        between.append(sum(nbytes[index] for index in ahead))
-        if cursor:
-            during.append(sum(nbytes[index] for index in {plan.uses[cursor - 1], *ahead}))
+    held = held_nbytes(plan, runtime.kept_from_forward(key.entry), nbytes, is_backward=key.is_backward)
     names = tuple(runtime.gatherables[use].weight.fqn for use in plan.uses)
-    return PassReport(key.is_backward, names, tuple(during), tuple(between))
+    return PassReport(key.is_backward, names, *held)

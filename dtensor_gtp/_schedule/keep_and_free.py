@@ -21,7 +21,7 @@ from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
 from .choose_schedule import Facts, block_nbytes, choose, no_copy_engines
 from .first_forward import agree_to_begin
-from .order_of_gathers import Plan, Traits, Window, choose_kept
+from .order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from .order_of_uses import Chain, ChainKey, Entry
 from .reduce_gradients import BlockRecording, Gradients
 
@@ -132,9 +132,7 @@ class KeepAndFree:
         """The plans of a forward of ``entry`` and of its backward, and the weights that are last in the forward and
         first in the backward, on all ranks of their mesh. Only ``keep_last`` decides whether those are kept."""
         forward, backward = (self._chain(entry, is_backward=is_backward).plan for is_backward in (False, True))
-        first = ((lane, backward.first(lane)) for lane in backward.lanes)
-        turning = tuple(use for lane, use in first if use is not None and use == forward.last(lane))
-        return forward, backward, turning
+        return forward, backward, turning_point(forward, backward)
 
     def kept_until_backward(self, entry: Entry | None) -> tuple[int, ...]:
         """The weights that ``keep_nbytes`` keeps from a forward of ``entry`` to its backward."""

@@ -202,6 +202,12 @@ def _put_together(
     return launches
 
 
+def turning_point(forward: Plan, backward: Plan) -> tuple[int, ...]:
+    """The weights that are last in a forward and first in its backward, on all ranks of their mesh."""
+    first = ((lane, backward.first(lane)) for lane in backward.lanes)
+    return tuple(use for lane, use in first if use is not None and use == forward.last(lane))
+
+
 def choose_kept(
     forward: Plan, backward: Plan, sizes: Sequence[int], lanes: Sequence[int], budget: int
 ) -> tuple[int, ...]:

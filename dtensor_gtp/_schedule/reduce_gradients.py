@@ -27,6 +27,7 @@ from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
+from .order_of_reductions import fits, may_wait
 from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
 
 
@@ -191,7 +192,7 @@ class Gradients:
 
     def _may_wait(self, weight: ShardedWeight) -> bool:
         """Whether a gradient may wait for others, to travel with them."""
-        is_small = self._bundle is not None or weight.sent_nbytes < self.schedule.coalesce_grad_nbytes
+        is_small = self._bundle is not None or may_wait(weight.sent_nbytes, self.schedule.coalesce_grad_nbytes)
         return is_small and can_travel_together(weight.groups.reduce_scatter, weight.layout.world)
 
     def _launch_others(self, weight: ShardedWeight, scale: collectives.ReduceScale) -> None:
@@ -202,9 +203,9 @@ class Gradients:
         first, other = waiting[0], waiting[0].weight
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
-        nbytes = weight.sent_nbytes + sum(gradient.weight.sent_nbytes for gradient in waiting)
-        fits = self._bundle is not None or nbytes <= self.schedule.coalesce_grad_nbytes
-        if not (is_alike and fits and self._may_wait(weight)):
+        nbytes = sum(gradient.weight.sent_nbytes for gradient in waiting)
+        may_join = self._bundle is not None or fits(nbytes, weight.sent_nbytes, self.schedule.coalesce_grad_nbytes)
+        if not (is_alike and may_join and self._may_wait(weight)):
             self._launch(self._waiting.pop(weight.groups.scatter_name))
 
     def submit_recorded(self, written: Sequence[Written]) -> None:

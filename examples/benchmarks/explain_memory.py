@@ -1,4 +1,4 @@
-"""What ``memory_model.predict_peak`` needs to know of a model under ``gtp_shard``: its plan and its activations."""
+"""What ``predict_peak`` needs to know of a model under ``gtp_shard``: its plan and its activations."""
 
 import functools
 from collections.abc import Collection, Mapping
@@ -8,13 +8,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from activations import count_activations
 from dtensor_gtp import SchedulePolicy, sharding_report
+from dtensor_gtp.planner.peak import Amounts, Peak, Use, predict_peak
+from dtensor_gtp.planner.recorder import Recorder
+from dtensor_gtp.planner.trace import record
 from dtensor_gtp.policy import Schedule
 from dtensor_gtp.report import PassReport, ReportRow, ShardingReport
 from harness import World, state_bytes
 from llama import Llama, LlamaConfig
-from memory_model import Amounts, Peak, Use, predict_peak
 from modes import Mode, Workload
 
 
@@ -25,12 +26,13 @@ def activations_of(workload: Workload, seq_len: int) -> dict[str, Amounts]:
 
 @functools.cache
 def _activations_of(config: LlamaConfig, batch: int, seq_len: int) -> dict[str, Amounts]:
-    def loss_of(model: nn.Module) -> torch.Tensor:
+    def loss_of(model: nn.Module, _: Recorder) -> torch.Tensor:
         tokens = torch.zeros(batch, seq_len + 1, dtype=torch.int64)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    return count_activations(lambda: Llama(config), loss_of)
+    trace = record(lambda: Llama(config), loss_of)
+    return {weight.name.removesuffix(".weight"): weight.amounts for weight in trace.weights}
 
 
 def most_activations(workload: Workload, seq_len: int) -> int:

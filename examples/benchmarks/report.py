@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import dtensor_gtp
+from dtensor_gtp.planner.peak import Peak
 from harness import Memory, World, median
-from memory_model import Peak
 from modes import COMPILED, RECIPE
 
 

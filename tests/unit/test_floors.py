@@ -15,8 +15,10 @@ PACKAGE = Path(__file__).parents[2] / "dtensor_gtp"
 # The highest first. A floor is a room (a folder) or a few files.
 FLOORS = (
     ("integrations",),
-    ("__init__",),
-    ("api", "report", "mesh", "checkpoint", "optim", "random"),
+    ("__init__", "plan"),
+    ("report",),
+    ("planner",),
+    ("api", "mesh", "checkpoint", "optim", "random"),
     ("graphs", "elastic", "nn", "_report"),
     ("_modules",),
     ("ops",),

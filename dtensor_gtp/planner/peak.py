@@ -1,11 +1,15 @@
 """Explains the peak memory of a step: what lies there in its fullest moment, and how much of it is what.
 
 The amounts come from the model and from the plan that ``sharding_report`` shows, none from an allocator, so that the
-sum can be held against what an allocator has measured. A pure function of plain numbers; it needs nothing but Python.
+sum can be held against what an allocator has measured. A pure function of plain numbers.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from .._schedule.order_of_reductions import fits, may_wait
 
 
 class Amounts(NamedTuple):
@@ -111,8 +115,9 @@ class Reductions:
         if use.is_exchanged:
             return []
         launches = []
-        is_alone = use.wgrad >= self._together
-        if self._waiting and (is_alone or sum(other.wgrad for other in self._waiting) + use.wgrad > self._together):
+        is_alone = not may_wait(use.wgrad, self._together)
+        waiting = sum(other.wgrad for other in self._waiting)
+        if self._waiting and (is_alone or not fits(waiting, use.wgrad, self._together)):
             launches.append(self._waiting)
             self._waiting = []
         if is_alone:

@@ -1,0 +1,301 @@
+"""A machine as the planner sees it: peaks, links, and the shares of them that real kernels reach.
+
+``peak`` fields are of data sheets. All other fields are measured, by ``--calibrate`` or by hand; in a preset they are
+carried over from another machine, and the answer says "not calibrated". The format of presets and of calibration files
+is the same JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import PlanError
+
+VERSION = 1
+_PRESETS = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of one GPU.
+
+    Args:
+        gb_s: What a GPU sends, while it receives as much, in 10^9 bytes a second.
+        share: Of that, what a collective of large messages reaches.
+        start_us: Time before the first byte arrives.
+        hop_us: Time for each further step of a ring or a tree.
+    """
+
+    gb_s: float
+    share: float
+    start_us: float
+    hop_us: float
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What kernels reach of the peaks.
+
+    Args:
+        gemm: Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is
+            interpolated over the logarithm of the operations.
+        float8_gemm: The same for GEMMs of 8 bits and fewer, casts not included.
+        attention: Share of the bf16 peak that fused attention reaches, without what a causal mask leaves out.
+        hbm: Share of the memory's bandwidth that elementwise kernels reach.
+        fused: Share of the bytes of elementwise kernels that is left in compiled blocks.
+        kernel_us: Time of the shortest kernel.
+    """
+
+    gemm: tuple[tuple[float, float], ...]
+    float8_gemm: tuple[tuple[float, float], ...]
+    attention: float
+    hbm: float
+    fused: float
+    kernel_us: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the host takes in eager steps.
+
+    Args:
+        op_us: For one operation of torch in forward and backward, a view or a kernel.
+        use_us: For one use of a sharded weight, without the calls of the process group.
+        fsdp_use_us: The same under ``fully_shard``, for each parameter.
+        collective_us: For one call of the process group.
+        replay_us: Before the replay of a CUDA graph of a whole step.
+    """
+
+    op_us: float
+    use_us: float
+    fsdp_use_us: float
+    collective_us: float
+    replay_us: float
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How many times as long work takes while other work runs beside it.
+
+    Args:
+        gemm_beside_nccl: GEMMs beside a collective whose kernels take SMs.
+        gemm_beside_copy: GEMMs beside copy engines.
+        nccl_beside_gemm: Such a collective beside GEMMs.
+        copy_beside_gemm: Copies beside GEMMs.
+        wire: Two collectives over the same link, each of them.
+        kernel: Two kernels on one GPU, each of them: they share SMs and memory.
+    """
+
+    gemm_beside_nccl: float
+    gemm_beside_copy: float
+    nccl_beside_gemm: float
+    copy_beside_gemm: float
+    wire: float
+    kernel: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind and the links between them.
+
+    Args:
+        name: For people.
+        is_calibrated: Whether all but the peaks were measured on this machine.
+        memory_gib: Memory of a GPU that the process can allocate.
+        reserve_gib: Of that, what CUDA, NCCL and the allocator's fragments take.
+        hbm_gb_s: Peak bandwidth of the memory.
+        peak_tflops: Dense peak of matrix operations by format: "bf16", "float8", "float4".
+        gpus_per_host: GPUs that can map each other's memory.
+        gpus_per_domain: GPUs behind the fast link: a host, or a rack.
+        fast: The fast link, with NCCL.
+        copy: The fast link, with copy engines.
+        network: The link between domains.
+        jitter: Standard deviation of one rank's step, as a share of it: all wait for the slowest.
+        spread: How far the answer may be off, as a share of it. Half of the range that is shown.
+        sources: Where the numbers come from: a text for each group of fields.
+    """
+
+    name: str
+    is_calibrated: bool
+    memory_gib: float
+    reserve_gib: float
+    hbm_gb_s: float
+    peak_tflops: Mapping[str, float]
+    gpus_per_host: int
+    gpus_per_domain: int
+    fast: Link
+    copy: Link
+    network: Link
+    compute: Compute
+    host: Host
+    contention: Contention
+    jitter: float
+    spread: float
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> str:
+        """What :func:`load_machine` reads."""
+        return json.dumps({"version": VERSION} | asdict(self), indent=2) + "\n"
+
+    def describe(self) -> str:
+        """Its name, and "not calibrated" if it was not."""
+        return self.name if self.is_calibrated else f"{self.name} (not calibrated)"
+
+
+# By field: the least and the most that make sense. A file with another value was written in other units.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "memory_gib": (0.01, 4096),
+    "reserve_gib": (0, 512),
+    "hbm_gb_s": (0.1, 1e5),
+    "peak_tflops.bf16": (1e-4, 1e5),
+    "peak_tflops.float8": (1e-4, 1e5),
+    "peak_tflops.float4": (1e-4, 1e5),
+    "gpus_per_host": (1, 1024),
+    "gpus_per_domain": (1, 65536),
+    "gb_s": (1e-3, 1e5),
+    "share": (0.001, 2),
+    "start_us": (0, 1e5),
+    "hop_us": (0, 1e4),
+    "attention": (0.001, 1),
+    "hbm": (0.001, 1.5),
+    "fused": (0, 1),
+    "kernel_us": (0, 1000),
+    "op_us": (0, 1e4),
+    "use_us": (0, 1e5),
+    "fsdp_use_us": (0, 1e5),
+    "collective_us": (0, 1e5),
+    "replay_us": (0, 1e6),
+    "jitter": (0, 0.5),
+    "spread": (0, 0.9),
+}
+_FACTORS = (1, 10)  # of contention
+
+
+def load_machine(text: str) -> Machine:
+    """A preset by its name, or the machine of a JSON file.
+
+    Raises:
+        PlanError: There is neither, or a field of the file is missing, unknown or out of range.
+    """
+    path = Path(text)
+    if text.lower() in preset_names():
+        path = _PRESETS / f"{text.lower()}.json"
+    elif not path.is_file():
+        names = ", ".join(preset_names())
+        raise PlanError(f"machine expects one of {names}, or a file of --calibrate, but got {text!r}. Name one.")
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"machine expects a JSON file of --calibrate, but {path} cannot be read ({error}). Write it anew."
+        ) from None
+    return machine_of(content, str(path))
+
+
+def preset_names() -> list[str]:
+    """The machines that come with the package."""
+    return sorted(path.stem for path in _PRESETS.glob("*.json"))
+
+
+def machine_of(content: Any, where: str) -> Machine:
+    """The machine of what a file holds; ``where`` it is, for errors."""
+    if not isinstance(content, dict) or "version" not in content:
+        raise PlanError(f"machine expects a JSON object with a version, but {where} has none. Write it by --calibrate.")
+    values = dict(content)
+    version = values.pop("version")
+    if version != VERSION:
+        raise PlanError(
+            f"machine expects a file of version {VERSION}, but {where} is of version {version!r}. "
+            "Write it anew by --calibrate."
+        )
+    machine = _build(Machine, values, where, "")
+    if machine.gpus_per_host > machine.gpus_per_domain:
+        raise PlanError(
+            f"machine expects gpus_per_host of at most gpus_per_domain, but {where} has {machine.gpus_per_host} and "
+            f"{machine.gpus_per_domain}. Mend the file."
+        )
+    if "bf16" not in machine.peak_tflops:
+        raise PlanError(f"machine expects peak_tflops.bf16, but {where} has no such field. Add it.")
+    return machine
+
+
+_PARTS: Mapping[str, type] = {
+    "fast": Link,
+    "copy": Link,
+    "network": Link,
+    "compute": Compute,
+    "host": Host,
+    "contention": Contention,
+}
+
+
+def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
+    """A dataclass from a JSON object, each of its fields checked."""
+    if not isinstance(values, dict):
+        raise PlanError(f"machine expects an object as {prefix or 'file'}, but {where} has {values!r}. Mend the file.")
+    assert is_dataclass(kind)
+    known = {item.name: item for item in fields(kind)}
+    for name in values.keys() - known.keys():
+        raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(known)}.")
+    optional = {"sources"}
+    for name in known.keys() - values.keys() - optional:
+        raise PlanError(f"machine expects a field {prefix}{name}, but {where} has none. Add it.")
+    made = {}
+    for name, value in values.items():
+        if name in _PARTS:
+            made[name] = _build(_PARTS[name], value, where, f"{name}.")
+        else:
+            made[name] = _checked(name, value, where, prefix)
+    return kind(**made)
+
+
+def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
+    field_name = f"{prefix}{name}"
+    if name == "name":
+        _expect(isinstance(value, str), "a text", field_name, value, where)
+    elif name == "is_calibrated":
+        _expect(isinstance(value, bool), "true or false", field_name, value, where)
+    elif name == "sources":
+        is_texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+        _expect(is_texts, "an object of texts", field_name, value, where)
+    elif name == "peak_tflops":
+        _expect(isinstance(value, dict), "an object of numbers", field_name, value, where)
+        for kind, peak in value.items():
+            _check_range(f"{name}.{kind}", peak, where, prefix)
+    elif name in ("gemm", "float8_gemm"):
+        is_pairs = isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value)
+        _expect(is_pairs, "pairs of numbers", field_name, value, where)
+        for number, share in value:
+            _expect(_is_number(number) and number > 0, "positive operations", field_name, number, where)
+            _expect(_is_number(share) and 0 < share <= 1, "shares above 0 and up to 1", field_name, share, where)
+        return tuple(sorted((float(number), float(share)) for number, share in value))
+    elif prefix == "contention.":
+        is_factor = _is_number(value) and _FACTORS[0] <= value <= _FACTORS[1]
+        _expect(is_factor, f"a factor from {_FACTORS[0]} to {_FACTORS[1]}", field_name, value, where)
+    else:
+        _check_range(name, value, where, prefix)
+        if name.startswith("gpus_"):
+            _expect(isinstance(value, int), "an integer", field_name, value, where)
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _expect(is_fine: Any, expected: str, name: str, value: Any, where: str) -> None:
+    if not is_fine:
+        raise PlanError(f"machine expects {expected} as {name}, but {where} has {value!r}. Mend the file.")
+
+
+def _check_range(name: str, value: Any, where: str, prefix: str) -> None:
+    known = _RANGES.get(name)
+    if known is None:
+        raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Take it out.")
+    least, most = known
+    is_fine = _is_number(value) and least <= value <= most
+    _expect(is_fine, f"a number from {least:g} to {most:g}", f"{prefix}{name}", value, where)

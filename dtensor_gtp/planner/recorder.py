@@ -1,0 +1,161 @@
+"""Records a forward and backward on fake tensors: what is computed between two uses of weights, and what is in memory.
+
+The model runs on fake CPU tensors, on which its matrices are used as ``gtp_shard`` uses them: backward computes the
+gradient of the input alone, and the weight's gradient is none of the activations. Where CPUs have no fused kernel but
+GPUs have one, a stand-in of ``stand_ins`` saves and returns what the GPU's does. So the same numbers come out on every
+machine, without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The CUDA allocator hands out multiples of it.
+_GRANULE = 512
+
+
+class Kind(Enum):
+    """What an operation is bound by."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    MEMORY = "memory"  # elementwise kernels, copies, reductions
+    VIEW = "view"  # takes the host time, and the device none
+    TP = "tp"  # collectives of these axes: ``nbytes`` is what the whole group has
+    CP = "cp"
+    EP = "ep"
+
+
+class Op(NamedTuple):
+    """One operation.
+
+    Args:
+        kind: What it is bound by.
+        flops: Multiplications and additions of GEMMs and attention.
+        nbytes: What elementwise kernels read and write, or the result of a gather on all ranks of its axis.
+    """
+
+    kind: Kind
+    flops: float = 0
+    nbytes: float = 0
+
+
+class Stretch(NamedTuple):
+    """What lies between two marks: see :meth:`Recorder.mark`.
+
+    Args:
+        mark: The kind of the first mark.
+        name: The weight of the first mark.
+        ops: The operations in order.
+        most: The most bytes of activations at any moment of it.
+        live: The bytes of activations at its begin.
+    """
+
+    mark: str
+    name: str
+    ops: tuple[Op, ...]
+    most: int
+    live: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations, and the bytes of all tensors that are made within the context and still alive, but for those
+    that share the memory of ``others``."""
+
+    def __init__(self, others: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.stretches: list[Stretch] = []
+        self._mark = ("", "")
+        self._ops: list[Op] = []
+        self._is_muted = False
+        self._live = self._most = self._begin = 0
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
+
+    def mark(self, kind: str, name: str = "") -> None:
+        """A stretch begins."""
+        self.stretches.append(Stretch(*self._mark, tuple(self._ops), self._most, self._begin))
+        self._mark, self._most, self._begin, self._ops = (kind, name), self._live, self._live, []
+
+    def note(self, op: Op) -> None:
+        """A stand-in says what the kernel in its place would do."""
+        self._ops.append(op)
+
+    def muted(self) -> _Muted:
+        """In the context, operations are not recorded (memory is): they are part of a stand-in."""
+        return _Muted(self)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        results = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        for tensor in results:
+            self._count(tensor.untyped_storage())
+        if not self._is_muted:
+            given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            op = _op_of(func, given, results)
+            if op is not None:
+                self._ops.append(op)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        nbytes = math.ceil(storage.nbytes() / _GRANULE) * _GRANULE
+        self._live += nbytes
+        self._most = max(self._most, self._live)
+        weakref.finalize(storage, self._free, nbytes).atexit = False
+
+    def _free(self, nbytes: int) -> None:
+        self._live -= nbytes
+
+
+class _Muted:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._was, self._recorder._is_muted = self._recorder._is_muted, True
+
+    def __exit__(self, *exception: Any) -> None:
+        self._recorder._is_muted = self._was
+
+
+_GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"}
+_NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_local_scalar_dense"}
+# How often kernels of CUDA read their first input and their last, where that is not once. (Rows longer than shared
+# memory: torch's softmax reads them for the maximum, for the sum and for the result.)
+_READS = {"_log_softmax": 3, "_softmax": 3, "_log_softmax_backward_data": 2, "_softmax_backward_data": 2}
+# They read a few numbers of a large tensor, or write a few.
+_SPARSE = {"embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss_backward"}
+
+
+def _op_of(func: Any, given: list[torch.Tensor], results: list[torch.Tensor]) -> Op | None:
+    name = func._schema.name.partition("::")[2]
+    if name in _NOTHING or not (results or func._schema.is_mutable):  # the latter ask for sizes and devices
+        return None
+    if name in _GEMMS:
+        first, second = [t for t in given if t.ndim > 1][-2:]
+        return Op(Kind.GEMM, flops=2 * first.numel() * second.shape[-1])
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    if not func._schema.is_mutable and results and all(t.untyped_storage()._cdata in storages for t in results):
+        return Op(Kind.VIEW)
+    written = sum(_nbytes(tensor) for tensor in results)
+    if name in _SPARSE:
+        return Op(Kind.MEMORY, nbytes=2 * written)
+    read = sum(_nbytes(tensor) for tensor in {id(tensor): tensor for tensor in given}.values())
+    return Op(Kind.MEMORY, nbytes=read * _READS.get(name, 1) + written)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """What a kernel touches: an expanded tensor has fewer bytes than elements."""
+    numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size == 1)
+    return numel * tensor.element_size()

@@ -1,0 +1,246 @@
+"""One step of a model on one rank as plain data: its uses of weights, and what lies between them.
+
+Of blocks that are alike three are recorded: the first, one in between and the last. The one in between stands for any
+number, but for the activations that earlier blocks have saved, which grow by the same bytes with each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .model import ModelConfig
+from .peak import Amounts
+from .recorder import Op, Recorder, Stretch
+from .reference import Reference
+from .stand_ins import Collectives, Experts, recording, use_matrices
+
+_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+class Weight(NamedTuple):
+    """One use of a weight in the forward, and what surrounds it there and in backward.
+
+    Args:
+        name: Of the weight.
+        shape: On one rank, before gtp cuts it.
+        is_table: Whether it is looked up.
+        is_expert: Whether it is of experts, which have a mesh of their own.
+        has_dgrad: Whether backward computes the gradient of the input.
+        block: Number of its block; -1 if it is in none.
+        before: Operations of forward since the use before it.
+        use: Those of the use itself.
+        backward: Operations of backward between the use that backward comes from and this one.
+        amounts: Bytes of activations around it.
+        live: Bytes of activations at the begin of its use in forward.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_table: bool
+    is_expert: bool
+    has_dgrad: bool
+    block: int
+    before: tuple[Op, ...]
+    use: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    amounts: Amounts
+    live: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def flops(self) -> float:
+        """Of its GEMM in forward, of that of the weight's gradient, and of that of the input's."""
+        return sum(op.flops for op in self.use)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step.
+
+    Args:
+        weights: In the order of the forward.
+        loss: Operations of forward after the last use.
+        tail: Operations of backward after the last use.
+        input_nbytes: Bytes of what is passed from block to block.
+        small_numel: Parameters with less than two dims, which stay whole.
+    """
+
+    weights: tuple[Weight, ...]
+    loss: tuple[Op, ...]
+    tail: tuple[Op, ...]
+    input_nbytes: int
+    small_numel: int
+
+    @property
+    def activations(self) -> int:
+        """The most bytes of activations at any moment."""
+        return max(max(weight.amounts) for weight in self.weights)
+
+    @property
+    def num_blocks(self) -> int:
+        return len({weight.block for weight in self.weights if weight.block >= 0})
+
+    def block_numel(self) -> int:
+        """Parameters of the largest block; of all matrices if there are no blocks."""
+        sizes: dict[int, int] = {}
+        for weight in self.weights:
+            sizes[weight.block] = sizes.get(weight.block, 0) + weight.numel
+        blocks = [size for block, size in sizes.items() if block >= 0]
+        return max(blocks) if len(blocks) > 1 else sum(sizes.values())
+
+
+def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Recorder], torch.Tensor]) -> Trace:
+    """One step of a model in bf16.
+
+    Args:
+        make_model: Makes the model. Its matrices belong to linear layers, embeddings and experts; others are small.
+        loss_of: Computes the loss from tensors that it makes.
+
+    Raises:
+        ValueError: Backward does not use the matrices in the reverse order of the forward.
+    """
+    with FakeTensorMode():
+        model = make_model()
+        for module in model.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                if param.ndim > 1:
+                    setattr(module, name, nn.Parameter(param.detach().bfloat16()))
+        recorder = Recorder([*model.parameters(), *model.buffers()])
+        use_matrices(model, recorder.mark)
+        modules = dict(model.named_modules())
+        with recording(recorder):
+            loss = loss_of(model, recorder)
+            recorder.mark("after_backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            recorder.mark("")
+    small = sum(param.numel() for param in model.parameters() if param.ndim < 2)
+    return _trace_of(recorder.stretches, modules, small)
+
+
+def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int) -> Trace:
+    forward = [index for index, stretch in enumerate(stretches) if stretch.mark == "forward"]
+    wgrads = [index for index, stretch in enumerate(stretches) if stretch.mark == "wgrad"]
+    names = [stretches[index].name for index in forward]
+    found = [stretches[index].name for index in wgrads]
+    if found != names[::-1]:
+        raise ValueError(f"record expects a backward in the order {names[::-1]}, but got {found}.")
+    weights = []
+    for name, first, last in zip(names, forward, wgrads[::-1], strict=True):
+        module = modules[name]
+        shape = tuple(module.weight.shape)
+        dgrad = stretches[last + 1]
+        amounts = Amounts(
+            stretches[first].most, stretches[first + 1].most, stretches[last - 1].most, stretches[last].most, dgrad.most
+        )
+        block = _BLOCK.search(f"{name}.")
+        weights.append(
+            Weight(
+                f"{name}.weight",
+                shape,
+                isinstance(module, nn.Embedding),
+                isinstance(module, Experts),
+                bool(dgrad.ops),
+                int(block[1]) if block else -1,
+                stretches[first - 1].ops,
+                stretches[first].ops,
+                stretches[last - 1].ops,
+                amounts,
+                stretches[first].live,
+            )
+        )
+    # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
+    loss = stretches[forward[-1] + 1].ops
+    tail = stretches[wgrads[-1] + 2].ops
+    blocks = [weight for weight in weights if weight.block >= 0]
+    per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
+    return Trace(tuple(weights), loss, tail, int(per_token * blocks[0].shape[-1] * 2) if blocks else 0, small_numel)
+
+
+_RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last
+
+
+@functools.lru_cache(maxsize=256)
+def record_reference(config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1) -> Trace:
+    """The recording of a few blocks of each kind, for :func:`repeated`."""
+    kinds = sorted(set(config.kinds))
+    num_tokens = seq_len // cp
+
+    def loss_of(model: nn.Module, recorder: Recorder) -> torch.Tensor:
+        assert isinstance(model, Reference)
+        tokens = torch.zeros(batch, num_tokens + 1, dtype=torch.int64)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+        return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep))
+
+    blocks = [kind for kind in kinds for _ in range(_RECORDED)]
+    trace = record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of)
+    return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
+
+
+class Part(NamedTuple):
+    """The blocks of one rank of a pipeline.
+
+    Args:
+        kinds: Of each block, whether it is a mixture.
+        is_first: Whether the embedding is here.
+        is_last: Whether the head and the loss are here.
+    """
+
+    kinds: tuple[bool, ...]
+    is_first: bool = True
+    is_last: bool = True
+
+
+def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
+    """The step of ``part`` of the model, from a recording of :func:`record_reference`."""
+    recorded = sorted(set(config.kinds))
+    begins = {kind: _RECORDED * number for number, kind in enumerate(recorded)}
+    by_block: dict[int, list[Weight]] = {}
+    for weight in trace.weights:
+        by_block.setdefault(weight.block, []).append(weight)
+    saved = {kind: by_block[begin + 1][0].live - by_block[begin][0].live for kind, begin in begins.items()}
+    # Before each block of the recording, and at its end.
+    saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
+    outside = by_block.get(-1, [])
+    weights = [weight for weight in outside if weight.is_table] if part.is_first else []
+    num_saved = 0
+    for number, kind in enumerate(part.kinds):
+        is_begin, is_end = part.kinds[:number].count(kind) == 0, part.kinds[number + 1 :].count(kind) == 0
+        place = 0 if is_begin else _RECORDED - 1 if is_end else 1
+        shift = num_saved - saved_before[begins[kind] + place]
+        block = [_moved(weight, number, shift) for weight in by_block[begins[kind] + place]]
+        # Before the last use of a block comes, in backward, the block that follows it.
+        follower = begins[kind] + (_RECORDED - 1 if is_end else 1)
+        last = _moved(by_block[follower][-1], number, num_saved - saved_before[follower])
+        amounts = block[-1].amounts._replace(before_backward=last.amounts.before_backward)
+        block[-1] = block[-1]._replace(amounts=amounts, backward=last.backward)
+        weights += block
+        num_saved += saved[kind]
+    if part.is_last:
+        weights += [_moved(weight, -1, num_saved - saved_before[-1]) for weight in outside if not weight.is_table]
+    small = trace.small_numel // (_RECORDED * len(recorded)) * len(part.kinds)
+    return replace(
+        trace,
+        weights=tuple(weights),
+        loss=trace.loss if part.is_last else (),
+        tail=trace.tail if part.is_first else (),
+        small_numel=small,
+    )
+
+
+def _moved(weight: Weight, block: int, shift: int) -> Weight:
+    name = weight.name if block < 0 else re.sub(r"layers\.\d+", f"layers.{block}", weight.name)
+    amounts = Amounts(*(max(nbytes + shift, 0) for nbytes in weight.amounts))
+    return weight._replace(name=name, block=block, amounts=amounts, live=weight.live + shift)
