@@ -26,8 +26,8 @@ class Link:
     Args:
         gb_s: What a GPU sends, while it receives as much, in 10^9 bytes a second.
         share: Of that, what a collective of large messages reaches.
-        start_us: Time before the first byte arrives.
-        hop_us: Time for each further step of a ring or a tree.
+        start_us: Time before the first byte arrives; of copy engines, for each copy.
+        hop_us: Time for each further step of a ring or a tree; of copy engines, for each peer in a barrier.
     """
 
     gb_s: float
@@ -47,7 +47,7 @@ class Compute:
         attention: Share of the bf16 peak that fused attention reaches, without what a causal mask leaves out.
         hbm: Share of the memory's bandwidth that elementwise kernels reach.
         fused: Share of the bytes of elementwise kernels that is left in compiled blocks.
-        kernel_us: Time of the shortest kernel.
+        kernel_us: What each kernel takes beside: its begin, its end, and the gap before it.
     """
 
     gemm: tuple[tuple[float, float], ...]
@@ -67,6 +67,7 @@ class Host:
         use_us: For one use of a sharded weight, without the calls of the process group.
         fsdp_use_us: The same under ``fully_shard``, for each parameter.
         collective_us: For one call of the process group.
+        copy_us: For one launch of copy engines.
         replay_us: Before the replay of a CUDA graph of a whole step.
     """
 
@@ -74,6 +75,7 @@ class Host:
     use_us: float
     fsdp_use_us: float
     collective_us: float
+    copy_us: float
     replay_us: float
 
 
@@ -168,6 +170,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "use_us": (0, 1e5),
     "fsdp_use_us": (0, 1e5),
     "collective_us": (0, 1e5),
+    "copy_us": (0, 1e5),
     "replay_us": (0, 1e6),
     "jitter": (0, 0.5),
     "spread": (0, 0.9),

@@ -102,17 +102,23 @@ class Trace:
         return max(blocks) if len(blocks) > 1 else sum(sizes.values())
 
 
-def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Recorder], torch.Tensor]) -> Trace:
+def record(
+    make_model: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, Recorder], torch.Tensor],
+    *,
+    is_meta: bool = False,
+) -> Trace:
     """One step of a model in bf16.
 
     Args:
         make_model: Makes the model. Its matrices belong to linear layers, embeddings and experts; others are small.
         loss_of: Computes the loss from tensors that it makes.
+        is_meta: On the meta device, four times as fast as on fake CPU tensors, for code that names no device.
 
     Raises:
         ValueError: Backward does not use the matrices in the reverse order of the forward.
     """
-    with FakeTensorMode():
+    with torch.device("meta") if is_meta else FakeTensorMode():
         model = make_model()
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
@@ -185,7 +191,7 @@ def record_reference(config: ModelConfig, batch: int, seq_len: int, tp: int = 1,
         return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep))
 
     blocks = [kind for kind in kinds for _ in range(_RECORDED)]
-    trace = record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of)
+    trace = record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of, is_meta=True)
     return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
 
 

@@ -1,0 +1,196 @@
+"""Times of single operations and collectives on a machine, in milliseconds, while nothing else runs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .errors import PlanError
+from .machine import Link, Machine
+from .recorder import Kind, Op
+
+_PER_GB_S = 1e-6  # milliseconds for a byte at 1 GB/s
+
+
+class Axis(NamedTuple):
+    """The ranks of one group: ``size`` of them, ``stride`` ranks apart."""
+
+    size: int
+    stride: int
+
+
+class Wire(NamedTuple):
+    """How a group communicates.
+
+    Args:
+        is_fast: Whether all of it is behind the fast link.
+        gb_s: What a rank receives in a second.
+        start_ms: Until the first byte arrives.
+    """
+
+    is_fast: bool
+    gb_s: float
+    start_ms: float
+
+
+class Work(NamedTuple):
+    """What one piece of a pass takes on the compute stream, in order: compute, then a collective, and so on.
+
+    Args:
+        ms: Time.
+        axis: Whose collective it is; empty for compute.
+        host_ms: Time of the host to launch it.
+        nbytes: What a collective receives.
+    """
+
+    ms: float
+    axis: str
+    host_ms: float
+    nbytes: float = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times on one machine.
+
+    Args:
+        machine: The machine.
+        axes: The groups of a layout by the name of their axis.
+        precision: What GEMMs of the blocks compute in: "bf16", "float8" or "float4".
+        is_compiled: Whether blocks are compiled, so that elementwise kernels are fused.
+    """
+
+    machine: Machine
+    axes: tuple[tuple[str, Axis], ...] = ()
+    precision: str = "bf16"
+    is_compiled: bool = False
+
+    def axis(self, name: str) -> Axis:
+        return dict(self.axes).get(name, Axis(1, 1))
+
+    def gemm_ms(self, flops: float, precision: str = "bf16") -> float:
+        """One GEMM."""
+        if not flops:
+            return 0
+        compute, peaks = self.machine.compute, self.machine.peak_tflops
+        if precision not in peaks:
+            kinds = ", ".join(peaks)
+            raise PlanError(
+                f"{self.machine.name} has no peak for GEMMs in {precision}, only in {kinds}. "
+                "Name another recipe, or one with :dequantize."
+            )
+        share = _share(compute.gemm if precision == "bf16" else compute.float8_gemm, flops)
+        return compute.kernel_us / 1e3 + flops / (peaks[precision] * share) * 1e-9
+
+    def memory_ms(self, nbytes: float) -> float:
+        """One kernel that reads and writes so many bytes."""
+        compute = self.machine.compute
+        rate = self.machine.hbm_gb_s * compute.hbm
+        return compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
+
+    def op_ms(self, op: Op, precision: str = "bf16") -> float:
+        """One operation that is no collective."""
+        if op.kind is Kind.GEMM:
+            return self.gemm_ms(op.flops, precision)
+        if op.kind is Kind.ATTENTION:
+            compute = self.machine.compute
+            rate = self.machine.peak_tflops["bf16"] * compute.attention
+            return compute.kernel_us / 1e3 + op.flops / rate * 1e-9
+        if op.kind is Kind.MEMORY:
+            return self.memory_ms(op.nbytes)
+        return 0
+
+    def works(self, ops: Iterable[Op], *, is_block: bool = True) -> list[Work]:
+        """What a stretch of operations takes, compute between collectives together. ``is_block``: whether it is part of
+        a block, which may be compiled."""
+        factor = self.machine.compute.fused if self.is_compiled and is_block else 1.0
+        op_ms = self.machine.host.op_us / 1e3
+        works: list[Work] = []
+        ms = host = 0.0
+        for op in ops:
+            if op.kind in (Kind.TP, Kind.CP, Kind.EP):
+                if ms or host:
+                    works.append(Work(ms, "", host))
+                ms = host = 0.0
+                works.append(self._collective(op))
+                continue
+            is_fused = op.kind in (Kind.MEMORY, Kind.VIEW)
+            ms += self.op_ms(op) * (factor if is_fused else 1)
+            host += op_ms * (factor if is_fused else 1)
+        return [*works, Work(ms, "", host)] if ms or host else works
+
+    def _collective(self, op: Op) -> Work:
+        axis = self.axis(op.kind.value)
+        ms = self.exchange_ms(op.nbytes, axis) if op.kind is Kind.EP else self.gather_ms(op.nbytes, axis)
+        received = op.nbytes * (axis.size - 1) / axis.size
+        return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, received)
+
+    def wire(self, axis: Axis) -> Wire:
+        """How a group communicates: over the fast link, or in rings through the network, one ring for each of its
+        members in a domain."""
+        machine = self.machine
+        if axis.size * axis.stride <= machine.gpus_per_domain:
+            link = machine.fast
+            return Wire(True, link.gb_s * link.share, _start_ms(link, axis.size - 1))
+        members = max(machine.gpus_per_domain // axis.stride, 1)
+        domains = -(-axis.size // members)
+        network, fast = machine.network, machine.fast
+        rate = min(network.gb_s * network.share * members, fast.gb_s * fast.share)
+        return Wire(False, rate, _start_ms(network, math.log2(max(domains, 2))))
+
+    def gather_ms(self, nbytes: float, axis: Axis) -> float:
+        """An all-gather that makes ``nbytes`` on each rank, or a reduce-scatter of as many."""
+        if axis.size == 1:
+            return 0
+        wire = self.wire(axis)
+        return wire.start_ms + nbytes * (axis.size - 1) / axis.size / wire.gb_s * _PER_GB_S
+
+    def copy_ms(self, nbytes: float, axis: Axis, num_tensors: int) -> float:
+        """The same by copy engines: a copy for each tensor and peer, one after the other, behind a barrier."""
+        link, peers = self.machine.copy, axis.size - 1
+        rate = link.gb_s * link.share
+        starts = link.start_us * peers * num_tensors + link.hop_us * peers
+        return starts / 1e3 + nbytes * peers / axis.size / rate * _PER_GB_S
+
+    def reduce_ms(self, nbytes: float, axis: Axis) -> float:
+        """An all-reduce."""
+        return 2 * self.gather_ms(nbytes, axis)
+
+    def exchange_ms(self, nbytes: float, axis: Axis) -> float:
+        """An all-to-all in which each rank sends ``nbytes``, its own part included."""
+        if axis.size == 1:
+            return 0
+        machine = self.machine
+        members = min(axis.size, max(machine.gpus_per_domain // axis.stride, 1))
+        fast, network = machine.fast, machine.network
+        within = nbytes * (members - 1) / axis.size / (fast.gb_s * fast.share) * _PER_GB_S
+        beyond = nbytes * (axis.size - members) / axis.size / (network.gb_s * network.share) * _PER_GB_S
+        return max(within, beyond) + _start_ms(fast if members == axis.size else network, 1)
+
+    def send_ms(self, nbytes: float, axis: Axis) -> float:
+        """A message to the next rank of the axis."""
+        if axis.size == 1:
+            return 0
+        wire = self.wire(Axis(2, axis.stride))
+        return wire.start_ms + nbytes / wire.gb_s * _PER_GB_S
+
+
+def _start_ms(link: Link, hops: float) -> float:
+    return (link.start_us + link.hop_us * hops) / 1e3
+
+
+@functools.lru_cache(maxsize=4096)
+def _share(points: Sequence[tuple[float, float]], flops: float) -> float:
+    """The share of the peak at ``flops``, interpolated over their logarithm."""
+    (first, share), *rest = points
+    if flops <= first:
+        return share
+    for number, next_share in rest:
+        if flops <= number:
+            part = math.log(flops / first) / math.log(number / first)
+            return share + (next_share - share) * part
+        first, share = number, next_share
+    return share

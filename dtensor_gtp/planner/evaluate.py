@@ -1,0 +1,424 @@
+"""What one layout of a job takes: time of a step with its parts, and memory of the fullest rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..policy import Schedule
+from .costs import Axis, Costs
+from .job import OPTIMIZERS, Job, Layout
+from .machine import Machine
+from .memory import Memory, Stage, lowered, predict
+from .model import ModelConfig
+from .program import Program, Tasks, build, product
+from .recorder import Op
+from .setting import PARAM_NBYTES, Setting, recomputed_uses
+from .simulate import Span, Stream, Task, simulate
+from .trace import Part, Trace, Weight, record_reference, repeated
+
+# A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
+_FEW, _MORE = 6, 9
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned.
+
+    Args:
+        job: What is asked for.
+        config: The sizes of the model; None for a model of the user's own code.
+        machine: The GPUs.
+        whole: The recording of such a model, of one sequence.
+    """
+
+    job: Job
+    config: ModelConfig | None
+    machine: Machine
+    whole: Trace | None = None
+
+    def flops_per_token(self) -> float:
+        if self.config is not None:
+            return self.config.flops_per_token(self.job.seq_len)
+        assert self.whole is not None
+        weights = self.whole.weights
+        ops = [op for weight in weights for op in (*weight.before, *weight.backward)]
+        products = sum(3 * weight.flops if weight.has_dgrad else 2 * weight.flops for weight in weights)
+        return (products + sum(op.flops for op in ops)) / self.job.seq_len
+
+    def numel(self) -> int:
+        if self.config is not None:
+            return self.config.numel
+        assert self.whole is not None
+        return sum(weight.numel for weight in self.whole.weights) + self.whole.small_numel
+
+
+class Timeline(NamedTuple):
+    """One forward and backward: tasks and when they run."""
+
+    tasks: list[Task]
+    spans: list[Span]
+    host_ms: float
+    turning: int
+
+    @property
+    def ms(self) -> float:
+        return max(max((span.end for span in self.spans), default=0.0), self.host_ms)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a layout takes.
+
+    Args:
+        layout: The axes.
+        step_ms: Time of an optimizer step.
+        spread: Half of the range of it, as a share.
+        tokens_per_s: Of one GPU.
+        mfu: Share of the bf16 peak that the model's operations are.
+        memory: Of the fullest rank.
+        capacity: Bytes of a GPU.
+        received: Bytes that a rank receives in a step, by axis.
+        exposed_ms: Time in which compute waits, by cause; "bubble" and "optimizer" too.
+        compute_ms: Time in which it does not.
+        schedule: What the runtime chooses.
+        reasons: Why.
+    """
+
+    layout: Layout
+    step_ms: float
+    spread: float
+    tokens_per_s: float
+    mfu: float
+    memory: Memory
+    capacity: int
+    received: Mapping[str, float]
+    exposed_ms: Mapping[str, float]
+    compute_ms: float
+    schedule: Schedule
+    reasons: tuple[str, ...]
+
+    @property
+    def is_fitting(self) -> bool:
+        return self.memory.total <= self.capacity
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        return self.step_ms * (1 - self.spread), self.step_ms * (1 + self.spread)
+
+
+def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
+    """The blocks of each stage. Embedding and head count as a block each where there is a pipeline."""
+    kinds = config.kinds
+    if pp == 1:
+        return [Part(tuple(kinds))]
+    sizes = [(len(kinds) + 2) // pp] * pp
+    for number in range((len(kinds) + 2) % pp):
+        sizes[1 + number % max(pp - 2, 1) if pp > 2 else number] += 1
+    sizes[0], sizes[-1] = max(sizes[0] - 1, 1), max(sizes[-1] - 1, 1)
+    while sum(sizes) > len(kinds):
+        sizes[sizes.index(max(sizes))] -= 1
+    parts, begin = [], 0
+    for number, size in enumerate(sizes):
+        parts.append(Part(tuple(kinds[begin : begin + size]), number == 0, number == pp - 1))
+        begin += size
+    return parts
+
+
+def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
+    """What a rank of a stage computes in one microbatch."""
+    if problem.config is None:
+        assert problem.whole is not None
+        return _scaled(problem.whole, layout.micro_batch)
+    assert part is not None
+    sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
+    return _repeated(problem.config, layout.micro_batch, sizes, part)
+
+
+@functools.lru_cache(maxsize=512)
+def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], part: Part) -> Trace:
+    return repeated(_recorded(config, batch, sizes), config, part)
+
+
+@functools.lru_cache(maxsize=512)
+def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int]) -> Trace:
+    return _scaled(record_reference(config, 1, *sizes), batch)
+
+
+def _scaled(trace: Trace, batch: int) -> Trace:
+    """The same for several sequences: operations and activations grow with them."""
+    if batch == 1:
+        return trace
+
+    def ops(given: tuple[Op, ...]) -> tuple[Op, ...]:
+        return tuple(Op(op.kind, op.flops * batch, op.nbytes * batch) for op in given)
+
+    def weight(given: Weight) -> Weight:
+        amounts = given.amounts._make(amount * batch for amount in given.amounts)
+        parts = {"before": ops(given.before), "use": ops(given.use), "backward": ops(given.backward)}
+        return given._replace(amounts=amounts, live=given.live * batch, **parts)
+
+    weights = tuple(weight(each) for each in trace.weights)
+    return replace(
+        trace, weights=weights, loss=ops(trace.loss), tail=ops(trace.tail), input_nbytes=trace.input_nbytes * batch
+    )
+
+
+def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
+    job = problem.job
+    axes = tuple(layout.axes().items())
+    costs = Costs(problem.machine, axes, job.precision, job.is_compiled)
+    return Setting(
+        trace_of(problem, layout, part),
+        costs,
+        job.policy,
+        job.reduce_nbytes,
+        job.quantization,
+        layout.checkpoint,
+        job.is_captured,
+        tokens=layout.micro_batch * job.seq_len // layout.cp,
+    )
+
+
+def memory_of(problem: Problem, layout: Layout) -> Memory:
+    """Of the fullest rank: the first stage holds most microbatches, the last one has the logits."""
+    parts = stage_parts(problem.config, layout.pp) if problem.config is not None else [None]
+    num = layout.num_microbatches(problem.job)
+    found = []
+    for number in {0, len(parts) - 1}:
+        setting = setting_of(problem, layout, parts[number])
+        free = int(problem.machine.memory_gib * 2**30)
+        schedule, _ = setting.choice(free)
+        stage = Stage(min(len(parts) - number, num), num, layout.keep)
+        found.append(_memory_of_stage(setting, schedule, stage, OPTIMIZERS[problem.job.optimizer]))
+    return max(found, key=lambda memory: memory.total)
+
+
+def _memory_of_stage(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
+    """For many blocks by the difference that three of them make, see :func:`measure`."""
+    if not is_long(setting.trace):
+        return predict(setting, schedule, stage, optimizer_nbytes)
+    few, more = (
+        predict(replace(setting, trace=with_blocks(setting.trace, number)), schedule, stage, optimizer_nbytes)
+        for number in (_FEW, _MORE)
+    )
+    times = (setting.trace.num_blocks - _MORE) // (_MORE - _FEW)
+    rest = (setting.trace.num_blocks - _MORE) % (_MORE - _FEW)
+    grown = [
+        large + (large - small) * times + (large - small) * rest // (_MORE - _FEW)
+        for small, large in zip(few[:-1], more[:-1], strict=True)
+    ]
+    return Memory(*grown, more.moment)  # type: ignore[arg-type]
+
+
+def run(setting: Setting, schedule: Schedule, *, is_last: bool) -> Timeline:
+    """Simulates one forward and backward."""
+    program = build(setting, schedule, is_last=is_last)
+    return timeline_of(program, setting.costs.machine)
+
+
+def timeline_of(program: Program, machine: Machine) -> Timeline:
+    spans = simulate(program.tasks, machine.contention)
+    return Timeline(program.tasks, spans, program.host_ms, program.turning)
+
+
+class Parts(NamedTuple):
+    """Time of one forward and backward, in which compute waits for what, and what is received."""
+
+    ms: float
+    exposed: dict[str, float]
+    received: dict[str, float]
+
+    def plus(self, other: Parts, times: float) -> Parts:
+        """This, and ``times`` what ``other`` is."""
+
+        def add(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+            keys = {**first, **second}
+            return {key: first.get(key, 0) + times * second.get(key, 0) for key in keys}
+
+        return Parts(self.ms + times * other.ms, add(self.exposed, other.exposed), add(self.received, other.received))
+
+
+def exposed(timeline: Timeline) -> dict[str, float]:
+    """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
+    found: dict[str, float] = {}
+    end = 0.0
+    for task, span in zip(timeline.tasks, timeline.spans, strict=True):
+        if task.stream is not Stream.COMPUTE:
+            continue
+        if span.begin > end:
+            waited = max(task.after, key=lambda other: timeline.spans[other].end, default=-1)
+            is_host = waited < 0 or timeline.spans[waited].end < span.begin - 1e-6
+            cause = "host" if is_host else timeline.tasks[waited].cause or "gathers"
+            found[cause] = found.get(cause, 0) + span.begin - end
+        if task.cause and task.ms:
+            found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
+        end = span.end
+    if timeline.ms > end:
+        found["host"] = found.get("host", 0) + timeline.ms - end
+    return found
+
+
+def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
+    """As :func:`run`, for many blocks by the difference that three of them make."""
+    trace = setting.trace
+    if not is_long(trace):
+        return _parts(setting, schedule, is_last=is_last)
+    few, more = (
+        _parts(replace(setting, trace=with_blocks(trace, number)), schedule, is_last=is_last)
+        for number in (_FEW, _MORE)
+    )
+    times = (trace.num_blocks - _MORE) / (_MORE - _FEW)
+    return more.plus(more.plus(few, -1), times)
+
+
+def _parts(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
+    program = build(setting, schedule, is_last=is_last)
+    timeline = timeline_of(program, setting.costs.machine)
+    return Parts(timeline.ms, exposed(timeline), program.received)
+
+
+def is_long(trace: Trace) -> bool:
+    """Whether it has many blocks, of which those after the first few are of one kind."""
+    if trace.num_blocks <= _MORE + 3:
+        return False
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    for weight in trace.weights:
+        if weight.block >= 0:
+            shapes.setdefault(weight.block, []).append(weight.shape)
+    return len({tuple(shape) for shape in list(shapes.values())[_FEW // 2 :]}) == 1
+
+
+def with_blocks(trace: Trace, number: int) -> Trace:
+    """The same with fewer blocks: the first ones and the last ones, which come after fewer activations then."""
+    blocks = sorted({weight.block for weight in trace.weights if weight.block >= 0})
+    first, last = blocks[: number - 2], blocks[-2:]
+    lives = {weight.block: weight.live for weight in reversed(trace.weights)}
+    shift = (lives[last[1]] - lives[last[0]]) * (len(blocks) - number)
+    weights = [weight for weight in trace.weights if weight.block in first or weight.is_table]
+    weights += [
+        lowered(weight, shift)
+        for weight in trace.weights
+        if weight.block in last or (weight.block < 0 and not weight.is_table)
+    ]
+    return replace(trace, weights=tuple(weights))
+
+
+def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> Answer:
+    """Simulates a layout that can be."""
+    job, machine = problem.job, problem.machine
+    memory = memory or memory_of(problem, layout)
+    parts = stage_parts(problem.config, layout.pp) if problem.config is not None else [None]
+    setting = setting_of(problem, layout, slowest(parts))
+    free = max(int((machine.memory_gib - machine.reserve_gib) * 2**30) - memory.total, 0)
+    schedule, reasons = setting.choice(free)
+    num = layout.num_microbatches(job)
+    last = measure(setting, schedule, is_last=True)
+    other = last
+    if num > 1 and layout.keep:
+        other = measure(_without_wire(setting), schedule, is_last=False)
+    elif num > 1 and layout.axes()["replicate"].size > 1:
+        other = measure(setting, schedule, is_last=False)
+    total = last.plus(other, num - 1)
+    total = _with_bubble(total, other, problem, layout)
+    optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
+    total.exposed["optimizer"] = optimizer
+    # All ranks wait for the slowest of them: the expected maximum of as many normal times.
+    straggling = (total.ms + optimizer) * machine.jitter * math.sqrt(2 * math.log(job.gpus))
+    if straggling:
+        total.exposed["stragglers"] = straggling
+    step_ms = total.ms + optimizer + straggling
+    tokens = job.batch * job.seq_len / job.gpus
+    tokens_per_s = tokens / step_ms * 1e3
+    mfu = tokens_per_s * problem.flops_per_token() / (machine.peak_tflops["bf16"] * 1e12)
+    compute = step_ms - sum(total.exposed.values())
+    capacity = int(machine.memory_gib * 2**30)
+    return Answer(
+        layout,
+        step_ms,
+        machine.spread,
+        tokens_per_s,
+        mfu,
+        memory,
+        capacity,
+        total.received,
+        total.exposed,
+        compute,
+        schedule,
+        reasons,
+    )
+
+
+def slowest(parts: list[Part] | list[None]) -> Part | None:
+    """The stage with most to compute: one with the head, or the one with most blocks."""
+    if len(parts) == 1:
+        return parts[0]
+    return max((part for part in parts if part is not None), key=lambda part: (len(part.kinds), part.is_last))
+
+
+def _without_wire(setting: Setting) -> Setting:
+    """A microbatch whose weights are there and whose gradients stay."""
+    axes = dict(setting.costs.axes)
+    axes |= dict.fromkeys(("gtp", "expert_gtp", "replicate", "expert_replicate"), Axis(1, 1))
+    return replace(setting, costs=replace(setting.costs, axes=tuple(axes.items())))
+
+
+def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> Parts:
+    """Stages wait for the first microbatch to come and for the last one to leave, and send activations."""
+    if layout.pp == 1:
+        return total
+    job = problem.job
+    assert problem.config is not None
+    costs = Costs(problem.machine, tuple(layout.axes().items()))
+    nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
+    send = 2 * costs.send_ms(nbytes, layout.axes()["pp"])
+    chunks = virtual_stages(problem.config, layout)
+    bubble = (layout.pp - 1) / chunks * one.ms
+    # A message hides behind the other microbatches, but where the pipeline fills and drains.
+    bubble += 2 * (layout.pp - 1) * send
+    exposed_ms = dict(total.exposed) | {"bubble": bubble}
+    received = dict(total.received) | {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
+    return Parts(total.ms + bubble, exposed_ms, received)
+
+
+def virtual_stages(config: ModelConfig, layout: Layout) -> int:
+    """Chunks of a stage in an interleaved schedule: a block each, where there are as many microbatches as stages."""
+    return max((config.layers + 2) // layout.pp, 1)
+
+
+def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
+    numel = sum(item.shard_numel for item in setting.sharded())
+    nbytes = numel * (3 * PARAM_NBYTES + 2 * state_nbytes)  # parameter and state read and written, gradient read
+    return setting.costs.memory_ms(nbytes)
+
+
+def compute_ms(setting: Setting) -> float:
+    """A forward and backward in which compute waits for no weight: what no schedule can be faster than."""
+    trace = setting.trace
+    if is_long(trace):
+        few, more = (compute_ms(replace(setting, trace=with_blocks(trace, number))) for number in (_FEW, _MORE))
+        return more + (more - few) * (trace.num_blocks - _MORE) / (_MORE - _FEW)
+    tasks = Tasks(setting)
+    weights = setting.sharded()
+    again = {number for numbers in recomputed_uses(setting, weights).values() for number in numbers}
+    for number, item in enumerate(weights):
+        is_block = item.weight.block >= 0
+        is_again = setting.checkpoint != "none" and is_block
+        for ops in (item.weight.before, item.weight.backward, *([item.weight.before] if is_again else ())):
+            tasks.ops(ops, "", is_block=is_block)
+        parts = ["forward"] * (1 + (number in again)) + ["wgrad"] + ["dgrad"] * item.weight.has_dgrad
+        for part in parts:
+            tasks.compute(product(tasks, item, part), "")
+    tasks.ops(trace.loss, "", is_block=False)
+    return sum(task.ms for task in tasks.tasks)
+
+
+def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
+    """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
+    num = layout.num_microbatches(problem.job)
+    chunks = virtual_stages(problem.config, layout) if problem.config is not None else 1
+    straggling = 1 + problem.machine.jitter * math.sqrt(2 * math.log(problem.job.gpus))
+    return one_ms * (num + (layout.pp - 1) / chunks) * straggling

@@ -1,0 +1,203 @@
+"""What a user asks for, and one way of dividing it over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
+
+from ..policy import Memory, SchedulePolicy
+from ..quant.recipes import RECIPES, Recipe
+from .costs import Axis
+from .errors import PlanError
+from .machine import Machine
+from .model import ModelConfig
+
+AXES = ("pp", "replicate", "cp", "gtp", "tp", "ep", "expert_gtp")
+CHECKPOINTS = ("none", "selective", "full")
+# Bytes of optimizer state for a parameter in float32.
+OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "sgd": 0, "sgd-momentum": 4, "muon": 4}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Args:
+        gpus: How many.
+        seq_len: Tokens of a sequence.
+        global_batch: Sequences of one optimizer step.
+        recipe: "bf16", or a recipe of ``quantize_`` with or without ":dequantize", for the linear layers of the blocks.
+        checkpointing: "none", "selective", "full", or "auto" for the fastest that fits.
+        optimizer: A key of :data:`OPTIMIZERS`.
+        memory: As in ``SchedulePolicy``.
+        reduce_dtype: "bf16" or "fp32".
+        is_compiled: Whether blocks are compiled.
+        is_captured: Whether the step is replayed as a CUDA graph.
+        fixed: Sizes of axes that are not searched, by name; "micro_batch" too.
+    """
+
+    gpus: int
+    seq_len: int = 8192
+    global_batch: int = 0
+    recipe: str = "bf16"
+    checkpointing: str = "auto"
+    optimizer: str = "adamw"
+    memory: str = "balanced"
+    reduce_dtype: str = "bf16"
+    is_compiled: bool = False
+    is_captured: bool = False
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("gpus", 1, 1 << 20), ("seq_len", 16, 1 << 24), ("global_batch", 0, 1 << 24)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise PlanError(f"plan expects {name} from {least} to {most}, but got {value!r}. Pass another.")
+        recipe = self.recipe.removesuffix(":dequantize")
+        self._check("recipe", recipe, ("bf16", *RECIPES))
+        self._check("checkpointing", self.checkpointing, ("auto", *CHECKPOINTS))
+        self._check("optimizer", self.optimizer, tuple(OPTIMIZERS))
+        self._check("memory", self.memory, get_args(Memory))
+        self._check("reduce_dtype", self.reduce_dtype, ("bf16", "fp32"))
+        for name, size in self.fixed.items():
+            self._check("axis", name, (*AXES, "micro_batch"))
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlanError(f"plan expects a positive size of {name}, but got {size!r}. Pass another.")
+        product = 1
+        for name in ("pp", "replicate", "cp", "gtp", "tp"):
+            product *= self.fixed.get(name, 1)
+        if self.gpus % product:
+            asked = " x ".join(f"{name} {self.fixed[name]}" for name in AXES[:5] if name in self.fixed)
+            raise PlanError(
+                f"plan expects axes that divide {self.gpus} GPUs, but {asked} are {product}. Pass other sizes, or "
+                "leave one to the search."
+            )
+
+    def _check(self, name: str, value: str, known: tuple[str, ...]) -> None:
+        if value not in known:
+            raise PlanError(f"plan expects one of {', '.join(known)} as {name}, but got {value!r}. Pass one of them.")
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step; by default one for each GPU."""
+        return self.global_batch or self.gpus
+
+    @property
+    def reduce_nbytes(self) -> int:
+        return 2 if self.reduce_dtype == "bf16" else 4
+
+    @property
+    def quantization(self) -> Recipe | None:
+        name, _, compute = self.recipe.partition(":")
+        if name == "bf16":
+            return None
+        return RECIPES[name](compute=compute or "auto")
+
+    @property
+    def precision(self) -> str:
+        """What GEMMs of the blocks compute in, as the package does: formats without GEMMs are dequantized."""
+        recipe = self.quantization
+        return "float8" if recipe is not None and recipe.has_gemms and recipe.compute != "dequantize" else "bf16"
+
+    @property
+    def policy(self) -> SchedulePolicy:
+        return SchedulePolicy(memory=self.memory)  # type: ignore[arg-type]  # checked above
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Sizes of all axes, and how a batch is cut.
+
+    Args:
+        pp: Stages of the pipeline.
+        replicate: Copies of everything.
+        cp: Ranks that share a sequence.
+        gtp: Ranks that share each weight.
+        tp: Ranks that share each layer.
+        ep: Ranks that share the experts.
+        expert_gtp: Ranks that share the weights of each expert.
+        micro_batch: Sequences of one forward.
+        checkpoint: What is computed again.
+        keep: Whether weights are gathered once a step and gradients reduced once, so that microbatches between
+            communicate nothing.
+    """
+
+    pp: int = 1
+    replicate: int = 1
+    cp: int = 1
+    gtp: int = 1
+    tp: int = 1
+    ep: int = 1
+    expert_gtp: int = 1
+    micro_batch: int = 1
+    checkpoint: str = "none"
+    keep: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.replicate * self.cp * self.gtp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different sequences."""
+        return self.replicate * self.gtp
+
+    def num_microbatches(self, job: Job) -> int:
+        return job.batch // (self.data_ranks * self.micro_batch)
+
+    def axes(self) -> dict[str, Axis]:
+        """The groups: ranks along tp are neighbours, then gtp, cp, replicate and pp. Experts have axes of their own over
+        the ranks of one stage, of which expert_gtp is the innermost. All that hold one shard are its replicas."""
+        dense = self.gtp * self.tp
+        stage = self.ranks // self.pp
+        experts = self.ep * self.expert_gtp
+        return {
+            "tp": Axis(self.tp, 1),
+            "gtp": Axis(self.gtp, self.tp),
+            "cp": Axis(self.cp, dense),
+            "replicate": Axis(self.replicate * self.cp, dense),
+            "pp": Axis(self.pp, stage),
+            "expert_gtp": Axis(self.expert_gtp, 1),
+            "ep": Axis(self.ep, self.expert_gtp),
+            "expert_replicate": Axis(stage // experts, experts),
+        }
+
+    def describe(self, *, has_experts: bool = False) -> str:
+        """The axes that are larger than one."""
+        names = AXES if has_experts else AXES[:5]
+        parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1]
+        return ", ".join(parts) or "one GPU"
+
+    def as_record(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+def refusal(layout: Layout, job: Job, config: ModelConfig, machine: Machine) -> str | None:
+    """Why a layout cannot be, before anything is computed; None if it can."""
+    if layout.ranks != job.gpus:
+        return f"{layout.ranks} ranks on {job.gpus} GPUs"
+    if config.heads % layout.tp or config.kv_heads % layout.tp:
+        return f"tp {layout.tp} does not divide {config.heads} heads and {config.kv_heads} of keys and values"
+    if config.hidden_dim % layout.tp or config.vocab_size % layout.tp:
+        return f"tp {layout.tp} does not divide the feed-forward or the vocabulary"
+    if layout.tp > machine.gpus_per_domain:
+        return f"tp {layout.tp} leaves the fast link of {machine.gpus_per_domain} GPUs"
+    if layout.pp > config.layers:
+        return f"pp {layout.pp} has more stages than the model has layers ({config.layers})"
+    if job.seq_len % (layout.cp * layout.tp):
+        return f"cp {layout.cp} and tp {layout.tp} do not divide {job.seq_len} tokens"
+    if job.batch % (layout.data_ranks * layout.micro_batch):
+        return f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
+    return _refused_experts(layout, config)
+
+
+def _refused_experts(layout: Layout, config: ModelConfig) -> str | None:
+    stage = layout.ranks // layout.pp
+    if not config.experts:
+        return "ep without experts" if layout.ep * layout.expert_gtp > 1 else None
+    if config.experts % layout.ep:
+        return f"ep {layout.ep} does not divide {config.experts} experts"
+    if stage % (layout.ep * layout.expert_gtp):
+        return f"ep {layout.ep} and expert_gtp {layout.expert_gtp} do not divide the {stage} ranks of a stage"
+    return None

@@ -1,0 +1,271 @@
+"""The memory of one rank by kind, at the fullest moment of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .._schedule.held_weights import Held, held_nbytes
+from ..policy import Schedule
+from .peak import Amounts, Peak, Use, predict_peak
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step, recomputed_uses
+from .trace import Trace, Weight
+
+
+class Reducing(NamedTuple):
+    """How gradients are reduced.
+
+    Args:
+        nbytes: Of an element on the wire.
+        kind: ``SchedulePolicy.reduce_scatter``.
+        num_ranks: Size of the axis.
+    """
+
+    nbytes: int
+    kind: str
+    num_ranks: int
+
+
+class Shard(NamedTuple):
+    """A weight as this rank has it: its name, elements of all ranks, bytes of the shard and of one element of it."""
+
+    name: str
+    numel: int
+    nbytes: int
+    itemsize: int
+
+
+def make_use(shard: Shard, gathered: Amounts, activations: Amounts, reducing: Reducing, *, is_table: bool) -> Use:
+    """One use of a weight that is computed with in bf16.
+
+    Args:
+        is_table: Whether it is looked up: its gradient is computed in bf16, and cast if it is reduced in another dtype.
+    """
+    wgrad = shard.numel * reducing.nbytes
+    is_summed_in_place = reducing.nbytes >= shard.itemsize  # what is received is the shard's gradient
+    sent = 0
+    if reducing.num_ranks > 1 and reducing.kind != "ring":
+        sent = wgrad  # received from all ranks, by copy engines from all others
+        if reducing.kind == "copy_engine":
+            sent -= wgrad // reducing.num_ranks
+    elif is_summed_in_place and reducing.num_ranks == 1:
+        wgrad = 0
+    elif not is_summed_in_place and reducing.num_ranks > 1:
+        sent = wgrad // reducing.num_ranks
+    unreduced = shard.numel * COMPUTE_NBYTES if is_table and reducing.nbytes != COMPUTE_NBYTES else 0
+    # GEMMs write where copy engines of peers read; the gradient of a table is copied there.
+    is_in_ring = reducing.kind == "copy_engine" and reducing.num_ranks > 1 and not is_table
+    return Use(shard.name, gathered, activations, wgrad, sent, shard.nbytes, unreduced, is_in_ring)
+
+
+def make_lookup(shard: Shard, dim: int, ends: tuple[int, int], activations: Amounts, tokens: int, ranks: int) -> Use:
+    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``.
+
+    Args:
+        dim: Of a row.
+        ends: Bytes of gathered weights before the first use of forward and after the last one of backward.
+        tokens: Of one rank.
+        ranks: Of the axis.
+    """
+    ahead, last = ends
+    # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
+    looked_up = ranks * tokens * dim * (shard.itemsize + COMPUTE_NBYTES)
+    received = ranks * tokens * dim * (COMPUTE_NBYTES + PARAM_NBYTES)
+    grad = shard.nbytes + dim * PARAM_NBYTES  # one row takes what is for other ranks
+    sent = tokens * dim * COMPUTE_NBYTES
+    activations = activations._replace(forward=activations.forward + looked_up)
+    gathered = Amounts(ahead, ahead, last, last, last)
+    return Use(shard.name, gathered, activations, 0, 0, grad, received + sent, is_exchanged=True)
+
+
+def gathered_amounts(forward: Sequence[object], backward: Sequence[object], held: tuple[Held, Held]) -> list[Amounts]:
+    """Bytes of gathered weights at each use of the forward; ``held`` in forward and in backward."""
+    in_forward, in_backward = held
+    used_in_backward = {name: position for position, name in enumerate(backward)}
+    amounts = []
+    for position, name in enumerate(forward):
+        # What backward does not gather comes at its end, as a table does.
+        place = used_in_backward.get(name, len(backward))
+        ahead = in_backward.between[place]
+        in_use = in_backward.during[place] if name in used_in_backward else ahead
+        after_forward = in_forward.between[position + 1]
+        # The first gathers of backward come after the gradient of what the model has returned.
+        before = in_forward.between[-1] if position == len(forward) - 1 else ahead
+        amounts.append(Amounts(in_forward.during[position], after_forward, before, ahead, in_use))
+    return amounts
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank by kind at the fullest moment.
+
+    Args:
+        parameters: Shards in float32.
+        gradients: Of the shards.
+        optimizer: Its state.
+        gathered: Gathered weights.
+        reductions: Full gradients on their way, and what their reductions need.
+        activations: What is saved for backward, and what is computed with.
+        logits: Of the activations, those of the head and the loss.
+        symmetric: What peers copy from.
+        reserve: What CUDA, NCCL and fragments take.
+        moment: When that is.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    reductions: int
+    activations: int
+    logits: int
+    symmetric: int
+    reserve: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        return sum(self[:-1])
+
+    def as_record(self) -> dict[str, int | str]:
+        return self._asdict() | {"total": self.total}
+
+
+class Stage(NamedTuple):
+    """What a rank of a pipeline has beside one microbatch.
+
+    Args:
+        num_inflight: Microbatches whose activations it holds at once.
+        num_microbatches: Of a step.
+        keep: Whether weights and full gradients stay for the whole step.
+    """
+
+    num_inflight: int = 1
+    num_microbatches: int = 1
+    keep: bool = False
+
+
+def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
+    """The memory of a step; ``optimizer_nbytes`` for each parameter."""
+    setting = replace(setting, trace=checkpointed(setting))
+    weights = setting.sharded()
+    step = plan_step(setting, weights, schedule)
+    numel = sum(item.shard_numel for item in weights) + setting.trace.small_numel
+    uses = _uses(setting, weights, step, schedule)
+    if stage.num_microbatches > 1:  # gradients of the shards stay from the first microbatch on
+        uses = [use._replace(grad=0) for use in uses]
+    reduces = setting.backends(schedule, 0).reduces
+    together = schedule.coalesce_grad_nbytes if reduces != "all_to_all" else 0
+    inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
+    peak = predict_peak(uses, 0, inflight, together, wgrad_first=order)
+    return _memory(setting, schedule, stage, (numel, optimizer_nbytes), peak)
+
+
+def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int], peak: Peak) -> Memory:
+    numel, optimizer_nbytes = state
+    trace = setting.trace
+    saved = trace.weights[-1].live - trace.weights[0].live
+    before_loss = min(peak.activations, max(trace.weights[-1].live, 0))
+    is_loss = trace.weights[-1].block < 0 and peak.moment.endswith(trace.weights[-1].name)
+    logits = peak.activations - before_loss if is_loss else 0
+    gathered, reductions, gradients = peak.gathered, peak.wgrad, peak.gradients
+    if stage.num_microbatches > 1:
+        gradients = numel * PARAM_NBYTES
+    if stage.keep:
+        full = sum(item.gathered for item in setting.sharded())
+        gathered, reductions = full, sum(item.sent for item in setting.sharded())
+    return Memory(
+        numel * PARAM_NBYTES,
+        gradients,
+        numel * optimizer_nbytes,
+        gathered,
+        reductions,
+        peak.activations - logits + max(saved, 0) * (stage.num_inflight - 1),
+        logits,
+        symmetric_nbytes(setting, schedule),
+        int(setting.costs.machine.reserve_gib * 2**30),
+        peak.moment,
+    )
+
+
+def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Schedule) -> list[Use]:
+    nbytes = [item.gathered for item in weights]
+    held = (
+        held_nbytes(step.forward, step.kept, nbytes, is_backward=False),
+        held_nbytes(step.backward, step.kept, nbytes, is_backward=True),
+    )
+    # What is used in a forward that backward computes again is used in its gradient last.
+    amounts = dict(zip(step.forward.uses, gathered_amounts(step.forward.uses, step.backward.uses, held), strict=True))
+    uses = []
+    for number, item in enumerate(weights):
+        shard = Shard(item.name, item.weight.numel, item.shard_numel * PARAM_NBYTES, PARAM_NBYTES)
+        if number not in amounts:
+            ends = held[0].between[0], held[1].between[-1]
+            dim = item.weight.shape[1]
+            uses.append(make_lookup(shard, dim, ends, item.weight.amounts, setting.tokens, item.axis.size))
+            continue
+        reducing = Reducing(setting.reduce_nbytes, setting.backends(schedule, item.lane).reduces, item.axis.size)
+        is_table = item.weight.is_table
+        uses.append(make_use(shard, amounts[number], item.weight.amounts, reducing, is_table=is_table))
+    return uses
+
+
+def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
+    """What copy engines need: for gathers twice this rank's rows of the largest launch, for reductions the largest
+    gradient and the groups in flight beside it."""
+    weights = setting.sharded()
+    total = 0
+    for lane in {item.lane for item in weights}:
+        items = [item for item in weights if item.lane == lane and item.axis.size > 1]
+        if not items:
+            continue
+        backends = setting.backends(schedule, lane)
+        largest = max(item.wired for item in items)
+        if backends.gathers == "copy_engine":
+            total += 2 * max(largest, schedule.coalesce_nbytes) // items[0].axis.size
+        if backends.reduces == "copy_engine":
+            sent = max(item.sent for item in items)
+            total += sent + schedule.max_inflight_reduce_scatters * schedule.coalesce_grad_nbytes
+    return total
+
+
+def checkpointed(setting: Setting) -> Trace:
+    """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
+    those GEMMs that are not computed again."""
+    trace = setting.trace
+    if setting.checkpoint == "none":
+        return trace
+    blocks: dict[int, list[Weight]] = {}
+    for weight in trace.weights:
+        if weight.block >= 0:
+            blocks.setdefault(weight.block, []).append(weight)
+    again = recomputed_uses(setting, setting.sharded())
+    names = [item.name for item in setting.sharded()]
+    lives = [weights[0].live for weights in blocks.values()]
+    ends = [*lives[1:], lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
+    moved: dict[str, int] = {}
+    freed = 0
+    for (block, weights), begin, end in zip(blocks.items(), lives, ends, strict=True):
+        moved.update({weight.name: freed for weight in weights})
+        recomputed = {names[number] for number in again.get(block, ())}
+        kept = trace.input_nbytes
+        if setting.checkpoint == "selective":
+            kept += sum(_output_nbytes(weight) for weight in weights if weight.name not in recomputed)
+        freed += max(end - begin - kept, 0)
+    return replace(
+        trace,
+        weights=tuple(lowered(weight, moved.get(weight.name, freed * (weight.block < 0))) for weight in trace.weights),
+    )
+
+
+def _output_nbytes(weight: Weight) -> int:
+    rows = weight.flops / (2 * weight.numel)
+    return int(rows * weight.numel / weight.shape[-1] * COMPUTE_NBYTES)
+
+
+def lowered(weight: Weight, nbytes: int) -> Weight:
+    """The use where fewer activations are saved."""
+    if weight.is_table:
+        return weight
+    amounts = Amounts(*(max(amount - nbytes, 0) for amount in weight.amounts))
+    return weight._replace(amounts=amounts, live=max(weight.live - nbytes, 0))

@@ -1,0 +1,374 @@
+"""The tasks of one step under ``gtp_shard``, in the order in which the runtime launches them.
+
+The plan is the runtime's own (``_schedule.order_of_gathers``), and a ``Chain`` of the runtime says at each use what is
+launched. A gather waits for all that compute was given before, a reduction too; compute waits for the gather of the
+weight in use, and for the oldest reduction once as many are in flight as may be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .._schedule.order_of_gathers import Plan, Window
+from .._schedule.order_of_reductions import fits, may_wait
+from .._schedule.order_of_uses import Chain
+from ..policy import Schedule
+from .costs import Axis, Work
+from .recorder import Op
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
+from .simulate import Load, Stream, Task
+
+
+class Program(NamedTuple):
+    """Tasks in the order of their launches.
+
+    Args:
+        tasks: All of them.
+        host_ms: When the host has launched the last one.
+        received: Bytes that a rank receives, by axis.
+        turning: Number of the first task of backward.
+    """
+
+    tasks: list[Task]
+    host_ms: float
+    received: dict[str, float]
+    turning: int
+
+
+class Tasks:
+    """Tasks that are put together, and the host's clock."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.costs = setting, setting.costs
+        self.host = self.costs.machine.host
+        self.tasks: list[Task] = []
+        self.received: dict[str, float] = {}
+        self.turning = 0
+        self.host_ms = self.host.replay_us / 1e3 if setting.is_captured else 0.0
+        self._last: dict[Stream, int] = {}
+        self._waits: list[int] = []  # what the next task of compute waits for
+
+    def spend(self, us: float) -> None:
+        """The host works."""
+        if not self.setting.is_captured:
+            self.host_ms += us / 1e3
+
+    def add(
+        self, stream: Stream, load: Load, ms: float, after: Iterable[int] = (), label: str = "", cause: str = ""
+    ) -> int:
+        waits = (*after, *self._waits) if stream is Stream.COMPUTE else tuple(after)
+        if stream is Stream.COMPUTE:
+            self._waits = []
+        self.tasks.append(Task(stream, load, ms, waits, self.host_ms, label, cause))
+        self._last[stream] = len(self.tasks) - 1
+        return len(self.tasks) - 1
+
+    def wait(self, task: int) -> None:
+        """The next task of compute waits for it."""
+        self._waits.append(task)
+
+    def fork(self) -> list[int]:
+        """What another stream waits for that is to wait for compute."""
+        last = self._last.get(Stream.COMPUTE)
+        return [*self._waits, *([] if last is None else [last])]
+
+    def compute(self, works: Sequence[Work], label: str) -> None:
+        """Compute, and the collectives of other axes, which compute waits for."""
+        for work in works:
+            self.spend(work.host_ms * 1e3)
+            if not work.axis:
+                self.add(Stream.COMPUTE, Load.COMPUTE, work.ms, label=label)
+                continue
+            load = Load.NCCL if self.costs.wire(self.costs.axis(work.axis)).is_fast else Load.NETWORK
+            self.receive(work.axis, work.nbytes)
+            self.add(Stream.COMPUTE, load, work.ms, label=f"{label}: {work.axis}", cause=work.axis)
+
+    def ops(self, ops: Sequence[Op], label: str, *, is_block: bool = True) -> None:
+        self.compute(self.costs.works(ops, is_block=is_block), label)
+
+    def receive(self, axis: str, nbytes: float) -> None:
+        self.received[axis] = self.received.get(axis, 0) + nbytes
+
+    def done(self) -> Program:
+        return Program(self.tasks, self.host_ms, self.received, self.turning)
+
+
+class Gathers:
+    """The gathers of one pass at a time, as ``_schedule.gathering`` launches them."""
+
+    def __init__(self, tasks: Tasks, weights: Sequence[Sharded], schedule: Schedule) -> None:
+        self._tasks, self._weights, self._schedule = tasks, weights, schedule
+        self._pending: dict[int, deque[int]] = {}  # tasks of gathers in flight, by weight
+        self._kept: dict[int, int] = {}
+        self._chain: Chain | None = None
+
+    def begin(self, plan: Plan) -> None:
+        """A pass begins: launch all that its plan expects to be in flight."""
+        chain = self._chain = Chain(Window(0), tuple)  # the plan is given, so neither is used
+        chain.plan = plan
+        chain.begin()
+        for positions in chain.expected():
+            self._prefetch(plan, positions)
+
+    def use(self, number: int, *, is_kept: bool) -> int | None:
+        """A use begins: the gather that compute waits for, None if the weight is there. Launches what follows."""
+        chain = self._chain
+        assert chain is not None
+        done = self._take(number)
+        if done is None:
+            (done,) = self._launch([number])
+        for launch in chain.advance(number, self._weights[number].lane) or ():
+            self._prefetch(chain.plan, launch.positions)
+        if is_kept:
+            self._kept[number] = done
+        return done
+
+    def _take(self, number: int) -> int | None:
+        if number in self._kept:
+            return self._kept.pop(number)
+        pending = self._pending.get(number)
+        return pending.popleft() if pending else None
+
+    def _prefetch(self, plan: Plan, positions: Sequence[int]) -> None:
+        missing = [use for use in (plan.uses[position] for position in positions) if use not in self._kept]
+        if missing:
+            for number, task in zip(missing, self._launch(missing), strict=True):
+                self._pending.setdefault(number, deque()).append(task)
+
+    def _launch(self, numbers: Sequence[int]) -> list[int]:
+        """One gather of these weights, which are of one lane."""
+        tasks, costs = self._tasks, self._tasks.costs
+        weights = [self._weights[number] for number in numbers]
+        lane, axis = weights[0].lane, weights[0].axis
+        label = f"gather {_names(weights)}"
+        is_copy = tasks.setting.backends(self._schedule, lane).gathers == "copy_engine"
+        tasks.spend(tasks.host.copy_us if is_copy and axis.size > 1 else tasks.host.collective_us)
+        cast_ms = costs.memory_ms(sum(_cast_nbytes(weight) for weight in weights))
+        if axis.size == 1:
+            return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {_names(weights)}")] * len(numbers)
+        stream = Stream.EXPERT_GATHER if lane else Stream.GATHER
+        cast = tasks.add(
+            Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {_names(weights)}"
+        )
+        nbytes = sum(weight.wired for weight in weights)
+        tasks.receive("expert_gtp" if lane else "gtp", nbytes * (axis.size - 1) / axis.size)
+        ms = costs.copy_ms(nbytes, axis, len(weights)) if is_copy else costs.gather_ms(nbytes, axis)
+        task = tasks.add(stream, load_of(tasks, axis, is_copy=is_copy), ms, [cast], label, "gathers")
+        return [task] * len(numbers)
+
+
+class Reductions:
+    """The gradients of a backward, as ``_schedule.reduce_gradients`` sends them."""
+
+    def __init__(self, tasks: Tasks, schedule: Schedule, *, is_last: bool) -> None:
+        self._tasks, self._schedule, self._is_last = tasks, schedule, is_last
+        self._waiting: dict[int, list[Sharded]] = {}
+        self._inflight: deque[int] = deque()
+
+    def submit(self, weight: Sharded) -> None:
+        """A gradient has been computed."""
+        limit = self._schedule.coalesce_grad_nbytes
+        waiting = self._waiting.get(weight.lane, [])
+        is_small = may_wait(weight.sent, limit)
+        if waiting and not (is_small and fits(sum(other.sent for other in waiting), weight.sent, limit)):
+            self._launch(self._waiting.pop(weight.lane))
+        if is_small:
+            self._waiting.setdefault(weight.lane, []).append(weight)
+        else:
+            self._launch([weight])
+
+    def submit_rows(self, weight: Sharded, nbytes: float) -> None:
+        """A gradient of rows, which an exchange of activations has summed up: only what follows a reduce-scatter."""
+        self._finish([weight], self._tasks.fork(), nbytes)
+
+    def finish(self) -> None:
+        """Backward ends: compute waits for all of them."""
+        for lane in list(self._waiting):
+            self._launch(self._waiting.pop(lane))
+        while self._inflight:
+            self._tasks.wait(self._inflight.popleft())
+
+    def _launch(self, weights: Sequence[Sharded]) -> None:
+        tasks, axis = self._tasks, weights[0].axis
+        while len(self._inflight) >= self._schedule.max_inflight_reduce_scatters:
+            tasks.wait(self._inflight.popleft())
+        is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
+        tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
+        nbytes = sum(weight.sent for weight in weights)
+        label = f"reduce {_names(weights)}"
+        after = tasks.fork()
+        if axis.size > 1:
+            tasks.receive("expert_gtp" if weights[0].lane else "gtp", nbytes * (axis.size - 1) / axis.size)
+            costs = tasks.costs
+            ms = costs.copy_ms(nbytes, axis, len(weights)) if is_copy else costs.gather_ms(nbytes, axis)
+            after = [tasks.add(Stream.SCATTER, load_of(tasks, axis, is_copy=is_copy), ms, after, label, "reductions")]
+        shard = sum(weight.shard_numel for weight in weights)
+        # The sum of what copy engines brought; else the reduced rows are cast to the dtype of the parameter.
+        read = nbytes if is_copy else shard * tasks.setting.reduce_nbytes
+        self._finish(weights, after, read + shard * PARAM_NBYTES)
+
+    def _finish(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
+        tasks, lane = self._tasks, weights[0].lane
+        is_copy = tasks.setting.backends(self._schedule, lane).reduces == "copy_engine"
+        stream = Stream.FINISH if is_copy else Stream.SCATTER
+        label = f"sum {_names(weights)}"
+        done = tasks.add(stream, Load.KERNEL, tasks.costs.memory_ms(nbytes), after, label, "reductions")
+        name = "expert_replicate" if lane else "replicate"
+        replicas = tasks.costs.axis(name)
+        if self._is_last and replicas.size > 1:
+            shard = sum(weight.shard_numel for weight in weights) * tasks.setting.reduce_nbytes
+            tasks.receive(name, 2 * shard * (replicas.size - 1) / replicas.size)
+            tasks.spend(tasks.host.collective_us)
+            ms = tasks.costs.reduce_ms(shard, replicas)
+            label = f"all-reduce {_names(weights)}"
+            done = tasks.add(stream, load_of(tasks, replicas, is_copy=False), ms, [done], label, "replicas")
+        self._inflight.append(done)
+
+
+def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
+    """One forward and backward. ``is_last``: gradients are summed over replicas too."""
+    weights = setting.sharded()
+    step = plan_step(setting, weights, schedule)
+    tasks = Tasks(setting)
+    gathers = Gathers(tasks, weights, schedule)
+    _forward(tasks, gathers, weights, step)
+    tasks.ops(setting.trace.loss, "loss", is_block=False)
+    tasks.turning = len(tasks.tasks)
+    reductions = Reductions(tasks, schedule, is_last=is_last)
+    _backward(tasks, gathers, reductions, weights, step, schedule)
+    tasks.ops(setting.trace.tail, "backward of the input", is_block=False)
+    reductions.finish()
+    small = setting.trace.small_numel * setting.reduce_nbytes
+    if small:
+        axis = Axis(setting.costs.axis("gtp").size, setting.costs.axis("gtp").stride)
+        tasks.spend(tasks.host.collective_us)
+        ms = setting.costs.reduce_ms(small, axis)
+        tasks.wait(
+            tasks.add(
+                Stream.SCATTER, load_of(tasks, axis, is_copy=False), ms, tasks.fork(), "whole parameters", "reductions"
+            )
+        )
+    tasks.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
+    return tasks.done()
+
+
+def _forward(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: Step) -> None:
+    gathers.begin(step.forward)
+    used = set(step.forward.uses)
+    for number, item in enumerate(weights):
+        tasks.ops(item.weight.before, f"before {item.name}", is_block=item.weight.block >= 0)
+        if number in used:
+            _use(tasks, gathers, number, item, is_kept=number in step.kept)
+        else:
+            _exchange_rows(tasks, item)
+
+
+def _use(tasks: Tasks, gathers: Gathers, number: int, item: Sharded, *, is_kept: bool) -> None:
+    """A use in forward, or in a forward that backward computes again."""
+    tasks.spend(tasks.host.use_us / 2)
+    done = gathers.use(number, is_kept=is_kept)
+    if done is not None:
+        tasks.wait(done)
+    tasks.compute(product(tasks, item, "forward"), f"use {item.name}")
+
+
+def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
+    """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
+    costs, setting, weight = tasks.costs, tasks.setting, item.weight
+    host = costs.machine.host.op_us / 1e3
+    if weight.is_table:
+        nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
+        return [Work(costs.memory_ms(nbytes), "", host)]
+    flops = weight.flops
+    if setting.recipe is None or not item.is_quantized:
+        return [Work(costs.gemm_ms(flops), "", host)]
+    if costs.precision == "bf16":  # dequantized for the GEMM
+        unpacked = 0 if part == "wgrad" else costs.memory_ms(item.wired + item.gathered)
+        return [Work(costs.gemm_ms(flops) + unpacked, "", host)]
+    rows = flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
+    inputs, outputs = rows * weight.shape[-1], rows * weight.shape[-2]
+    cast = {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
+    # Read for the magnitude and for the cast, and written.
+    return [Work(costs.gemm_ms(flops, costs.precision) + costs.memory_ms(cast * 5), "", 3 * host)]
+
+
+def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
+    """A lookup by exchange: ids are gathered, rows are looked up for all ranks and reduce-scattered."""
+    costs, dim = tasks.costs, item.weight.shape[1]
+    nbytes = item.axis.size * tasks.setting.tokens * dim * COMPUTE_NBYTES
+    tasks.spend(tasks.host.use_us + 2 * tasks.host.collective_us)
+    tasks.add(Stream.COMPUTE, Load.COMPUTE, costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
+    tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
+    load = load_of(tasks, item.axis, is_copy=False)
+    ms = costs.gather_ms(nbytes, item.axis)
+    tasks.add(Stream.COMPUTE, load, ms, label=f"exchange {item.name}", cause="lookup")
+
+
+def _backward(
+    tasks: Tasks, gathers: Gathers, reductions: Reductions, weights: Sequence[Sharded], step: Step, schedule: Schedule
+) -> None:
+    gathers.begin(step.backward)
+    for number in reversed(range(len(weights))):
+        item = weights[number]
+        block = item.weight.block
+        if number + 1 == len(weights) or weights[number + 1].weight.block != block:
+            _recompute(tasks, gathers, weights, step, block)
+        tasks.ops(item.weight.backward, f"before backward of {item.name}", is_block=block >= 0)
+        if number not in step.forward.uses:
+            _exchanged_grad(tasks, reductions, item)
+            continue
+        parts = ("wgrad", "dgrad") if schedule.wgrad_first else ("dgrad", "wgrad")
+        for part in parts:
+            if part == "dgrad" and item.weight.has_dgrad:
+                tasks.spend(tasks.host.use_us / 4)
+                done = gathers.use(number, is_kept=False)
+                if done is not None:
+                    tasks.wait(done)
+                tasks.compute(product(tasks, item, "dgrad"), f"dgrad {item.name}")
+            if part == "wgrad":
+                tasks.spend(tasks.host.use_us / 4)
+                tasks.compute(product(tasks, item, "wgrad"), f"wgrad {item.name}")
+                reductions.submit(item)
+
+
+def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: Step, block: int) -> None:
+    uses = step.recomputed.get(block)
+    if not uses:
+        return
+    for number, item in enumerate(weights):
+        if item.weight.block == block:
+            tasks.ops(item.weight.before, f"again before {item.name}")
+            if number in uses:
+                _use(tasks, gathers, number, item, is_kept=False)
+
+
+def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None:
+    costs, dim = tasks.costs, item.weight.shape[1]
+    nbytes = item.axis.size * tasks.setting.tokens * dim * COMPUTE_NBYTES
+    tasks.spend(tasks.host.use_us + tasks.host.collective_us)
+    tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
+    load, ms = load_of(tasks, item.axis, is_copy=False), costs.gather_ms(nbytes, item.axis)
+    done = tasks.add(Stream.GATHER, load, ms, tasks.fork(), f"exchange {item.name}", "lookup")
+    tasks.wait(done)
+    sums = costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
+    tasks.add(Stream.COMPUTE, Load.COMPUTE, sums, label=f"wgrad {item.name}")
+    reductions.submit_rows(item, 2 * item.shard_numel * PARAM_NBYTES)
+
+
+def _cast_nbytes(item: Sharded) -> float:
+    """What is read and written to make of a shard what is sent."""
+    if not item.is_quantized:
+        return item.shard_numel * (PARAM_NBYTES + COMPUTE_NBYTES)
+    return item.shard_numel * (2 * PARAM_NBYTES + item.wired / item.weight.numel)
+
+
+def load_of(tasks: Tasks, axis: Axis, *, is_copy: bool) -> Load:
+    if is_copy:
+        return Load.COPY
+    return Load.NCCL if tasks.costs.wire(axis).is_fast else Load.NETWORK
+
+
+def _names(weights: Sequence[Sharded]) -> str:
+    return " + ".join(weight.name.removesuffix(".weight") for weight in weights)

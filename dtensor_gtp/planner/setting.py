@@ -1,0 +1,211 @@
+"""How one rank runs a step: what is gathered, reduced and kept, chosen by the rules of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from .._schedule.choose_schedule import Facts, choose
+from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
+from ..placement import chunk_rows
+from ..policy import Schedule, SchedulePolicy
+from ..quant.planes import Direction
+from ..quant.recipes import Recipe
+from .costs import Axis, Costs
+from .trace import Trace, Weight
+
+PARAM_NBYTES = 4  # of a master weight
+COMPUTE_NBYTES = 2
+
+
+class Sharded(NamedTuple):
+    """One weight of the plan.
+
+    Args:
+        weight: The use in the recording.
+        lane: 0, or 1 for experts on a mesh of their own.
+        axis: Of the ranks that hold its shards.
+        gathered: Bytes of the full weight, in the dtype of compute.
+        wired: Bytes that are gathered: fewer with a recipe.
+        sent: Bytes of the full gradient.
+        shard_numel: Elements that the rank with most rows holds.
+    """
+
+    weight: Weight
+    lane: int
+    axis: Axis
+    gathered: int
+    wired: int
+    sent: int
+    shard_numel: int
+
+    @property
+    def name(self) -> str:
+        return self.weight.name
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.wired != self.gathered
+
+
+class Backends(NamedTuple):
+    """Who gathers and who reduces: "process_group" and "ring", or "copy_engine"."""
+
+    gathers: str
+    reduces: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a rank does in a step.
+
+    Args:
+        trace: What it computes.
+        costs: On what machine, over which groups.
+        policy: Of ``gtp_shard``.
+        reduce_nbytes: Of an element of a gradient on the wire.
+        recipe: Of the linear layers of the blocks; None for bf16.
+        checkpoint: "none", "selective" or "full": which activations of a block are computed again.
+        is_captured: Whether the step is replayed as a CUDA graph.
+        reshard: Whether weights are freed after their forward; False keeps them for backward.
+        tokens: Of a rank in one forward.
+    """
+
+    trace: Trace
+    costs: Costs
+    policy: SchedulePolicy
+    reduce_nbytes: int = 2
+    recipe: Recipe | None = None
+    checkpoint: str = "none"
+    is_captured: bool = False
+    reshard: bool = True
+    tokens: int = 0
+
+    def axis_of(self, weight: Weight) -> Axis:
+        return self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
+
+    def sharded(self) -> list[Sharded]:
+        """All weights, in the order of the forward."""
+        return [self._sharded(weight) for weight in self.trace.weights]
+
+    def _sharded(self, weight: Weight) -> Sharded:
+        axis = self.axis_of(weight)
+        gathered = weight.numel * COMPUTE_NBYTES
+        wired = gathered
+        is_linear = weight.block >= 0 and not weight.is_table
+        if self.recipe is not None and is_linear:
+            wired = self.recipe.num_bytes(torch.Size(weight.shape), Direction.ROWWISE)
+        rows = weight.shape[-2] if len(weight.shape) > 1 else weight.shape[0]
+        shard = weight.numel // rows * chunk_rows(rows, axis.size)
+        has_lane = weight.is_expert and axis != self.costs.axis("gtp")
+        return Sharded(weight, int(has_lane), axis, gathered, wired, weight.numel * self.reduce_nbytes, shard)
+
+    def exchanges_lookup(self) -> bool:
+        """Whether the embedding exchanges activations, by the rule of ``ops.exchange``: whichever moves fewer bytes."""
+        tables = [weight for weight in self.trace.weights if weight.is_table]
+        world = self.costs.axis("gtp").size
+        if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:
+            return False
+        rows, dim = tables[0].shape
+        token_nbytes = 2 * dim * COMPUTE_NBYTES + 8
+        moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
+        return self.policy.embedding == "exchange" or world * self.tokens * token_nbytes < moved
+
+    def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
+        """The schedule that the runtime would choose, and why."""
+        return choose(self.policy, Facts(self.no_copy_engines("gtp"), self.block_nbytes(), free_nbytes))
+
+    def no_copy_engines(self, name: str) -> str | None:
+        """Why the ranks of an axis cannot copy from each other."""
+        axis, host = self.costs.axis(name), self.costs.machine.gpus_per_host
+        if axis.size * axis.stride <= host:
+            return None
+        return f"the {axis.size} ranks of {name} are on several hosts of {host} GPUs"
+
+    def backends(self, schedule: Schedule, lane: int) -> Backends:
+        """What "auto" becomes for a lane."""
+        is_near = self.no_copy_engines("expert_gtp" if lane else "gtp") is None
+        gathers, reduces = schedule.gather_backend, schedule.reduce_scatter
+        if gathers == "auto":
+            gathers = "copy_engine" if is_near else "process_group"
+        if reduces == "auto":
+            reduces = "copy_engine" if gathers == "copy_engine" else "ring"
+        return Backends(str(gathers), str(reduces))
+
+    def block_nbytes(self) -> int:
+        """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
+        sizes: dict[int, int] = {}
+        for item in self.sharded():
+            sizes[item.weight.block] = sizes.get(item.weight.block, 0) + item.wired
+        blocks = [size for block, size in sizes.items() if block >= 0]
+        return max(blocks) if len(blocks) > 1 else sum(sizes.values())
+
+
+class Step(NamedTuple):
+    """Uses of a forward and of its backward, as the runtime observes them.
+
+    Args:
+        forward: The plan of the forward.
+        backward: That of backward, recomputation included.
+        kept: Weights that stay from forward to backward.
+        recomputed: By block, the weights that are used again in backward before its gradients.
+    """
+
+    forward: Plan
+    backward: Plan
+    kept: frozenset[int]
+    recomputed: dict[int, tuple[int, ...]]
+
+
+def plan_step(setting: Setting, weights: Sequence[Sharded], schedule: Schedule) -> Step:
+    """The plans that the runtime has after one step of ``setting``."""
+    window = Window(
+        schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
+    )
+    # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
+    calls = [item.weight.block + 1 if item.lane else 0 for item in weights]
+    traits = [Traits(item.wired, item.lane, call) for item, call in zip(weights, calls, strict=True)]
+    is_exchanged = setting.exchanges_lookup()
+    gathered = [n for n, item in enumerate(weights) if not (item.weight.is_table and is_exchanged)]
+    recomputed = recomputed_uses(setting, weights)
+    backward: list[int] = []
+    for number in reversed(range(len(weights))):
+        weight = weights[number].weight
+        if number + 1 == len(weights) or weights[number + 1].weight.block != weight.block:
+            backward += recomputed.get(weight.block, ())
+        if weight.has_dgrad:
+            backward.append(number)
+    plans = Plan(gathered, traits, window), Plan(backward, traits, window)
+    return Step(*plans, _kept(setting, weights, schedule, *plans), recomputed)
+
+
+def _kept(
+    setting: Setting, weights: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan
+) -> frozenset[int]:
+    if not setting.reshard:
+        return frozenset(forward.uses)
+    turning = turning_point(forward, backward)
+    sizes = [0 if number in turning else item.gathered for number, item in enumerate(weights)]
+    lanes = [item.lane for item in weights]
+    asked = choose_kept(forward, backward, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
+    return frozenset((*asked, *(turning if schedule.keep_last else ())))
+
+
+def recomputed_uses(setting: Setting, weights: Sequence[Sharded]) -> dict[int, tuple[int, ...]]:
+    """By block, the weights whose GEMMs backward computes again. The last GEMM of a block is not: nothing of it is
+    saved. "selective" keeps the results of every second GEMM and of attention, as torchtitan's option of that name."""
+    if setting.checkpoint == "none":
+        return {}
+    blocks: dict[int, list[int]] = {}
+    for number, item in enumerate(weights):
+        if item.weight.block >= 0:
+            blocks.setdefault(item.weight.block, []).append(number)
+    step = 2 if setting.checkpoint == "selective" else 1
+    return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}
+
+
+def with_policy(setting: Setting, policy: SchedulePolicy) -> Setting:
+    return replace(setting, policy=policy)

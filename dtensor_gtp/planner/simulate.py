@@ -1,0 +1,172 @@
+"""Runs tasks on streams that share a GPU and its links: who waits for whom, and who slows whom.
+
+Each stream runs its tasks in order. A task begins when the one before it in its stream, the tasks that it waits for, and
+the host that launches it are done. Tasks that run at the same time slow each other as ``machine.Contention`` says; their
+rates are constant between two events, so the result is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from .machine import Contention
+
+
+class Stream(IntEnum):
+    """The streams of a rank. The host launches, so its order is that of the tasks."""
+
+    COMPUTE = 0
+    GATHER = 1
+    EXPERT_GATHER = 2
+    CAST = 3
+    SCATTER = 4
+    FINISH = 5
+
+
+class Load(IntEnum):
+    """What a task occupies."""
+
+    COMPUTE = 0  # SMs, by GEMMs and what is between them
+    KERNEL = 1  # SMs, beside the compute stream
+    NCCL = 2  # the fast link and some SMs
+    COPY = 3  # the fast link alone
+    NETWORK = 4  # the network and some SMs
+
+
+class Task(NamedTuple):
+    """One task.
+
+    Args:
+        stream: Where it runs.
+        load: What it occupies.
+        ms: How long it takes alone.
+        after: Numbers of earlier tasks that it waits for, of any stream.
+        launch_ms: When the host has launched it.
+        label: For people.
+        cause: Under what its time counts if compute waits for it.
+    """
+
+    stream: Stream
+    load: Load
+    ms: float
+    after: tuple[int, ...] = ()
+    launch_ms: float = 0.0
+    label: str = ""
+    cause: str = ""
+
+
+class Span(NamedTuple):
+    """When a task ran, in milliseconds."""
+
+    begin: float
+    end: float
+
+
+def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
+    """When each task runs.
+
+    Raises:
+        ValueError: A task waits for one that comes later.
+    """
+    queues: dict[Stream, list[int]] = {}
+    for number, task in enumerate(tasks):
+        if any(other >= number for other in task.after):
+            raise ValueError(f"simulate expects tasks that wait for earlier ones, but task {number} does not.")
+        queues.setdefault(task.stream, []).append(number)
+    heads = dict.fromkeys(queues, 0)
+    begins, ends = [0.0] * len(tasks), [-1.0] * len(tasks)
+    left: dict[int, float] = {}  # running tasks, and what is left of them
+    now = 0.0
+    rates = _Rates(contention)
+    while True:
+        next_launch = _begin(tasks, queues, heads, left, begins, ends, now)
+        if not left:
+            if next_launch is None:
+                break
+            now = next_launch
+            continue
+        loads = [tasks[number].load for number in left]
+        speeds = rates.of(loads)
+        first = min(amount / speed for amount, speed in zip(left.values(), speeds, strict=True))
+        if next_launch is not None and now + first > next_launch:
+            first = next_launch - now
+        now += first
+        for number, speed in zip(list(left), speeds, strict=True):
+            amount = left[number] - first * speed
+            if amount > 1e-9:
+                left[number] = amount
+                continue
+            del left[number]
+            ends[number] = now
+    assert all(end >= 0 for end in ends)
+    return [Span(begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _begin(
+    tasks: Sequence[Task],
+    queues: dict[Stream, list[int]],
+    heads: dict[Stream, int],
+    left: dict[int, float],
+    begins: list[float],
+    ends: list[float],
+    now: float,
+) -> float | None:
+    """Begin all tasks that can; gives the time of the next launch that a stream waits for."""
+    next_launch: float | None = None
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for stream, queue in queues.items():
+            head = heads[stream]
+            if head == len(queue):
+                continue
+            number = queue[head]
+            if number in left or (head and ends[queue[head - 1]] < 0):
+                continue
+            task = tasks[number]
+            if any(ends[other] < 0 for other in task.after):
+                continue
+            if task.launch_ms > now + 1e-12:
+                next_launch = task.launch_ms if next_launch is None else min(next_launch, task.launch_ms)
+                continue
+            begins[number] = now
+            heads[stream] += 1
+            if task.ms > 0:
+                left[number] = task.ms
+            else:
+                ends[number] = now
+            is_moving = True
+    return next_launch
+
+
+class _Rates:
+    """How fast tasks run beside each other, remembered for each set of loads."""
+
+    def __init__(self, contention: Contention) -> None:
+        self._contention = contention
+        self._known: dict[tuple[Load, ...], list[float]] = {}
+
+    def of(self, loads: list[Load]) -> list[float]:
+        key = tuple(loads)
+        if key not in self._known:
+            self._known[key] = [1 / self._factor(load, key[:n] + key[n + 1 :]) for n, load in enumerate(key)]
+        return self._known[key]
+
+    def _factor(self, load: Load, others: tuple[Load, ...]) -> float:
+        c = self._contention
+        factor = 1.0
+        is_collective = Load.NCCL in others or Load.NETWORK in others
+        if load in (Load.COMPUTE, Load.KERNEL):
+            factor *= c.gemm_beside_nccl if is_collective else 1
+            factor *= c.gemm_beside_copy if Load.COPY in others else 1
+            sharing = sum(other in (Load.COMPUTE, Load.KERNEL) for other in others)
+            return factor * (1 + (c.kernel - 1) * sharing)
+        if Load.COMPUTE in others or Load.KERNEL in others:
+            factor *= c.copy_beside_gemm if load is Load.COPY else c.nccl_beside_gemm
+        fast = (Load.NCCL, Load.COPY)
+        sharing = sum(
+            (other in fast) == (load in fast) and other not in (Load.COMPUTE, Load.KERNEL) for other in others
+        )
+        return factor * (1 + (c.wire - 1) * sharing)
