@@ -9,6 +9,8 @@ from .graphs.capture_blocks import CapturedBlocks, capture_blocks
 from .graphs.capture_step import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
+from .planner.api import plan
+from .planner.text import PlanResult
 from .policy import SchedulePolicy
 from .quant.api import quantize_
 from .random import MeshRNG
@@ -21,6 +23,7 @@ __all__ = [
     "GTPShard",
     "MeshRNG",
     "MixedPrecisionPolicy",
+    "PlanResult",
     "SchedulePolicy",
     "ShardingReport",
     "UnshardHandle",
@@ -31,6 +34,7 @@ __all__ = [
     "elastic",
     "gtp_shard",
     "init_weight_mesh",
+    "plan",
     "quantize_",
     "register_gtp_forward_method",
     "sharding_report",

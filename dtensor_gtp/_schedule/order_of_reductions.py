@@ -1,7 +1,7 @@
 """Which gradients travel in one reduce-scatter, as plain arithmetic. No torch in here.
 
-A gradient below the limit waits for others. Those that wait are launched when the next one does not fit, or may not join
-them.
+A gradient below the limit waits for others. Those that wait are launched when the next one does not fit, or may not
+join them.
 """
 
 from __future__ import annotations

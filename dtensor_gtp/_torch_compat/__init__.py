@@ -28,7 +28,7 @@ from torch.distributed.tensor._random import manual_seed as seed_dtensor_rng
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim._muon import _adjust_lr as muon_adjust_lr
 from torch.optim._muon import _zeropower_via_newtonschulz as muon_orthogonalize
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from .collectives import *
 from .driver import *

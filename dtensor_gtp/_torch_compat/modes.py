@@ -26,6 +26,16 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 
 
+TorchDispatchMode = python_dispatch.TorchDispatchMode
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """A context whose tensors have shapes and no memory. Imported late, because it takes a while."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
     depth = num_dispatch_modes()

@@ -14,14 +14,17 @@ from .job import OPTIMIZERS, Job, Layout
 from .machine import Machine
 from .memory import Memory, Stage, lowered, predict
 from .model import ModelConfig
+from .peak import Amounts
 from .program import Program, Tasks, build, product
 from .recorder import Op
-from .setting import PARAM_NBYTES, Setting, recomputed_uses
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, recomputed_uses
 from .simulate import Span, Stream, Task, simulate
 from .trace import Part, Trace, Weight, record_reference, repeated
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
 _FEW, _MORE = 6, 9
+# Of smaller blocks a window of gathers holds several, so few of them are not like many.
+_LARGE_BLOCK = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -157,9 +160,9 @@ def _scaled(trace: Trace, batch: int) -> Trace:
         return tuple(Op(op.kind, op.flops * batch, op.nbytes * batch) for op in given)
 
     def weight(given: Weight) -> Weight:
-        amounts = given.amounts._make(amount * batch for amount in given.amounts)
-        parts = {"before": ops(given.before), "use": ops(given.use), "backward": ops(given.backward)}
-        return given._replace(amounts=amounts, live=given.live * batch, **parts)
+        amounts = Amounts(*(amount * batch for amount in given.amounts))
+        given = given._replace(before=ops(given.before), use=ops(given.use), backward=ops(given.backward))
+        return given._replace(amounts=amounts, live=given.live * batch)
 
     weights = tuple(weight(each) for each in trace.weights)
     return replace(
@@ -211,7 +214,7 @@ def _memory_of_stage(setting: Setting, schedule: Schedule, stage: Stage, optimiz
         large + (large - small) * times + (large - small) * rest // (_MORE - _FEW)
         for small, large in zip(few[:-1], more[:-1], strict=True)
     ]
-    return Memory(*grown, more.moment)  # type: ignore[arg-type]
+    return Memory._make((*grown, more.moment))
 
 
 def run(setting: Setting, schedule: Schedule, *, is_last: bool) -> Timeline:
@@ -283,7 +286,7 @@ def _parts(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
 
 def is_long(trace: Trace) -> bool:
     """Whether it has many blocks, of which those after the first few are of one kind."""
-    if trace.num_blocks <= _MORE + 3:
+    if trace.num_blocks <= _MORE + 3 or trace.block_numel() * COMPUTE_NBYTES < _LARGE_BLOCK:
         return False
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for weight in trace.weights:

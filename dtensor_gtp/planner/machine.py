@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ def machine_of(content: Any, where: str) -> Machine:
             f"machine expects a file of version {VERSION}, but {where} is of version {version!r}. "
             "Write it anew by --calibrate."
         )
-    machine = _build(Machine, values, where, "")
+    machine: Machine = _build(Machine, values, where, "")
     if machine.gpus_per_host > machine.gpus_per_domain:
         raise PlanError(
             f"machine expects gpus_per_host of at most gpus_per_domain, but {where} has {machine.gpus_per_host} and "
@@ -240,7 +240,6 @@ def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
     """A dataclass from a JSON object, each of its fields checked."""
     if not isinstance(values, dict):
         raise PlanError(f"machine expects an object as {prefix or 'file'}, but {where} has {values!r}. Mend the file.")
-    assert is_dataclass(kind)
     known = {item.name: item for item in fields(kind)}
     for name in values.keys() - known.keys():
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(known)}.")

@@ -143,6 +143,6 @@ class _FullyShard:
 
 
 def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:
-    """``fully_shard`` on each block and on the root; ``keeps`` with ``reshard_after_forward=False``. In forward the host
-    runs ahead, so a block is gathered as soon as the one before it has been copied out."""
+    """``fully_shard`` on each block and on the root; ``keeps`` with ``reshard_after_forward=False``. In forward the
+    host runs ahead, so a block is gathered as soon as the one before it has been copied out."""
     return _FullyShard(setting).run(keeps=keeps)

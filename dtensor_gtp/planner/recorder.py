@@ -15,7 +15,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _torch_compat as compat
 
 # The CUDA allocator hands out multiples of it.
 _GRANULE = 512
@@ -65,12 +66,12 @@ class Stretch(NamedTuple):
     live: int
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(compat.TorchDispatchMode):
     """Records operations, and the bytes of all tensors that are made within the context and still alive, but for those
     that share the memory of ``others``."""
 
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stretches: list[Stretch] = []
         self._mark = ("", "")
         self._ops: list[Op] = []
@@ -95,11 +96,11 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        results = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        results = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
         for tensor in results:
             self._count(tensor.untyped_storage())
         if not self._is_muted:
-            given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            given = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             op = _op_of(func, given, results)
             if op is not None:
                 self._ops.append(op)

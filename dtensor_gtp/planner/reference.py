@@ -16,12 +16,16 @@ from .stand_ins import Collectives, Experts
 
 
 def _rotated(x_BHTD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    first, second = x_BHTD.chunk(2, dim=-1)
+    x = x_BHTD.float()
+    first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x_BHTD * cos_TD + rotated * sin_TD).type_as(x_BHTD)
+    return (x * cos_TD + rotated * sin_TD).type_as(x_BHTD)
 
 
 class _Rotary(nn.Module):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, head_dim: int, num_tokens: int) -> None:
         super().__init__()
         self.register_buffer("cos", torch.empty(num_tokens, head_dim))
@@ -123,8 +127,10 @@ class _Mixture(nn.Module):
         y_RC = collectives.exchange_tokens(y_ERC.flatten(0, 1))
         y_RC = F.pad(y_RC, (0, 0, 0, x_RC.shape[0] - y_RC.shape[0])) if y_RC.shape[0] < x_RC.shape[0] else y_RC
         y_BTKC = y_RC.view(*x_BTC.shape[:2], self.per_token, -1) * scores_BTK.unsqueeze(-1)
-        y_BTC = y_BTKC.sum(2)
-        return y_BTC if self.shared is None else y_BTC + self.shared(x_BTC)
+        y_BTC: torch.Tensor = y_BTKC.sum(2)
+        if self.shared is not None:
+            y_BTC = y_BTC + self.shared(x_BTC)
+        return y_BTC
 
 
 class _Block(nn.Module):
@@ -133,16 +139,15 @@ class _Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim)
         self.attention = (_LatentAttention if config.kv_rank else _Attention)(config, tp, rope)
         self.ffn_norm = nn.RMSNorm(config.dim)
-        self.ffn: nn.Module = (
-            _Mixture(config, tp, ep) if is_mixture else _FeedForward(config.dim, config.hidden_dim // tp)
-        )
+        self.ffn = _Mixture(config, tp, ep) if is_mixture else _FeedForward(config.dim, config.hidden_dim // tp)
 
     def forward(self, x_BTC: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         h_BTC = collectives.gather_sequence(self.attention_norm(x_BTC))
         x_BTC = x_BTC + collectives.scatter_sequence(self.attention(h_BTC, collectives))
         h_BTC = self.ffn_norm(x_BTC)
         if isinstance(self.ffn, _Mixture):  # tokens stay divided over tp: each rank routes its own
-            return x_BTC + self.ffn(h_BTC, collectives)  # type: ignore[no-any-return]
+            mixed: torch.Tensor = self.ffn(h_BTC, collectives)
+            return x_BTC + mixed
         return x_BTC + collectives.scatter_sequence(self.ffn(collectives.gather_sequence(h_BTC)))
 
 

@@ -1,8 +1,8 @@
 """Runs tasks on streams that share a GPU and its links: who waits for whom, and who slows whom.
 
-Each stream runs its tasks in order. A task begins when the one before it in its stream, the tasks that it waits for, and
-the host that launches it are done. Tasks that run at the same time slow each other as ``machine.Contention`` says; their
-rates are constant between two events, so the result is exact.
+Each stream runs its tasks in order. A task begins when the one before it in its stream, the tasks that it waits for and
+the host that launches it are done. Tasks that run at the same time slow each other, as ``machine.Contention`` says.
+Their rates are constant between two events, so the result is exact.
 """
 
 from __future__ import annotations

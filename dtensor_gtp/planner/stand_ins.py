@@ -190,7 +190,7 @@ def use_matrices(model: nn.Module, mark: Callable[[str, str], None]) -> None:
             bias = getattr(module, "bias", None)
             return output if bias is None else output + bias
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .. import _torch_compat as compat
 from .model import ModelConfig
 from .peak import Amounts
 from .recorder import Op, Recorder, Stretch
@@ -118,7 +118,7 @@ def record(
     Raises:
         ValueError: Backward does not use the matrices in the reverse order of the forward.
     """
-    with torch.device("meta") if is_meta else FakeTensorMode():
+    with torch.device("meta") if is_meta else compat.fake_tensor_mode():
         model = make_model()
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
@@ -130,7 +130,7 @@ def record(
         with recording(recorder):
             loss = loss_of(model, recorder)
             recorder.mark("after_backward")
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             recorder.mark("")
     small = sum(param.numel() for param in model.parameters() if param.ndim < 2)
     return _trace_of(recorder.stretches, modules, small)
@@ -146,7 +146,9 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
     weights = []
     for name, first, last in zip(names, forward, wgrads[::-1], strict=True):
         module = modules[name]
-        shape = tuple(module.weight.shape)
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        shape = tuple(weight.shape)
         dgrad = stretches[last + 1]
         amounts = Amounts(
             stretches[first].most, stretches[first + 1].most, stretches[last - 1].most, stretches[last].most, dgrad.most

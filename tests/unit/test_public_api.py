@@ -64,6 +64,7 @@ GTPModule
 GTPShard
 MeshRNG
 MixedPrecisionPolicy
+PlanResult
 SchedulePolicy
 ShardingReport
 UnshardHandle
@@ -74,6 +75,7 @@ capture_step
 elastic
 gtp_shard
 init_weight_mesh
+plan
 quantize_
 register_gtp_forward_method
 sharding_report""",

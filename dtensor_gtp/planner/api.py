@@ -1,0 +1,62 @@
+"""``dtensor_gtp.plan``: what the command line does, from Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .advice import advise
+from .errors import PlanError
+from .evaluate import Problem
+from .job import Job
+from .machine import Machine, load_machine
+from .search import Found, Report, search
+from .text import PlanResult
+from .user_model import load_model
+
+
+def plan(
+    model: str, machine: str | Machine = "h100", *, top: int = 5, report: Report | None = None, **job: Any
+) -> PlanResult:
+    """Predict time and memory of a training step on every layout of a job, and rank the layouts that fit.
+
+    Nothing runs on a GPU and no process group is made. docs/planner.md says how right the predictions are.
+
+    Args:
+        model: ``"llama3-8b"`` or another preset, a ``config.json``, the name of a class of transformers, or
+            ``"module:function"``, see ``planner.user_model.load_model``.
+        machine: ``"h100"`` or another preset, a file of ``python -m dtensor_gtp.plan --calibrate``, or a ``Machine``.
+        top: How many answers.
+        report: Called after each simulation with the numbers of simulations, of layouts and of seconds.
+        job: Fields of ``planner.job.Job``: ``gpus`` (required), ``seq_len`` in tokens, ``global_batch`` in sequences,
+            ``recipe``, ``checkpointing``, ``optimizer``, ``memory``, ``reduce_dtype``, ``is_compiled``,
+            ``is_captured``, and ``fixed``, a dict of axes that are not searched.
+
+    Raises:
+        PlanError: A ``ValueError`` of one line that says what is wrong and how to mend it.
+    """
+    try:
+        asked = Job(**job)
+    except TypeError as error:
+        raise PlanError(f"plan got other arguments than a job has ({error}). See planner.job.Job.") from None
+    gpus = load_machine(machine) if isinstance(machine, str) else machine
+    name, config, whole = load_model(model, asked.seq_len)
+    problem = Problem(asked, config, gpus, whole)
+    found = search(problem, top=top, report=report)
+    return _result(name, problem, found)
+
+
+def _result(name: str, problem: Problem, found: Found) -> PlanResult:
+    advice = tuple(advise(problem, found.closest)) if found.closest is not None else ()
+    return PlanResult(
+        name,
+        problem.machine,
+        problem.job,
+        found.answers,
+        found.refused,
+        found.closest,
+        advice,
+        found.num_layouts,
+        found.num_simulated,
+        found.seconds,
+        problem,
+    )

@@ -1,0 +1,164 @@
+"""``python -m dtensor_gtp.plan`` and ``gtp-plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from ..policy import Memory
+from ..quant.recipes import RECIPES
+from .api import plan
+from .errors import PlanError
+from .job import AXES, CHECKPOINTS, OPTIMIZERS
+from .machine import preset_names
+from .model import PRESETS
+from .text import PlanResult
+from .timeline import as_chrome_trace, as_svg, timeline
+
+_EPILOG = """\
+examples:
+  gtp-plan llama3-70b --machine h100 --gpus 256 --global-batch 512
+  gtp-plan path/to/config.json --machine h200 --gpus 64 --tp 4 --code
+  gtp-plan mypackage.models:build --gpus 8 --explain step
+  gtp-plan --calibrate mine.json && gtp-plan llama3-8b --machine mine.json --gpus 8
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, as all others of the planner."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"gtp-plan: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="gtp-plan",
+        description="Will it fit, how fast, on how many GPUs, and with which axes: predicted without a GPU.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", help=f"{', '.join(PRESETS)}, a config.json, a class of transformers, or module:function")
+    add("--machine", default="h100", help=f"{', '.join(preset_names())}, or a file of --calibrate; default: h100")
+    add("--gpus", type=int, help="number of GPUs")
+    add("--seq-len", type=int, default=8192, help="tokens of a sequence; default: 8192")
+    add("--global-batch", type=int, default=0, metavar="N", help="sequences of a step; default: one for each GPU")
+    add("--recipe", default="bf16", help=f"bf16, {', '.join(RECIPES)}; with :dequantize for bf16 GEMMs")
+    add("--checkpointing", default="auto", help=f"auto, {', '.join(CHECKPOINTS)}; default: the fastest that fits")
+    add("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)}; default: adamw")
+    add("--memory", default="balanced", help=f"{', '.join(get_args(Memory))}: as in SchedulePolicy")
+    add("--reduce-dtype", default="bf16", help="bf16 or fp32: of gradients on the wire")
+    add("--compile", action="store_true", help="blocks are compiled")
+    add("--capture", action="store_true", help="the step is one CUDA graph")
+    axes = parser.add_argument_group("axes that are not searched")
+    for name in (*AXES, "micro_batch"):
+        axes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", dest=name)
+    add("--top", type=int, default=5, help="how many layouts are shown; default: 5")
+    add("--code", action="store_true", help="print code to paste for the first one")
+    add("--explain", type=Path, metavar="NAME", help="write a timeline of its step: NAME.svg and NAME.trace.json")
+    add("--json", type=Path, metavar="FILE", help="write everything; - for the terminal")
+    add(
+        "--calibrate", type=Path, metavar="FILE", help="measure this machine and write FILE; run it by torchrun on GPUs"
+    )
+    return parser
+
+
+class _Progress:
+    """A line on the terminal once a search has taken a second, and again each second."""
+
+    def __init__(self) -> None:
+        self._begin = self._shown = time.monotonic()
+        self.is_shown = False
+
+    def __call__(self, num: int, total: int, seconds: int) -> None:
+        now = time.monotonic()
+        if now - self._shown >= 1:
+            self._shown, self.is_shown = now, True
+            print(f"\r{num} layouts of {total} simulated, {seconds} s", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.is_shown:
+            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; gives its exit status: 0, 1 if no layout fits, 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.calibrate is not None:
+            from .calibrate import calibrate
+
+            calibrate(options.calibrate)
+            if options.model is None:
+                return 0
+            options.machine = str(options.calibrate)
+        return _plan(options)
+    except PlanError as error:
+        print(f"gtp-plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.model is None or options.gpus is None:
+        raise PlanError("plan expects a model and --gpus N, but got none. See gtp-plan --help.")
+    if options.top < 1:
+        raise PlanError(f"plan expects --top of at least 1, but got {options.top}. Pass another.")
+    progress = _Progress()
+    try:
+        result = plan(options.model, options.machine, top=options.top, report=progress, **_job_of(options))
+    finally:
+        progress.close()
+    if options.json is not None:
+        text = json.dumps(result.as_record(), indent=1) + "\n"
+        if str(options.json) == "-":
+            print(text, end="")
+        else:
+            _write(options.json, text)
+    if options.json is None or str(options.json) != "-":
+        print(result)
+    if not result.answers:
+        return 1
+    if options.code:
+        print(f"\n{result.code()}", end="")
+    if options.explain is not None:
+        _explain(result, options.explain)
+    return 0
+
+
+def _job_of(options: argparse.Namespace) -> dict[str, Any]:
+    fixed = {name: getattr(options, name) for name in (*AXES, "micro_batch") if getattr(options, name) is not None}
+    return {
+        "gpus": options.gpus,
+        "seq_len": options.seq_len,
+        "global_batch": options.global_batch,
+        "recipe": options.recipe,
+        "checkpointing": options.checkpointing,
+        "optimizer": options.optimizer,
+        "memory": options.memory,
+        "reduce_dtype": options.reduce_dtype,
+        "is_compiled": options.compile,
+        "is_captured": options.capture,
+        "fixed": fixed,
+    }
+
+
+def _explain(result: PlanResult, path: Path) -> None:
+    found = timeline(result.problem, result.best)
+    title = f"{result.model}, {result.best.layout.describe(has_experts=True)}, one microbatch"
+    _write(path.with_name(path.name + ".svg"), as_svg(found, title))
+    _write(path.with_name(path.name + ".trace.json"), as_chrome_trace(found))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise PlanError(f"plan cannot write {path} ({error.strerror}). Name another place.") from None
+    print(f"wrote {path}", file=sys.stderr)

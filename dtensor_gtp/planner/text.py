@@ -1,0 +1,233 @@
+"""The answer as a person reads it, in lines of at most 100 columns, and as plain data."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .._comm.debug import format_nbytes
+from .code import launch_lines, training_code
+from .errors import PlanError
+from .evaluate import Answer, Problem
+from .job import Job
+from .machine import VERSION, Machine
+from .search import Refused
+
+WIDTH = 100
+_GIB = 2**30
+_BAR = 40
+_MEMORY = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "reductions",
+    "activations",
+    "logits",
+    "symmetric",
+    "reserve",
+)
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The answers of :func:`plan`. ``str()`` is what the command prints.
+
+    Args:
+        model: Name of the model.
+        machine: The GPUs.
+        job: What was asked for.
+        answers: Layouts, the fastest first; empty if none fits.
+        refused: Why others were refused.
+        closest: If none fits, the layout that lacks least memory.
+        advice: If none fits, what to change.
+        num_layouts: Layouts that were considered.
+        num_simulated: Layouts that were simulated.
+        seconds: Time of the search.
+        problem: What :mod:`.timeline` needs.
+    """
+
+    model: str
+    machine: Machine
+    job: Job
+    answers: tuple[Answer, ...]
+    refused: tuple[Refused, ...]
+    closest: Answer | None
+    advice: tuple[str, ...]
+    num_layouts: int
+    num_simulated: int
+    seconds: float
+    problem: Problem
+
+    @property
+    def best(self) -> Answer:
+        """The fastest layout.
+
+        Raises:
+            PlanError: None fits.
+        """
+        if not self.answers:
+            raise PlanError("plan found no layout that fits: see its advice, what to change.")
+        return self.answers[0]
+
+    def code(self) -> str:
+        """Python for the fastest layout, and below it the lines that start it."""
+        launch = "\n".join(f"# {line}" for line in launch_lines(self.problem, self.best).splitlines())
+        return f"{training_code(self.problem, self.best)}\n\n{launch}\n"
+
+    def as_record(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        return record_of(self)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def describe(result: PlanResult) -> str:
+    """What the command prints."""
+    job = result.job
+    tokens = job.batch * job.seq_len
+    numel = result.problem.numel() / 1e9
+    lines = [
+        f"{result.model} ({numel:.1f}B) on {job.gpus} x {result.machine.describe()}",
+        f"{job.batch} sequences of {job.seq_len} tokens a step ({tokens / 1e6:.2f}M), {job.recipe}, {job.optimizer}, "
+        f"memory {job.memory}" + ", compiled" * job.is_compiled + ", one CUDA graph" * job.is_captured,
+        "",
+    ]
+    if result.answers:
+        lines += [*_ranking(result.answers), "", *_details(result, result.answers[0])]
+    else:
+        lines += _nothing_fits(result)
+    lines += ["", *_refused(result)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _ranking(answers: Iterable[Answer]) -> list[str]:
+    cells = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits most for")]
+    for number, answer in enumerate(answers, 1):
+        layout = answer.layout
+        low, high = answer.range_ms
+        cause, ms = max(answer.exposed_ms.items(), key=lambda item: item[1], default=("", 0.0))
+        checkpoint = {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
+        keep = " kept" if layout.keep else ""
+        cells.append(
+            (
+                str(number),
+                layout.describe(has_experts=True).replace("replicate", "rep").replace("expert_gtp", "egtp") + keep,
+                f"{layout.micro_batch}{checkpoint}",
+                format_ms(answer.step_ms),
+                f"{format_ms(low)}-{format_ms(high)}",
+                f"{answer.tokens_per_s:.0f}",
+                f"{answer.mfu:.0%}",
+                f"{answer.memory.total / _GIB:.1f}",
+                f"{cause} {ms / answer.step_ms:.0%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return [line.rstrip()[:WIDTH] for line in lines]
+
+
+def format_ms(ms: float) -> str:
+    """A time in three digits or so: 34.1ms, 340ms, 3.40s."""
+    if ms >= 1000:
+        return f"{ms / 1e3:.2f}s"
+    return f"{ms:.1f}ms" if ms < 100 else f"{ms:.0f}ms"
+
+
+def _details(result: PlanResult, answer: Answer) -> list[str]:
+    lines = [f"1: {answer.layout.describe(has_experts=True)}"]
+    parts = {"compute": answer.compute_ms, **answer.exposed_ms}
+    lines += ["  time of a step, and what compute waits for", *_bars(parts, answer.step_ms, format_ms)]
+    memory = {name: getattr(answer.memory, name) for name in _MEMORY}
+    free = answer.capacity - answer.memory.total
+    title = f"  memory of the fullest rank, {answer.memory.moment}"
+    lines += [title[:WIDTH], *_bars(memory | {"free": free}, answer.capacity, format_nbytes)]
+    if answer.received:
+        received = ", ".join(
+            f"{axis} {format_nbytes(int(nbytes))}" for axis, nbytes in answer.received.items() if nbytes
+        )
+        lines.append(f"  into each GPU in a step: {received}"[:WIDTH])
+    lines += textwrap.wrap(
+        "schedule: " + "; ".join(answer.reasons), WIDTH, initial_indent="  ", subsequent_indent="    "
+    )
+    if not result.machine.is_calibrated:
+        lines.append("  not calibrated: measure your machine by --calibrate FILE, and pass --machine FILE")
+    return lines
+
+
+def _bars(parts: dict[str, Any], whole: float, format_value: Any) -> list[str]:
+    lines = []
+    for name, value in parts.items():
+        if value <= 0 or value < whole * 0.0005:
+            continue
+        bar = "#" * max(round(value / whole * _BAR), 1)
+        shown = format_value(int(value)) if format_value is format_nbytes else format_value(value)
+        lines.append(f"    {name:<12} {shown:>10} {value / whole:>6.1%}  {bar}")
+    return lines
+
+
+def _nothing_fits(result: PlanResult) -> list[str]:
+    lines = ["No layout fits."]
+    if result.closest is not None:
+        missing = (result.closest.memory.total - result.closest.capacity) / _GIB
+        layout = result.closest.layout
+        described = (
+            f"{layout.describe(has_experts=True)}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"
+        )
+        lines.append(f"Closest: {described}: does not fit by {missing:.1f} GiB."[:WIDTH])
+        memory = {name: getattr(result.closest.memory, name) for name in _MEMORY}
+        lines += _bars(memory, result.closest.memory.total, format_nbytes)
+    lines += ["What to change:", *(f"  {line}"[:WIDTH] for line in result.advice)]
+    return lines
+
+
+def _refused(result: PlanResult) -> list[str]:
+    seconds = f"{result.seconds:.1f} s"
+    lines = [f"{result.num_layouts} layouts, {result.num_simulated} simulated in {seconds}. Refused:"]
+    for item in result.refused[:6]:
+        lines.append(f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})"[:WIDTH])
+    return lines if result.refused else [lines[0].replace(" Refused:", " None refused.")]
+
+
+def record_of(result: PlanResult) -> dict[str, Any]:
+    """The result as plain data."""
+    return {
+        "version": VERSION,
+        "model": result.model,
+        "parameters": result.problem.numel(),
+        "machine": result.machine.name,
+        "is_calibrated": result.machine.is_calibrated,
+        "job": {name: dict(value) if name == "fixed" else value for name, value in vars(result.job).items()},
+        "answers": [_record(answer) for answer in result.answers],
+        "closest": None if result.closest is None else _record(result.closest),
+        "advice": list(result.advice),
+        "refused": [
+            {"reason": item.reason, "count": item.count, "example": item.example.as_record()} for item in result.refused
+        ],
+        "num_layouts": result.num_layouts,
+        "num_simulated": result.num_simulated,
+        "seconds": result.seconds,
+    }
+
+
+def _record(answer: Answer) -> dict[str, Any]:
+    low, high = answer.range_ms
+    return {
+        "layout": answer.layout.as_record(),
+        "step_ms": answer.step_ms,
+        "step_ms_range": [low, high],
+        "tokens_per_s_per_gpu": answer.tokens_per_s,
+        "mfu": answer.mfu,
+        "memory_bytes": answer.memory.as_record(),
+        "capacity_bytes": answer.capacity,
+        "received_bytes": dict(answer.received),
+        "exposed_ms": dict(answer.exposed_ms),
+        "compute_ms": answer.compute_ms,
+        "schedule": {
+            name: str(value) if isinstance(value, type) else value for name, value in vars(answer.schedule).items()
+        },
+        "reasons": list(answer.reasons),
+    }

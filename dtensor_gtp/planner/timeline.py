@@ -1,0 +1,87 @@
+"""One forward and backward of an answer, stream by stream: as a picture (SVG) and as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+
+from .evaluate import Answer, Problem, Timeline, run, setting_of, slowest, stage_parts
+from .simulate import Load, Stream
+
+_WIDTH, _ROW, _LEFT, _TOP = 1200, 34, 110, 46
+_COLORS = {
+    Load.COMPUTE: "#4c78a8",
+    Load.KERNEL: "#f58518",
+    Load.NCCL: "#54a24b",
+    Load.COPY: "#72b7b2",
+    Load.NETWORK: "#b279a2",
+}
+_NAMES = {
+    Load.COMPUTE: "compute",
+    Load.KERNEL: "casts and sums",
+    Load.NCCL: "NCCL, fast link",
+    Load.COPY: "copy engines",
+    Load.NETWORK: "NCCL, network",
+}
+
+
+def timeline(problem: Problem, answer: Answer) -> Timeline:
+    """One microbatch of the slowest stage."""
+    parts = stage_parts(problem.config, answer.layout.pp) if problem.config is not None else [None]
+    return run(setting_of(problem, answer.layout, slowest(parts)), answer.schedule, is_last=True)
+
+
+def as_svg(found: Timeline, title: str) -> str:
+    """A picture of the streams; a pointer on a box shows its name and its time."""
+    streams = sorted({task.stream for task in found.tasks})
+    rows = {stream: number for number, stream in enumerate([*streams])}
+    height = _TOP + _ROW * (len(streams) + 1) + 50
+    scale = (_WIDTH - _LEFT - 20) / max(found.ms, 1e-9)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="22" font-size="15">{escape(title)}: {found.ms:.1f} ms</text>',
+    ]
+    for stream, row in rows.items():
+        y = _TOP + row * _ROW
+        parts.append(f'<text x="10" y="{y + 18}">{stream.name.lower().replace("_", " ")}</text>')
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y + 26}" y2="{y + 26}" stroke="#ddd"/>')
+    y = _TOP + len(rows) * _ROW
+    parts.append(f'<text x="10" y="{y + 18}">host</text>')
+    width = found.host_ms * scale
+    parts.append(f'<rect x="{_LEFT}" y="{y + 4}" width="{width:.2f}" height="20" fill="#bab0ac"><title>')
+    parts.append(f"host: {found.host_ms:.2f} ms</title></rect>")
+    for task, span in zip(found.tasks, found.spans, strict=True):
+        width = (span.end - span.begin) * scale
+        if width < 0.05:
+            continue
+        x, y = _LEFT + span.begin * scale, _TOP + rows[task.stream] * _ROW
+        label = escape(f"{task.label}: {span.end - span.begin:.3f} ms from {span.begin:.2f}")
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="20" fill="{_COLORS[task.load]}">'
+            f"<title>{label}</title></rect>"
+        )
+    if found.turning < len(found.spans):
+        x = _LEFT + found.spans[found.turning].begin * scale
+        parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP - 8}" y2="{height - 44}" stroke="black"/>')
+        parts.append(f'<text x="{x + 4:.2f}" y="{_TOP - 2}">backward</text>')
+    for number, load in enumerate(_COLORS):
+        x = _LEFT + number * 170
+        parts.append(f'<rect x="{x}" y="{height - 30}" width="14" height="14" fill="{_COLORS[load]}"/>')
+        parts.append(f'<text x="{x + 20}" y="{height - 18}">{_NAMES[load]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def as_chrome_trace(found: Timeline) -> str:
+    """For chrome://tracing and Perfetto: a thread for each stream."""
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": int(stream), "args": {"name": stream.name.lower()}}
+        for stream in Stream
+    ]
+    for task, span in zip(found.tasks, found.spans, strict=True):
+        if span.end > span.begin:
+            args = {"alone_ms": task.ms, "load": task.load.name.lower(), "launched_ms": task.launch_ms}
+            times = {"ts": span.begin * 1e3, "dur": (span.end - span.begin) * 1e3}
+            events.append({"ph": "X", "name": task.label, "pid": 0, "tid": int(task.stream), **times, "args": args})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -1,0 +1,127 @@
+"""Models of the user: a class of transformers, or a function that returns a module on the meta device with inputs."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from .errors import PlanError
+from .model import PRESETS, ModelConfig, known_model
+from .recorder import Recorder
+from .trace import Trace, record
+
+
+def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, Trace | None]:
+    """A model by what the user wrote: its name, and its sizes or the recording of one sequence.
+
+    Args:
+        text: A preset, a ``config.json``, the name of a class of transformers, or ``module:function``. The function
+            returns ``(module, inputs)``: a module on the meta device and the positional arguments of its forward for
+            one sequence. What forward returns, or its ``loss``, is summed up for a backward.
+        seq_len: Tokens of a sequence, for configurations.
+
+    Raises:
+        PlanError: There is no such model, or it cannot be built.
+    """
+    config = known_model(text)
+    if config is not None:
+        return config.name, config, None
+    if ":" in text:
+        return text, None, _record_function(text)
+    if Path(text).suffix == ".json" or text.endswith(("ForCausalLM", "LMHeadModel")):
+        return text, None, _record_transformers(text, seq_len)
+    raise PlanError(
+        f"model expects one of {', '.join(PRESETS)}, a config.json, the name of a class of transformers or "
+        f"module:function, but got {text!r}. Name one of them."
+    )
+
+
+def _record_function(text: str) -> Trace:
+    module_name, _, name = text.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"model expects module:function, but {text} cannot be imported ({error}). Mend it.") from None
+
+    def make() -> tuple[nn.Module, tuple[Any, ...]]:
+        try:
+            model, inputs = function()
+        except Exception as error:  # of the user's code: any
+            raise PlanError(
+                f"model expects a function that returns (module, inputs), but {text} raised "
+                f"{type(error).__name__}: {_one_line(error)}. Mend it."
+            ) from None
+        if not isinstance(model, nn.Module) or any(not param.is_meta for param in model.parameters()):
+            raise PlanError(
+                f"model expects {text} to return a module on the meta device, but it did not. Build the module under "
+                "torch.device('meta')."
+            )
+        return model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+    return _record(text, make)
+
+
+def _record(text: str, make: Any) -> Trace:
+    model, inputs = make()
+    try:
+        return record(lambda: model, lambda module, _: _loss_of(module(*inputs)), is_meta=True)
+    except PlanError:
+        raise
+    except Exception as error:  # of the user's code: any
+        raise PlanError(
+            f"model expects a forward and backward that run on the meta device, but {text} raised "
+            f"{type(error).__name__}: {_one_line(error)}. Mend it."
+        ) from None
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss  # type: ignore[no-any-return]
+    value = output[0] if isinstance(output, tuple | list) else getattr(output, "logits", output)
+    return value.sum()  # type: ignore[no-any-return]
+
+
+def _record_transformers(text: str, seq_len: int) -> Trace:
+    try:
+        import transformers
+    except ImportError:
+        raise PlanError(
+            f"model needs transformers to build {text}: pip install 'dtensor-gtp[transformers]', or name a preset."
+        ) from None
+    try:
+        if text.endswith(".json"):
+            config = transformers.AutoConfig.from_pretrained(text)
+        else:
+            config = getattr(transformers, text).config_class()
+        config.use_cache = False
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of transformers: many kinds
+        raise PlanError(
+            f"model expects a causal language model, but transformers cannot build {text} on the meta device "
+            f"({type(error).__name__}: {_one_line(error)}). Name another."
+        ) from None
+    model.train()
+
+    def loss_of(module: nn.Module, _: Recorder) -> torch.Tensor:
+        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+        logits = module(tokens).logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    try:
+        return record(lambda: model, loss_of, is_meta=True)
+    except Exception as error:  # of the user's code: any
+        raise PlanError(
+            f"model expects a forward and backward that run on the meta device, but {text} raised "
+            f"{type(error).__name__}: {_one_line(error)}. Pass module:function instead."
+        ) from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

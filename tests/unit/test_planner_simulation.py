@@ -1,0 +1,149 @@
+"""The simulation of streams: by hand for a few tasks, and held against the plan of the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.evaluate import exposed, measure, run
+from dtensor_gtp.planner.machine import Contention, load_machine
+from dtensor_gtp.planner.model import ModelConfig
+from dtensor_gtp.planner.peers import build_compute, build_fully_shard
+from dtensor_gtp.planner.program import build
+from dtensor_gtp.planner.setting import Setting, plan_step
+from dtensor_gtp.planner.simulate import Load, Stream, Task, simulate
+from dtensor_gtp.planner.trace import Part, record_reference, repeated
+from dtensor_gtp.policy import fixed_policy
+
+CONTENTION = Contention(1.5, 1.0, 3.0, 1.0, 2.0, 2.0)
+TINY = ModelConfig("tiny", 256, 4, 4, 2, 64, 512, 1024)
+
+
+def tiny(num_blocks: int = 4, world: int = 8, **options: object) -> Setting:
+    config = replace(TINY, layers=num_blocks)
+    trace = repeated(record_reference(config, 1, 256), config, Part(tuple(config.kinds)))
+    costs = Costs(load_machine("h200"), (("gtp", Axis(world, 1)),))
+    return Setting(trace, costs, options.pop("policy", fixed_policy()), tokens=256, **options)  # type: ignore[arg-type]
+
+
+def ends(*tasks: Task) -> list[float]:
+    return [round(span.end, 6) for span in simulate(tasks, CONTENTION)]
+
+
+def test_a_stream_runs_its_tasks_in_order_after_those_they_wait_for() -> None:
+    gather = Task(Stream.GATHER, Load.COPY, 4.0)
+    first = Task(Stream.COMPUTE, Load.COMPUTE, 1.0)
+    second = Task(Stream.COMPUTE, Load.COMPUTE, 2.0, (0,))
+    assert ends(gather, first, second) == [4.0, 1.0, 6.0]
+    late = second._replace(launch_ms=10.0)
+    assert ends(gather, first, late) == [4.0, 1.0, 12.0]
+
+
+def test_tasks_beside_each_other_are_slower() -> None:
+    """A GEMM takes 1.5 times as long beside a collective, which takes 3 times as long; then it is alone."""
+    gemm, nccl = Task(Stream.COMPUTE, Load.COMPUTE, 2.0), Task(Stream.GATHER, Load.NCCL, 3.0)
+    assert ends(gemm, nccl) == [3.0, 3.0 + 2.0]  # of the collective one third of 3 ms is done by then
+    copies = Task(Stream.GATHER, Load.COPY, 1.0), Task(Stream.SCATTER, Load.COPY, 1.0)
+    assert ends(*copies) == [2.0, 2.0]  # they share the wire
+    other = Task(Stream.SCATTER, Load.NETWORK, 1.0)
+    assert ends(copies[0], other) == [1.0, 1.0]  # these do not
+
+
+def test_a_task_cannot_wait_for_a_later_one() -> None:
+    with pytest.raises(ValueError, match="simulate expects tasks that wait for earlier ones, but task 0"):
+        simulate([Task(Stream.COMPUTE, Load.COMPUTE, 1.0, (0,))], CONTENTION)
+
+
+def test_gathers_are_those_of_the_plan() -> None:
+    """Each launch of the runtime's plan is one gather, in its order, and the uses between are those of the plan."""
+    setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 20, coalesce_nbytes=1 << 20))
+    schedule, _ = setting.choice(0)
+    weights = setting.sharded()
+    step = plan_step(setting, weights, schedule)
+    expected = []
+    for plan in (step.forward, step.backward):
+        for launch in (launch for launches in plan.launches for launch in launches):
+            uses = [plan.uses[position] for position in launch.positions]
+            names = [weights[use].name for use in uses if plan is step.forward or use not in step.kept]
+            if names:
+                expected.append("gather " + " + ".join(name.removesuffix(".weight") for name in names))
+    program = build(setting, schedule)
+    assert [task.label for task in program.tasks if task.label.startswith("gather")] == expected
+    assert any("+" in label for label in expected)
+
+
+def test_each_weight_is_gathered_twice_and_reduced_once() -> None:
+    setting = tiny()
+    schedule, _ = setting.choice(0)
+    program = build(setting, schedule)
+    weights = setting.sharded()
+    gathered = sum(item.gathered for item in weights)
+    head, table = weights[-1].gathered, weights[0].gathered
+    # The head is kept from forward to backward, and backward does not gather a table.
+    moved = 2 * gathered - head - table + sum(item.sent for item in weights)
+    assert program.received["gtp"] == pytest.approx(moved * 7 / 8)
+
+
+def test_without_a_wire_a_step_is_compute_alone() -> None:
+    setting = replace(tiny(world=1), is_captured=True)
+    machine = setting.costs.machine
+    setting = replace(
+        setting, costs=replace(setting.costs, machine=replace(machine, host=replace(machine.host, replay_us=0)))
+    )
+    schedule, _ = setting.choice(0)
+    tasks = [
+        task for task in build(setting, schedule).tasks if not task.label.startswith(("cast", "sum", "all-reduce"))
+    ]
+    alone = build_compute(setting).tasks
+    assert sum(task.ms for task in tasks) == pytest.approx(sum(task.ms for task in alone))
+
+
+def test_more_memory_kept_means_fewer_bytes() -> None:
+    few, many = (
+        build(setting, setting.choice(0)[0]).received["gtp"]
+        for setting in (tiny(), tiny(policy=fixed_policy(keep_nbytes=1 << 30)))
+    )
+    assert many < few
+
+
+def test_a_slow_wire_is_exposed_and_named() -> None:
+    setting = tiny()
+    machine = setting.costs.machine
+    slow = replace(machine, fast=replace(machine.fast, gb_s=1.0), host=replace(machine.host, op_us=0, use_us=0))
+    slow = replace(slow, host=replace(slow.host, collective_us=0))
+    setting = replace(setting, costs=replace(setting.costs, machine=slow))
+    timeline = run(setting, setting.choice(0)[0], is_last=True)
+    parts = exposed(timeline)
+    assert parts["gathers"] + parts["reductions"] > 0.9 * timeline.ms
+    assert sum(parts.values()) < timeline.ms
+
+
+def test_many_blocks_are_continued_from_a_few() -> None:
+    """A step of 16 blocks, simulated whole and by the difference of three."""
+    setting = replace(tiny(16), is_captured=True)
+    schedule, _ = setting.choice(0)
+    whole = run(setting, schedule, is_last=True)
+    few = measure(setting, schedule, is_last=True)
+    assert few.ms == pytest.approx(whole.ms, rel=0.01)
+    assert few.received["gtp"] == pytest.approx(build(setting, schedule).received["gtp"])
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_fully_shard_gathers_by_blocks(keeps: bool) -> None:
+    program = build_fully_shard(tiny(), keeps=keeps)
+    gathers = [task.label for task in program.tasks if task.label.startswith("gather")]
+    forward = ["gather root", *(f"gather block {n}" for n in range(4))]
+    assert gathers == forward + ([] if keeps else [f"gather block {n}" for n in (3, 2, 1, 0)])
+    reduces = [task.label for task in program.tasks if task.label.startswith("reduce")]
+    assert reduces == [*(f"reduce block {n}" for n in (3, 2, 1, 0)), "reduce root"]
+
+
+def test_recomputation_uses_weights_again() -> None:
+    setting = tiny(checkpoint="full")
+    weights = setting.sharded()
+    step = plan_step(setting, weights, setting.choice(0)[0])
+    names = [weights[use].name.removeprefix("layers.3.").removesuffix(".weight") for use in step.backward.uses[:13]]
+    again = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w3"]
+    assert names == ["output", *again, "ffn.w2", *again[:3:-1], "attention.wo", "attention.wv", "attention.wk"][:13]
