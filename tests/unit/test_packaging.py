@@ -117,6 +117,7 @@ def test_the_only_runtime_dependency_is_torch() -> None:
         ("torchtitan.py", "torchtitan"),
         ("transformers.py", "accelerate"),
         ("transformers.py", "transformers"),
+        ("user_model.py", "transformers"),
     }
     assert [(name, module) for name, module in sorted(imported - optional) if module not in allowed] == []
 

@@ -169,11 +169,8 @@ def test_memory_by_kind() -> None:
     more = memory_of(problem(gpus=1, global_batch=2), Layout(micro_batch=2))
     # The fullest moment may be another one then.
     assert more.activations + more.logits >= 2 * (memory.activations + memory.logits)
-    least = [
-        memory_of(problem(gpus=1, global_batch=1), Layout(checkpoint=kind)) for kind in ("full", "selective", "none")
-    ]
-    activations = [each.activations for each in least]
-    assert activations == sorted(activations)
+    long = problem(gpus=1, global_batch=1, seq_len=8192)  # so that activations decide
+    activations = [memory_of(long, Layout(checkpoint=kind)).activations for kind in ("full", "selective", "none")]
     assert activations[0] < activations[1] < activations[2]
 
 

@@ -105,6 +105,7 @@ gtp_shard(module, mesh, *, reshard_after_forward=True, shard_placement_fn=None,
     offload_policy=OffloadPolicy())
 init_weight_mesh(device_type, *, replicate=1, dp=1, gtp=1, tp=1, cp=1, ep=1, expert_gtp=1, expert_tp=1,
     rank_order=None, seed=0, backend=None, timeout=None)
+plan(model, machine='h100', *, top=5, report=None, **job)
 quantize_(module, recipe, *, filter_fn=None, storage='master')
 register_gtp_forward_method(module, method_name)
 sharding_report(module, *, verbose=False)
