@@ -148,8 +148,11 @@ class Costs:
         wire = self.wire(axis)
         return wire.start_ms + nbytes * (axis.size - 1) / axis.size / wire.gb_s * _PER_GB_S
 
-    def copy_ms(self, nbytes: float, axis: Axis, num_tensors: int) -> float:
-        """The same by copy engines: a copy for each tensor and peer, one after the other, behind a barrier."""
+    def together_ms(self, nbytes: float, axis: Axis, num_tensors: int, *, is_copy: bool) -> float:
+        """The same of several tensors in one launch. Copy engines make a copy for each tensor and peer, one after the
+        other, behind a barrier."""
+        if not is_copy:
+            return self.gather_ms(nbytes, axis) * (self.machine.contention.grouped if num_tensors > 1 else 1)
         link, peers = self.machine.copy, axis.size - 1
         rate = link.gb_s * link.share
         starts = link.start_us * peers * num_tensors + link.hop_us * peers

@@ -90,6 +90,7 @@ class Contention:
         copy_beside_gemm: Copies beside GEMMs.
         wire: Two collectives over the same link, each of them.
         kernel: Two kernels on one GPU, each of them: they share SMs and memory.
+        grouped: One collective of NCCL over several tensors, beside one over a single tensor of as many bytes.
     """
 
     gemm_beside_nccl: float
@@ -98,6 +99,7 @@ class Contention:
     copy_beside_gemm: float
     wire: float
     kernel: float
+    grouped: float
 
 
 @dataclass(frozen=True)

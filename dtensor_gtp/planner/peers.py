@@ -146,3 +146,34 @@ def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:
     """``fully_shard`` on each block and on the root; ``keeps`` with ``reshard_after_forward=False``. In forward the
     host runs ahead, so a block is gathered as soon as the one before it has been copied out."""
     return _FullyShard(setting).run(keeps=keeps)
+
+
+def fully_shard_peak(setting: Setting) -> int:
+    """The most bytes above the state in a step of ``fully_shard`` on each block and on the root.
+
+    The root's parameters stay gathered from the begin to the end, and its gradients wait for the end. In backward of a
+    block there are two blocks gathered, its own gradients so far, the copy of the last block's gradients that is
+    reduced, and the shards' gradients of the blocks before.
+    """
+    weights = setting.sharded()
+    root = [item for item in weights if item.weight.block < 0]
+    gathered = sum(item.gathered for item in root)
+    table, *head = root
+    grads = sum(item.gathered for item in head)
+    most = max(gathered + max(item.weight.amounts[:2]) for item in weights)
+    most = max([most, *(gathered + item.weight.amounts.before_backward for item in head)])
+    most = max([most, *(gathered + item.gathered + item.weight.amounts.wgrad for item in head)])
+    reduced = reducing = 0
+    for block in sorted({item.weight.block for item in weights if item.weight.block >= 0}, reverse=True):
+        items = [item for item in weights if item.weight.block == block]
+        size = sum(item.gathered for item in items)
+        ahead = size if block else 0
+        computed = 0
+        for item in reversed(items):
+            computed += item.gathered
+            held = gathered + grads + size + ahead + computed + reducing + reduced
+            most = max(most, held + max(item.weight.amounts[2:]))
+        reduced += sum(item.shard_numel for item in items) * PARAM_NBYTES
+        reducing = sum(item.sent for item in items)
+    own = gathered + grads + table.gathered
+    return max(most, own + sum(item.sent for item in root) + reduced)

@@ -154,7 +154,7 @@ class Gathers:
         )
         nbytes = sum(weight.wired for weight in weights)
         tasks.receive("expert_gtp" if lane else "gtp", nbytes * (axis.size - 1) / axis.size)
-        ms = costs.copy_ms(nbytes, axis, len(weights)) if is_copy else costs.gather_ms(nbytes, axis)
+        ms = costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy)
         task = tasks.add(stream, load_of(tasks, axis, is_copy=is_copy), ms, [cast], label, "gathers")
         return [task] * len(numbers)
 
@@ -201,8 +201,7 @@ class Reductions:
         after = tasks.fork()
         if axis.size > 1:
             tasks.receive("expert_gtp" if weights[0].lane else "gtp", nbytes * (axis.size - 1) / axis.size)
-            costs = tasks.costs
-            ms = costs.copy_ms(nbytes, axis, len(weights)) if is_copy else costs.gather_ms(nbytes, axis)
+            ms = tasks.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy)
             after = [tasks.add(Stream.SCATTER, load_of(tasks, axis, is_copy=is_copy), ms, after, label, "reductions")]
         shard = sum(weight.shard_numel for weight in weights)
         # The sum of what copy engines brought; else the reduced rows are cast to the dtype of the parameter.

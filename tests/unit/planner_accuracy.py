@@ -1,0 +1,277 @@
+"""Predictions beside the measured steps of docs/benchmarks.md: the rows of the table in docs/planner.md.
+
+    python tests/unit/planner_accuracy.py    # writes the table into the page
+
+Each job ran on another machine. A row that is marked ``used`` fits a constant: compute at T=8192 the speed of the job's
+GPUs, compute at T=512 the host's time for an operation; the others are named in the page.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Container, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.evaluate import Problem, evaluate, timeline_of
+from dtensor_gtp.planner.job import Job, Layout
+from dtensor_gtp.planner.machine import Machine, load_machine
+from dtensor_gtp.planner.memory import Stage, predict
+from dtensor_gtp.planner.model import PRESETS, ModelConfig
+from dtensor_gtp.planner.peers import build_compute, build_fully_shard, fully_shard_peak
+from dtensor_gtp.planner.program import build
+from dtensor_gtp.planner.setting import Setting
+from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
+from dtensor_gtp.policy import fixed_policy
+from dtensor_gtp.quant.recipes import resolve_recipe
+
+DATA = Path(__file__).parent / "planner_data" / "measured_steps.json"
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+RUNS = DATA.with_name("published_runs.json")
+BEGIN, END = "<!-- measured steps: begin -->", "<!-- measured steps: end -->"
+RUNS_BEGIN, RUNS_END = "<!-- published runs: begin -->", "<!-- published runs: end -->"
+_GIB = 2**30
+
+
+class Row(NamedTuple):
+    """One measured row and its prediction."""
+
+    job: str
+    mode: str
+    seq_len: int
+    measured_ms: float
+    predicted_ms: float
+    measured_gib: float | None
+    predicted_gib: float | None
+    is_used: bool
+    is_kept: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.measured_gib is None or self.predicted_gib is None:
+            return None
+        return self.predicted_gib / self.measured_gib - 1
+
+
+class Speed(NamedTuple):
+    """What a job's rows of compute say of its machine: times of GPUs and of the host, as factors of the preset's."""
+
+    gpu: float = 1.0
+    host: float = 1.0
+
+
+@functools.cache
+def content() -> Any:
+    return json.loads(DATA.read_text())
+
+
+def config() -> ModelConfig:
+    return ModelConfig("benchmark", **content()["model"])
+
+
+@functools.cache
+def trace_of(seq_len: int) -> Trace:
+    return repeated(record_reference(config(), 1, seq_len), config(), Part(tuple(config().kinds)))
+
+
+def setting_of(machine: Machine, ranks: int, mode: str, seq_len: int, schedule: str) -> Setting:
+    base, _, rest = mode.partition("@")
+    recipe_name = rest.partition("-")[0] if rest else ""
+    is_dequantized = recipe_name.endswith(":dequantize")
+    recipe = resolve_recipe(recipe_name.removesuffix(":dequantize")) if recipe_name else None
+    options = {"embedding": "exchange" if "lookup" in base else "gather"} | json.loads(schedule)
+    precision = "bf16" if recipe is None or is_dequantized else "float8"
+    costs = Costs(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode)
+    reduce_nbytes = 4 if "fp32" in base else 2
+    is_captured = mode.endswith("-graph")
+    return Setting(
+        trace_of(seq_len),
+        costs,
+        fixed_policy(**options),
+        reduce_nbytes,
+        recipe,
+        is_captured=is_captured,
+        tokens=seq_len,
+    )
+
+
+def predicted_ms(setting: Setting, mode: str) -> float:
+    if mode.startswith("compute"):
+        program = build_compute(setting)
+    elif mode.startswith("fsdp2"):
+        program = build_fully_shard(setting, keeps=mode.endswith("-kept"))
+    else:
+        program = build(setting, setting.choice(0)[0])
+    return timeline_of(program, setting.costs.machine).ms
+
+
+def predicted_gib(setting: Setting, mode: str, ranks: int) -> float:
+    if mode.startswith("fsdp2"):
+        return (config().numel * 4 / ranks + fully_shard_peak(setting)) / _GIB
+    memory = predict(setting, setting.choice(0)[0], Stage(), 0)
+    return (memory.total - memory.reserve - memory.symmetric) / _GIB
+
+
+def speed_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Speed:
+    """From the job's rows of compute that are used, else from those of the job on such a machine."""
+    like = speed_of(jobs[job["like"]], jobs) if "like" in job else Speed()
+    machine, gpu, host = load_machine(job["machine"]), like.gpu, like.host
+    used = {row["seq_len"]: row["ms"] for row in job["rows"] if row["mode"] == "compute" and row.get("used")}
+    if 8192 in used:
+        gpu = used[8192] / predicted_ms(setting_of(machine, 1, "compute", 8192, "{}"), "compute")
+    if 512 in used:
+        timeline = timeline_of(build_compute(setting_of(machine, 1, "compute", 512, "{}")), machine)
+        # Only if the host decides; else this row says nothing of it.
+        host = used[512] / timeline.host_ms if used[512] > timeline.ms * gpu * 0.95 else like.host
+    return Speed(gpu, host)
+
+
+def machine_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Machine:
+    speed, machine = speed_of(job, jobs), load_machine(job["machine"])
+    peaks = {kind: peak / speed.gpu for kind, peak in machine.peak_tflops.items()}
+    host = replace(machine.host, op_us=machine.host.op_us * speed.host)
+    return replace(machine, peak_tflops=peaks, hbm_gb_s=machine.hbm_gb_s / speed.gpu, host=host)
+
+
+def predictions(names: Container[str] | None = None) -> Iterator[Row]:
+    """All rows, or those of these jobs."""
+    jobs = content()["jobs"]
+    for job in jobs if names is None else [job for job in jobs if job["name"] in names]:
+        machine, ranks = machine_of(job, jobs), job["ranks"]
+        for row in job["rows"]:
+            mode, seq_len, options = row["mode"], row["seq_len"], row.get("schedule", {})
+            setting = setting_of(machine, ranks, mode, seq_len, json.dumps(options))
+            gib = row.get("peak_gib")
+            predicted = None if gib is None else predicted_gib(setting, mode, ranks)
+            ms, is_kept = predicted_ms(setting, mode), "keep_nbytes" in options
+            yield Row(job["name"], mode, seq_len, row["ms"], ms, gib, predicted, row.get("used", False), is_kept)
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| job | mode | T | measured ms | predicted | error | measured GiB | predicted | error |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mode = row.mode + ", 8 GiB kept" * row.is_kept
+        memory = ["", "", ""]
+        if row.measured_gib is not None and row.predicted_gib is not None and row.memory_error is not None:
+            memory = [f"{row.measured_gib:.2f}", f"{row.predicted_gib:.2f}", f"{row.memory_error:+.1%}"]
+        error = "used" if row.is_used else f"{row.error:+.1%}"
+        cells = [row.job, mode, str(row.seq_len), f"{row.measured_ms:.1f}", f"{row.predicted_ms:.1f}", error, *memory]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[Row]) -> str:
+    """What a reader wants to know first."""
+    unused = [row for row in rows if not row.is_used]
+    near = sum(abs(row.error) <= 0.1 for row in unused)
+    errors = sorted(abs(row.error) for row in unused)
+    memory = [row.memory_error for row in rows if row.memory_error is not None]
+    close = sum(abs(error) <= 0.03 for error in memory)
+    return (
+        f"{len(rows)} rows, of which {len(rows) - len(unused)} were used. Of the other {len(unused)} rows {near} are "
+        f"within 10%; the median error is {errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.1%}. Of "
+        f"{len(memory)} peaks of memory {close} are within 3%."
+    )
+
+
+class Run(NamedTuple):
+    """One published run and its prediction, as a share of it."""
+
+    name: str
+    published: str
+    predicted: str
+    error: float
+    source: str
+
+
+def published() -> Iterator[Run]:
+    """Runs of others, from their configuration alone."""
+    for run in json.loads(RUNS.read_text())["runs"]:
+        layout = Layout(**run["layout"])
+        problem = Problem(Job(layout.ranks, **run["job"]), PRESETS[run["model"]], _machine_of(run))
+        answer = evaluate(problem, layout)
+        if "mfu" in run:
+            shown = f"{run['mfu']:.0%} MFU", f"{answer.mfu:.1%}"
+            error = answer.mfu / run["mfu"] - 1
+        else:
+            shown = f"{run['tokens_per_s']} tokens/s/GPU", f"{answer.tokens_per_s:.0f}"
+            error = answer.tokens_per_s / run["tokens_per_s"] - 1
+        yield Run(run["name"], *shown, error, run["source"])
+
+
+def _machine_of(run: dict[str, Any]) -> Machine:
+    """The preset with what the source says of the GPUs. Less power: as much less of the peak, an assumption."""
+    machine, changes = load_machine(run["machine"]), run.get("changes")
+    if changes is None:
+        return machine
+    peaks = {kind: peak * changes["watts"] / 700 for kind, peak in machine.peak_tflops.items()}
+    return replace(machine, memory_gib=changes["memory_gib"], hbm_gb_s=changes["hbm_gb_s"], peak_tflops=peaks)
+
+
+class Scaling(NamedTuple):
+    gpus: int
+    published: float
+    predicted: float
+
+
+def weak_scaling() -> list[Scaling]:
+    """Efficiency of Megatron's GTP. The model is a stand-in of about as many parameters: the sizes are not published."""
+    run = json.loads(RUNS.read_text())["weak_scaling"]
+    config, machine = ModelConfig("stand-in", **run["stand_in"]), load_machine(run["machine"])
+    times = []
+    for gpus in run["gpus"]:
+        layout = Layout(replicate=gpus // run["layout"]["gtp"], **run["layout"])
+        times.append(evaluate(Problem(Job(gpus, global_batch=gpus, **run["job"]), config, machine), layout).step_ms)
+    efficiency = [times[0] / ms for ms in times]
+    return [Scaling(*values) for values in zip(run["gpus"], run["efficiency"], efficiency, strict=True)]
+
+
+def own_scale() -> list[tuple[int, float, float]]:
+    """What is predicted for this package: GPUs, tokens/s/GPU and MFU of Llama 3 70B with gtp 64 in each copy."""
+    machine, rows = load_machine("h100"), []
+    for gpus in (64, 512, 3072, 16384):
+        layout = Layout(replicate=gpus // 64, gtp=64, micro_batch=2, checkpoint="full")
+        answer = evaluate(Problem(Job(gpus, global_batch=2 * gpus), PRESETS["llama3-70b"], machine), layout)
+        rows.append((gpus, answer.tokens_per_s, answer.mfu))
+    return rows
+
+
+def published_section() -> str:
+    lines = ["| run | published | predicted | error |", "|---|---|---|---|"]
+    for run in published():
+        lines.append(
+            f"| [{run.name}]({run.source.partition(' ')[0]}) | {run.published} | {run.predicted} | {run.error:+.1%} |"
+        )
+    lines += ["", "| GB200 | published efficiency | predicted | points |", "|---|---|---|---|"]
+    for row in weak_scaling():
+        points = (row.predicted - row.published) * 100
+        lines.append(f"| {row.gpus} | {row.published:.0%} | {row.predicted:.1%} | {points:+.1f} |")
+    lines += ["", "| H100 | tokens/s/GPU | MFU |", "|---|---|---|"]
+    lines += [f"| {gpus} | {tokens:.0f} | {mfu:.1%} |" for gpus, tokens, mfu in own_scale()]
+    return f"{RUNS_BEGIN}\n" + "\n".join(lines) + f"\n{RUNS_END}"
+
+
+def section() -> str:
+    rows = list(predictions())
+    return f"{BEGIN}\n{summary(rows)}\n\n{table(rows)}\n{END}"
+
+
+def replaced(text: str, begin: str, end: str, new: str) -> str:
+    before, _, rest = text.partition(begin)
+    return before + new + rest.partition(end)[2]
+
+
+if __name__ == "__main__":
+    text = replaced(PAGE.read_text(), BEGIN, END, section())
+    PAGE.write_text(replaced(text, RUNS_BEGIN, RUNS_END, published_section()))
+    print(summary(list(predictions())))

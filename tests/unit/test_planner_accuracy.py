@@ -1,0 +1,58 @@
+"""How right the planner is: the tables of docs/planner.md are computed anew from recorded numbers."""
+
+from __future__ import annotations
+
+import planner_accuracy as accuracy
+import pytest
+
+# One job, of which nothing but compute was used to fit a constant.
+JOB = "4 x H200, `5037fb7`"
+
+
+def page() -> str:
+    return accuracy.PAGE.read_text()
+
+
+def test_one_job_of_the_table_is_as_the_page_has_it() -> None:
+    rows = list(accuracy.predictions({JOB}))
+    for line in accuracy.table(rows).splitlines():
+        assert line in page()
+    unused = [row for row in rows if not row.is_used]
+    assert len(unused) == 7
+    assert max(abs(row.error) for row in unused) < 0.1
+
+
+def test_memory_of_measured_steps() -> None:
+    """The peaks of one job, eager over NCCL with the least memory."""
+    (job,) = (job for job in accuracy.content()["jobs"] if "least memory" in job["name"])
+    rows = [row for row in accuracy.predictions({job["name"]}) if row.memory_error is not None]
+    assert len(rows) == 4
+    assert max(abs(row.memory_error or 0) for row in rows) < 0.03
+
+
+def test_at_least_half_of_the_rows_are_not_used() -> None:
+    rows = [row for job in accuracy.content()["jobs"] for row in job["rows"]]
+    assert sum(row.get("used", False) for row in rows) <= len(rows) / 2
+
+
+@pytest.mark.long
+def test_all_measured_steps_are_as_the_page_has_them() -> None:
+    assert accuracy.section() in page()
+    rows = list(accuracy.predictions())
+    unused = [row for row in rows if not row.is_used]
+    assert sum(abs(row.error) <= 0.1 for row in unused) >= 0.85 * len(unused)
+    memory = [row.memory_error for row in rows if row.memory_error is not None]
+    assert sum(abs(error) <= 0.03 for error in memory) >= len(memory) - 1
+
+
+@pytest.mark.long
+def test_published_runs_are_as_the_page_has_them() -> None:
+    assert accuracy.published_section() in page()
+    assert max(abs(run.error) for run in accuracy.published()) < 0.15
+    assert max(abs(row.predicted - row.published) for row in accuracy.weak_scaling()) < 0.04
+
+
+def test_the_405b_run_of_8192_gpus_from_its_configuration() -> None:
+    first = next(accuracy.published())
+    assert abs(first.error) < 0.15
+    assert first.predicted in page()
