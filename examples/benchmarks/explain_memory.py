@@ -2,18 +2,19 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from dtensor_gtp import SchedulePolicy, sharding_report
+from dtensor_gtp._schedule.held_weights import Held
+from dtensor_gtp.planner.memory import Reducing, Shard, gathered_amounts, make_lookup, make_use
 from dtensor_gtp.planner.peak import Amounts, Peak, Use, predict_peak
 from dtensor_gtp.planner.recorder import Recorder
 from dtensor_gtp.planner.trace import record
 from dtensor_gtp.policy import Schedule
-from dtensor_gtp.report import PassReport, ReportRow, ShardingReport
+from dtensor_gtp.report import ReportRow, ShardingReport
 from harness import World, state_bytes
 from llama import Llama, LlamaConfig
 from modes import Mode, Workload
@@ -45,74 +46,8 @@ def symmetric_bytes(model: nn.Module, mode: str) -> int:
     return sharding_report(model).symmetric_nbytes if Mode.parse(mode).family == "gtp" else 0
 
 
-def gathered_weights(forward: PassReport, backward: PassReport) -> list[Amounts]:
-    """Bytes of gathered weights at each use of the forward."""
-    used_in_backward = {name: position for position, name in enumerate(backward.uses)}
-    amounts = []
-    for position, name in enumerate(forward.uses):
-        # What backward does not gather comes at its end, as a table does.
-        place = used_in_backward.get(name, len(backward.uses))
-        ahead = backward.between_nbytes[place]
-        in_use = backward.gathered_nbytes[place] if name in used_in_backward else ahead
-        after_forward = forward.between_nbytes[position + 1]
-        # The first gathers of backward come after the gradient of what the model has returned.
-        before = forward.between_nbytes[-1] if position == len(forward.uses) - 1 else ahead
-        amounts.append(Amounts(forward.gathered_nbytes[position], after_forward, before, ahead, in_use))
-    return amounts
-
-
-class Reducing(NamedTuple):
-    """How gradients are reduced.
-
-    Args:
-        dtype: What they are sent in.
-        kind: ``SchedulePolicy.reduce_scatter``.
-        num_ranks: Size of the axis.
-    """
-
-    dtype: torch.dtype
-    kind: str
-    num_ranks: int
-
-
-def make_use(row: ReportRow, gathered: Amounts, activations: Amounts, reducing: Reducing, *, is_table: bool) -> Use:
-    """One use of a weight that is computed with in bf16.
-
-    Args:
-        is_table: Whether it is looked up: its gradient is computed in bf16, and cast if it is reduced in another dtype.
-    """
-    numel = torch.Size(row.shape).numel()
-    wgrad = numel * reducing.dtype.itemsize
-    is_summed_in_place = reducing.dtype.itemsize >= row.dtype.itemsize  # what is received is the shard's gradient
-    sent = 0
-    if reducing.num_ranks > 1 and reducing.kind != "ring":
-        sent = wgrad  # received from all ranks, by copy engines from all others
-        if reducing.kind == "copy_engine":
-            sent -= wgrad // reducing.num_ranks
-    elif is_summed_in_place and reducing.num_ranks == 1:
-        wgrad = 0
-    elif not is_summed_in_place and reducing.num_ranks > 1:
-        sent = wgrad // reducing.num_ranks
-    unreduced = numel * torch.bfloat16.itemsize if is_table and reducing.dtype != torch.bfloat16 else 0
-    # GEMMs write where copy engines of peers read; the gradient of a table is copied there.
-    is_in_ring = reducing.kind == "copy_engine" and reducing.num_ranks > 1 and not is_table
-    return Use(row.name, gathered, activations, wgrad, sent, row.local_nbytes, unreduced, is_in_ring)
-
-
-def make_lookup(
-    row: ReportRow, forward: PassReport, backward: PassReport, activations: Amounts, tokens: int, num_ranks: int
-) -> Use:
-    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``."""
-    dim, ranks_tokens = row.shape[1], num_ranks * tokens
-    ahead, last = forward.between_nbytes[0], backward.between_nbytes[-1]
-    # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
-    looked_up = ranks_tokens * dim * (row.dtype.itemsize + torch.bfloat16.itemsize)
-    received = ranks_tokens * dim * (torch.bfloat16.itemsize + torch.float32.itemsize)
-    grad = row.local_nbytes + dim * torch.float32.itemsize  # one row takes what is for other ranks
-    sent = tokens * dim * torch.bfloat16.itemsize
-    activations = activations._replace(forward=activations.forward + looked_up)
-    gathered = Amounts(ahead, ahead, last, last, last)
-    return Use(row.name, gathered, activations, 0, 0, grad, received + sent, is_exchanged=True)
+def shard_of(row: ReportRow) -> Shard:
+    return Shard(row.name, torch.Size(row.shape).numel(), row.local_nbytes, row.dtype.itemsize)
 
 
 def plan_uses(
@@ -134,11 +69,13 @@ def plan_uses(
     uses = []
     for name in (f"{table}.weight" for table in tables):
         if name not in forward.uses:
-            counted = activations[name.removesuffix(".weight")]
-            uses.append(make_lookup(rows[name], forward, backward, counted, tokens, reducing.num_ranks))
-    for name, gathered in zip(forward.uses, gathered_weights(forward, backward), strict=True):
+            counted, row = activations[name.removesuffix(".weight")], rows[name]
+            ends = forward.between_nbytes[0], backward.between_nbytes[-1]
+            uses.append(make_lookup(shard_of(row), row.shape[1], ends, counted, tokens, reducing.num_ranks))
+    held = tuple(Held(each.gathered_nbytes, each.between_nbytes) for each in (forward, backward))
+    for name, gathered in zip(forward.uses, gathered_amounts(forward.uses, backward.uses, held), strict=True):
         module = name.removesuffix(".weight")
-        uses.append(make_use(rows[name], gathered, activations[module], reducing, is_table=module in tables))
+        uses.append(make_use(shard_of(rows[name]), gathered, activations[module], reducing, is_table=module in tables))
     return uses
 
 
@@ -149,7 +86,7 @@ def explain_uses(model: nn.Module, mode: str, workload: Workload, seq_len: int, 
     if parsed.family != "gtp" or not is_plain:
         return None
     tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    reducing = Reducing(parsed.reduce_dtype, SchedulePolicy.chosen(model).reduce_scatter, num_ranks)
+    reducing = Reducing(parsed.reduce_dtype.itemsize, SchedulePolicy.chosen(model).reduce_scatter, num_ranks)
     activations = activations_of(workload, seq_len)
     return plan_uses(sharding_report(model), activations, tables, reducing, workload.batch * seq_len)
 

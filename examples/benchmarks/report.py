@@ -35,6 +35,7 @@ class Measurement:
         grad_norm: total norm of that step's gradient; None where gradients are not reduced.
         predicted: what the allocator's peak should be, and why; None for modes whose plan is not known.
         activations: the most bytes that activations alone need in such a step, the same for all modes.
+        predicted_ms: what the planner says of forward and backward; None for modes and machines that it does not know.
     """
 
     mode: str
@@ -47,6 +48,7 @@ class Measurement:
     grad_norm: float | None
     predicted: Peak | None = None
     activations: int = 0
+    predicted_ms: float | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -92,6 +94,7 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
                 "ms_min": min(item.samples_ms),
                 "ms_max": max(item.samples_ms),
                 "samples_ms": item.samples_ms,
+                "predicted_ms": item.predicted_ms,
                 "tokens_per_s_per_gpu": item.tokens_per_step / item.ms * 1e3,
                 **_ratios(item, peers),
                 **_memory(item),
@@ -170,13 +173,14 @@ def step_table(records: list[dict[str, Any]]) -> str:
         "above activations GiB": "peak_above_activations_bytes",
         "reserved GiB": "reserved_bytes",
     }
-    header = ["phase", "T", "mode", "ms", "tokens/s/GPU", *ratios, *memory, "x FSDP2 memory"]
+    header = ["phase", "T", "mode", "ms", "predicted ms", "tokens/s/GPU", *ratios, *memory, "x FSDP2 memory"]
     lines = [
         [
             r["phase"],
             str(r["seq_len"]),
             r["mode"],
             _number(r["ms"], 1),
+            _number(r["predicted_ms"], 1),
             _number(r["tokens_per_s_per_gpu"], 0),
             _number(r["ratio_fsdp2"], 3),
             _number(r["ratio_compute"], 3),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from dtensor_gtp.planner.model import ModelConfig
 from explain_memory import explain_peak, most_activations, symmetric_bytes
 from harness import (
     MemoryMeter,
@@ -55,6 +56,7 @@ from modes import (
     recipe_modes,
 )
 from peers import has_megatron
+from predict_step import find_machine, predict_timeline, setting_of
 from report import Measurement, describe, environment, markdown_table, memory_lines, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
@@ -102,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add_schedule_option(
         parser, "--sweep", "then the gtp modes with each of these in turn, e.g. prefetch_nbytes=0 wgrad_first=False"
     )
+    add("--machine", metavar="NAME", help="whose times are predicted: as of gtp-plan; default: the preset of the GPU")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -208,7 +211,20 @@ def measure(
         trace_steps(step, world, path, device_only=arguments.trace_device_only)
     predicted = explain_peak(model, optimizer, mode, workload, seq_len, world)
     tokens, activations = workload.batch * seq_len, most_activations(workload, seq_len)
-    return Measurement(mode, seq_len, phase, samples, tokens, memory, loss, norms[0], predicted, activations)
+    ms = predict_ms(mode, workload, seq_len, world, arguments.machine) if phase == FORWARD_BACKWARD else None
+    return Measurement(mode, seq_len, phase, samples, tokens, memory, loss, norms[0], predicted, activations, ms)
+
+
+def predict_ms(mode: str, workload: Workload, seq_len: int, world: World, machine_name: str | None) -> float | None:
+    """What the planner says of a forward and backward of one sequence; None where it knows mode or machine not."""
+    machine = find_machine(machine_name, world.device)
+    if machine is None or workload.batch > 1:
+        return None
+    c = workload.config
+    sizes = c.dim, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_dim, c.vocab_size
+    setting = setting_of(machine, ModelConfig("benchmark", *sizes), world.size, mode, seq_len, workload.schedule)
+    timeline = predict_timeline(setting, mode)
+    return None if timeline is None else timeline.ms
 
 
 def run_mode(

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.evaluate import Problem, evaluate, timeline_of
 from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import Machine, load_machine
 from dtensor_gtp.planner.memory import Stage, predict
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
-from dtensor_gtp.planner.peers import build_compute, build_fully_shard, fully_shard_peak
-from dtensor_gtp.planner.program import build
+from dtensor_gtp.planner.peers import build_compute, fully_shard_peak
 from dtensor_gtp.planner.setting import Setting
-from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
-from dtensor_gtp.policy import fixed_policy
-from dtensor_gtp.quant.recipes import resolve_recipe
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+from predict_step import predict_timeline, setting_of
 
 DATA = Path(__file__).parent / "planner_data" / "measured_steps.json"
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
@@ -76,40 +75,10 @@ def config() -> ModelConfig:
     return ModelConfig("benchmark", **content()["model"])
 
 
-@functools.cache
-def trace_of(seq_len: int) -> Trace:
-    return repeated(record_reference(config(), 1, seq_len), config(), Part(tuple(config().kinds)))
-
-
-def setting_of(machine: Machine, ranks: int, mode: str, seq_len: int, schedule: str) -> Setting:
-    base, _, rest = mode.partition("@")
-    recipe_name = rest.partition("-")[0] if rest else ""
-    is_dequantized = recipe_name.endswith(":dequantize")
-    recipe = resolve_recipe(recipe_name.removesuffix(":dequantize")) if recipe_name else None
-    options = {"embedding": "exchange" if "lookup" in base else "gather"} | json.loads(schedule)
-    precision = "bf16" if recipe is None or is_dequantized else "float8"
-    costs = Costs(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode)
-    reduce_nbytes = 4 if "fp32" in base else 2
-    is_captured = mode.endswith("-graph")
-    return Setting(
-        trace_of(seq_len),
-        costs,
-        fixed_policy(**options),
-        reduce_nbytes,
-        recipe,
-        is_captured=is_captured,
-        tokens=seq_len,
-    )
-
-
 def predicted_ms(setting: Setting, mode: str) -> float:
-    if mode.startswith("compute"):
-        program = build_compute(setting)
-    elif mode.startswith("fsdp2"):
-        program = build_fully_shard(setting, keeps=mode.endswith("-kept"))
-    else:
-        program = build(setting, setting.choice(0)[0])
-    return timeline_of(program, setting.costs.machine).ms
+    timeline = predict_timeline(setting, mode)
+    assert timeline is not None
+    return timeline.ms
 
 
 def predicted_gib(setting: Setting, mode: str, ranks: int) -> float:
@@ -125,9 +94,9 @@ def speed_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Speed:
     machine, gpu, host = load_machine(job["machine"]), like.gpu, like.host
     used = {row["seq_len"]: row["ms"] for row in job["rows"] if row["mode"] == "compute" and row.get("used")}
     if 8192 in used:
-        gpu = used[8192] / predicted_ms(setting_of(machine, 1, "compute", 8192, "{}"), "compute")
+        gpu = used[8192] / predicted_ms(setting_of(machine, config(), 1, "compute", 8192, {}), "compute")
     if 512 in used:
-        timeline = timeline_of(build_compute(setting_of(machine, 1, "compute", 512, "{}")), machine)
+        timeline = timeline_of(build_compute(setting_of(machine, config(), 1, "compute", 512, {})), machine)
         # Only if the host decides; else this row says nothing of it.
         host = used[512] / timeline.host_ms if used[512] > timeline.ms * gpu * 0.95 else like.host
     return Speed(gpu, host)
@@ -147,7 +116,7 @@ def predictions(names: Container[str] | None = None) -> Iterator[Row]:
         machine, ranks = machine_of(job, jobs), job["ranks"]
         for row in job["rows"]:
             mode, seq_len, options = row["mode"], row["seq_len"], row.get("schedule", {})
-            setting = setting_of(machine, ranks, mode, seq_len, json.dumps(options))
+            setting = setting_of(machine, config(), ranks, mode, seq_len, options)
             gib = row.get("peak_gib")
             predicted = None if gib is None else predicted_gib(setting, mode, ranks)
             ms, is_kept = predicted_ms(setting, mode), "keep_nbytes" in options
@@ -225,7 +194,7 @@ class Scaling(NamedTuple):
 
 
 def weak_scaling() -> list[Scaling]:
-    """Efficiency of Megatron's GTP. The model is a stand-in of about as many parameters: the sizes are not published."""
+    """Efficiency of Megatron's GTP. The model is a stand-in of as many parameters: its sizes are not published."""
     run = json.loads(RUNS.read_text())["weak_scaling"]
     config, machine = ModelConfig("stand-in", **run["stand_in"]), load_machine(run["machine"])
     times = []

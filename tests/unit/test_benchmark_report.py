@@ -1,5 +1,6 @@
 """The memory columns of the benchmark's table, from numbers that stand for an allocator's."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,13 @@ def test_memory_is_compared_with_the_peer_that_has_least(scripts: Scripts) -> No
     columns = ("peak GiB", "above state GiB", "above activations GiB", "reserved GiB", "x FSDP2 memory")
     assert [table["gtp-bf16"][name] for name in columns] == ["9.00", "7.00", "2.00", "12.00", "0.500"]
     assert [table["gtp-bf16-graph"][name] for name in columns] == ["n/a", "n/a", "n/a", "9.00", "n/a"]
+
+
+def test_predictions_stand_beside_measurements(scripts: Scripts) -> None:
+    predicted = dataclasses.replace(measurement(scripts, "gtp-bf16"), predicted_ms=1.25)
+    records = scripts.report.rows([predicted, measurement(scripts, "megatron-bf16")])
+    table = cells(scripts.report.step_table(records))
+    assert [table[mode]["predicted ms"] for mode in ("gtp-bf16", "megatron-bf16")] == ["1.2", "n/a"]
 
 
 def test_without_a_peer_there_is_no_ratio(scripts: Scripts) -> None:

@@ -229,7 +229,7 @@ def test_table_that_is_not_gathered(scripts: Scripts, planned: Planned) -> None:
     plans = [dataclasses.replace(report.plans[0], memory=PassReport(False, *later)), *report.plans[1:]]
     report = dataclasses.replace(report, plans=tuple(plans))
     assert report.passes == (PassReport(False, *later), backward)
-    reducing = scripts.explain.Reducing(torch.bfloat16, "copy_engine", num_ranks)
+    reducing = scripts.explain.Reducing(2, "copy_engine", num_ranks)
     names = [name.removesuffix(".weight") for name in forward.uses]
     activations = dict.fromkeys(names, scripts.model.Amounts(1, 1, 1, 1, 1))
     table, layer, *_ = scripts.explain.plan_uses(report, activations, ["embedding"], reducing, 2048)

@@ -1,0 +1,68 @@
+"""What the planner predicts for a mode of ``train_step.py``: time of a forward and backward, and its timeline.
+
+It needs the model's sizes and a machine, and neither processes nor the model itself.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.evaluate import Timeline, timeline_of
+from dtensor_gtp.planner.machine import Machine, load_machine, preset_names
+from dtensor_gtp.planner.model import ModelConfig
+from dtensor_gtp.planner.peers import build_compute, build_fully_shard
+from dtensor_gtp.planner.program import build
+from dtensor_gtp.planner.setting import Setting
+from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
+from dtensor_gtp.policy import SchedulePolicy, fixed_policy
+from dtensor_gtp.quant.recipes import resolve_recipe
+
+
+def find_machine(text: str | None, device: torch.device) -> Machine | None:
+    """The machine that ``--machine`` names, else the preset of the GPU; None if there is none."""
+    if text is not None:
+        return load_machine(text)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device).lower()
+    found = [preset for preset in preset_names() if preset.partition("-")[0] in name]
+    return load_machine(max(found, key=len)) if found else None
+
+
+@functools.cache
+def _trace_of(config: ModelConfig, seq_len: int) -> Trace:
+    return repeated(record_reference(config, 1, seq_len), config, Part(tuple(config.kinds)))
+
+
+def setting_of(
+    machine: Machine, config: ModelConfig, ranks: int, mode: str, seq_len: int, schedule: dict[str, Any]
+) -> Setting:
+    """How a rank runs a step of ``mode``, a name as the benchmark's tables have it, with one sequence."""
+    base, _, rest = mode.partition("@")
+    name = rest.partition("-")[0]
+    plain, _, compute = name.partition(":")
+    recipe = resolve_recipe(plain) if plain else None
+    precision = "float8" if recipe is not None and not compute and recipe.has_gemms else "bf16"
+    costs = Costs(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode)
+    policy = SchedulePolicy()
+    if mode != "gtp":
+        policy = fixed_policy(**{"embedding": "exchange" if "lookup" in base else "gather"} | schedule)
+    reduce_nbytes = 4 if "fp32" in base else 2
+    setting = Setting(_trace_of(config, seq_len), costs, policy, reduce_nbytes, recipe, tokens=seq_len)
+    return replace(setting, is_captured=mode.endswith("-graph"))
+
+
+def predict_timeline(setting: Setting, mode: str) -> Timeline | None:
+    """The simulated step; None for modes that the planner does not know."""
+    if mode.startswith("compute"):
+        program = build_compute(setting)
+    elif mode.startswith(("fsdp2-bf16", "fsdp2-fp32")) and not mode.endswith(("-tuned", "-symm")):
+        program = build_fully_shard(setting, keeps=mode.endswith("-kept"))
+    elif mode.startswith("gtp") and "exchange" not in mode and "blockgraphs" not in mode:
+        program = build(setting, setting.choice(0)[0])
+    else:
+        return None
+    return timeline_of(program, setting.costs.machine)
