@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ._comm.debug import format_nbytes
@@ -25,6 +26,9 @@ from ._schedule.order_of_gathers import Plan
 from ._schedule.order_of_uses import ChainKey
 from ._schedule.runtime import Runtime
 from .placement import GTPShard
+from .planner.beside import describe_measured, describe_traffic, predict_traffic
+from .planner.costs import Axis
+from .planner.machine import Machine, load_machine
 from .quant.native import native_of
 
 
@@ -42,6 +46,7 @@ class ShardingReport:
         gather_backends: Who gathers and reduces on each mesh and why, as text; empty before the first forward.
         choices: What else was chosen in the first forward and why, as text.
         is_verbose: Equal blocks of the model are shown one by one, not as one ("layers.0-31").
+        prediction: What communication takes on a machine, and below it what was measured; empty without a machine.
     """
 
     mesh: str
@@ -52,6 +57,7 @@ class ShardingReport:
     gather_backends: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     is_verbose: bool = False
+    prediction: tuple[str, ...] = ()
 
     @property
     def schedule(self) -> str:
@@ -67,7 +73,8 @@ class ShardingReport:
         lines = [f"gtp_shard on {self.mesh}", *table(self.rows, self.is_verbose)]
         if self.symmetric_nbytes:
             lines.append(f"{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from")
-        return "\n".join((*lines, *self.gather_backends, *self.choices, self.schedule or "schedule: not observed yet"))
+        lines += [*self.gather_backends, *self.choices, *self.prediction]
+        return "\n".join((*lines, self.schedule or "schedule: not observed yet"))
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one page without scripts: what each rank holds, bytes, the plans as timelines, and the
@@ -87,21 +94,26 @@ class ShardingReport:
 
     @property
     def _facts(self) -> Facts:
-        choices = (*self.gather_backends, *self.exchanges, *self.choices)
+        choices = (*self.gather_backends, *self.exchanges, *self.choices, *self.prediction)
         return Facts(self.mesh, self.rows, self.plans, choices, self.symmetric_nbytes, self.is_verbose)
 
 
-def sharding_report(module: nn.Module, *, verbose: bool = False) -> ShardingReport:
+def sharding_report(
+    module: nn.Module, *, machine: str | Machine | None = None, verbose: bool = False
+) -> ShardingReport:
     """Describe what :func:`gtp_shard` did to ``module`` and the schedule it has observed so far.
 
     ``print`` it. Three or more equal blocks are shown as one: "layers.0-31.wq.weight".
 
     Args:
         module: A module that was passed to ``gtp_shard``, or one inside of it.
+        machine: As for :func:`dtensor_gtp.plan`. With one, the report has what the gathers and reductions of the plan
+            take on its links in milliseconds, and below it the time between the last optimizer steps, and on GPUs the
+            most memory that the allocator has counted. docs/planner.md has predictions of whole steps.
         verbose: Show each block by itself.
 
     Raises:
-        ValueError: ``module`` is not sharded.
+        ValueError: ``module`` is not sharded, or there is no such machine.
     """
     binding = binding_of(module)
     if binding is None:
@@ -127,7 +139,34 @@ def sharding_report(module: nn.Module, *, verbose: bool = False) -> ShardingRepo
         tuple(runtime.comm.choices),
         runtime.reasons,
         verbose,
+        () if machine is None else _prediction(runtime, mesh, machine),
     )
+
+
+def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> tuple[str, ...]:
+    """Lines of what was predicted and measured of the weights on ``mesh``."""
+    gpus = load_machine(machine) if isinstance(machine, str) else machine
+    ranks = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
+    axis = Axis(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    amounts, kept = [], 0
+    for key, chain in list(runtime.chains.items()):
+        if not key.is_grad_enabled or not chain.plan.uses:
+            continue
+        uses = [runtime.gatherables[use] for use in chain.plan.uses if runtime.gatherables[use].weight.mesh == mesh]
+        if key.is_backward:
+            stay = runtime.kept_from_forward(key.entry)
+            uses = [target for target in uses if target.index not in stay]
+        nbytes = sum(target.nbytes for target in uses)
+        amounts.append((f"{'backward' if key.is_backward else 'forward'} gathers", nbytes, len(uses)))
+        kept += len(uses)
+    if not kept:
+        return (f"predicted on {gpus.describe()}: no plan yet, run a step",)
+    sent = [weight.sent_nbytes for weight in runtime.weights if weight.mesh == mesh and weight.param.requires_grad]
+    amounts.append(("gradients", sum(sent), len(sent)))
+    is_copy = runtime.schedule.gather_backend == "copy_engine"
+    traffic = predict_traffic(gpus, axis, amounts, is_copy=is_copy)
+    peak = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
+    return describe_traffic(gpus, traffic), describe_measured(tuple(runtime.step_begins), peak)
 
 
 def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:

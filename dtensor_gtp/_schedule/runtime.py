@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,6 +27,8 @@ from .order_of_uses import Entry
 
 logger = logging.getLogger(__name__)
 
+_NUM_BEGINS = 9  # of steps, of whose intervals reports give the median
+
 
 class Runtime(Gathering):
     """Runtime of a root module and everything below it."""
@@ -40,6 +44,9 @@ class Runtime(Gathering):
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
         self._is_offloaded = False  # whether shards are on the host
+        # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
+        self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
+        self._num_begun = -1
         optimizer_steps().watchers.add(self)
 
     def note_step(self, updated: set[int]) -> None:
@@ -117,6 +124,9 @@ class Runtime(Gathering):
         if self._is_offloaded:
             self.comm.note_uploads()
         self._begin_quantized(self.weights)
+        if torch.is_grad_enabled() and self._num_begun != self.num_steps:
+            self._num_begun = self.num_steps
+            self.step_begins.append(time.perf_counter())
         chain = self._chain(entry, is_backward=False, is_grad_enabled=torch.is_grad_enabled())
         self._forward_chain = chain
         self._choose_kept(entry)
