@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from .costs import Costs
 from .errors import PlanError
-from .evaluate import Answer, Problem, compute_ms, evaluate, lower_bound_ms, memory_of, setting_of, slowest, stage_parts
+from .evaluate import Answer, Problem, evaluate, lower_bound_ms, memory_of, setting_of, slowest, stage_parts
 from .job import AXES, CHECKPOINTS, OPTIMIZERS, Layout, refusal
 from .setting import PARAM_NBYTES
+from .timing import compute_ms
 
 _GIB = 2**30
 _MAX_TRIED = 120  # simulations of one search

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from html import escape
 
-from .evaluate import Answer, Problem, Timeline, run, setting_of, slowest, stage_parts
+from .evaluate import Answer, Problem, setting_of, slowest, stage_parts
 from .simulate import Load, Stream
+from .timing import Timeline, run
 
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 34, 110, 46
 _COLORS = {

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from dtensor_gtp.planner.costs import Axis, Costs
-from dtensor_gtp.planner.evaluate import Timeline, timeline_of
 from dtensor_gtp.planner.machine import Machine, load_machine, preset_names
 from dtensor_gtp.planner.model import ModelConfig
 from dtensor_gtp.planner.peers import build_compute, build_fully_shard
 from dtensor_gtp.planner.program import build
 from dtensor_gtp.planner.setting import Setting
+from dtensor_gtp.planner.timing import Timeline, timeline_of
 from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 from dtensor_gtp.quant.recipes import resolve_recipe

@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtensor_gtp.planner.evaluate import Problem, evaluate, timeline_of
+from dtensor_gtp.planner.evaluate import Problem, evaluate
 from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import Machine, load_machine
 from dtensor_gtp.planner.memory import Stage, predict
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 from dtensor_gtp.planner.peers import build_compute, fully_shard_peak
 from dtensor_gtp.planner.setting import Setting
+from dtensor_gtp.planner.timing import timeline_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from predict_step import predict_timeline, setting_of

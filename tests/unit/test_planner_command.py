@@ -46,7 +46,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_the_answer_is_at_most_100_columns_wide(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, config, "--gpus", "16", "--seq-len", "1024", "--global-batch", "32")
+    status, out, _ = run(
+        capsys, config, "--gpus", "16", "--seq-len", "1024", "--global-batch", "32", "--checkpointing", "none"
+    )
     assert status == 0
     assert max(map(len, out.splitlines())) <= 100
     for word in ("not calibrated", "gtp", "MFU", "optimizer", "activations", "reserve", "Refused", "schedule:"):
@@ -54,7 +56,7 @@ def test_the_answer_is_at_most_100_columns_wide(config: str, capsys: pytest.Capt
 
 
 def test_everything_as_json(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--json", "-")
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--pp", "1", "--json", "-")
     record = json.loads(out)
     assert status == 0
     answer = record["answers"][0]
@@ -201,7 +203,9 @@ def test_the_name_is_a_function_and_a_command(
 
 def test_plan_from_python(config: str) -> None:
     seen = []
-    result = dtensor_gtp.plan(config, "h200", gpus=4, seq_len=512, report=lambda *numbers: seen.append(numbers))
+    result = dtensor_gtp.plan(
+        config, "h200", gpus=4, seq_len=512, checkpointing="none", report=lambda *numbers: seen.append(numbers)
+    )
     assert result.best is result.answers[0]
     assert len(seen) == result.num_simulated
     assert str(result).startswith("test_plan_from_python0 (") or "on 4 x H200" in str(result)

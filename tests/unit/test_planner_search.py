@@ -95,7 +95,8 @@ def test_the_search_finds_what_trying_all_layouts_finds() -> None:
 
 def test_what_does_not_fit_is_refused_and_the_closest_is_named() -> None:
     machine = load_machine("h100")
-    found = search(problem(machine=replace(machine, memory_gib=2.02, reserve_gib=2.0)))
+    small = replace(machine, memory_gib=2.02, reserve_gib=2.0)
+    found = search(problem(machine=small, checkpointing="none", fixed={"micro_batch": 1}))
     assert found.answers == ()
     assert found.closest is not None
     assert not found.closest.is_fitting
@@ -172,6 +173,15 @@ def test_memory_by_kind() -> None:
     long = problem(gpus=1, global_batch=1, seq_len=8192)  # so that activations decide
     activations = [memory_of(long, Layout(checkpoint=kind)).activations for kind in ("full", "selective", "none")]
     assert activations[0] < activations[1] < activations[2]
+
+
+def test_memory_of_microbatches() -> None:
+    """From the first one on, the gradients of all shards are there; weights that are kept are there as a whole."""
+    one = problem(gpus=2, global_batch=8)
+    memory = memory_of(one, Layout(gtp=2))
+    assert memory.gradients == memory.parameters
+    kept = memory_of(one, Layout(gtp=2, keep=True))
+    assert kept.gathered == kept.reductions == pytest.approx(SMALL.numel * 2, rel=0.001)
 
 
 def test_memory_of_many_blocks_is_continued_from_a_few() -> None:

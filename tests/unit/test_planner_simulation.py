@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from dtensor_gtp.planner.costs import Axis, Costs
-from dtensor_gtp.planner.evaluate import exposed, measure, run
 from dtensor_gtp.planner.machine import Contention, load_machine
 from dtensor_gtp.planner.model import ModelConfig
 from dtensor_gtp.planner.peers import build_compute, build_fully_shard
 from dtensor_gtp.planner.program import build
 from dtensor_gtp.planner.setting import Setting, plan_step
 from dtensor_gtp.planner.simulate import Load, Stream, Task, simulate
+from dtensor_gtp.planner.timing import exposed, measure, run
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
 from dtensor_gtp.policy import fixed_policy
 
-CONTENTION = Contention(1.5, 1.0, 3.0, 1.0, 2.0, 2.0)
+CONTENTION = Contention(1.5, 1.0, 3.0, 1.0, 2.0, 2.0, 1.0)
 TINY = ModelConfig("tiny", 256, 4, 4, 2, 64, 512, 1024)
 
 
@@ -72,6 +72,17 @@ def test_gathers_are_those_of_the_plan() -> None:
     program = build(setting, schedule)
     assert [task.label for task in program.tasks if task.label.startswith("gather")] == expected
     assert any("+" in label for label in expected)
+
+
+def test_a_gather_waits_for_what_compute_was_given() -> None:
+    """Its buffer comes from the allocator of the compute stream, see [Note: streams and memory]."""
+    setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 18, coalesce_nbytes=1 << 18))
+    tasks = build(setting, setting.choice(0)[0]).tasks
+    casts = [number for number, task in enumerate(tasks) if task.label.startswith("cast")]
+    before = [[other for other in range(number) if tasks[other].stream is Stream.COMPUTE] for number in casts]
+    assert sum(bool(computed) for computed in before) > 4
+    for number, computed in zip(casts, before, strict=True):
+        assert not computed or computed[-1] in tasks[number].after
 
 
 def test_each_weight_is_gathered_twice_and_reduced_once() -> None:

@@ -1,0 +1,148 @@
+"""How long a forward and backward takes, and for what compute waits in it.
+
+A step of many alike blocks is simulated with a few of them, twice, and continued.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..policy import Schedule
+from .machine import Machine
+from .memory import lowered
+from .program import Program, Tasks, build, product
+from .setting import COMPUTE_NBYTES, Setting, recomputed_uses
+from .simulate import Span, Stream, Task, simulate
+from .trace import Trace
+
+# A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
+FEW, MORE = 6, 9
+# Of smaller blocks a window of gathers holds several, so few of them are not like many.
+_LARGE_BLOCK = 32 << 20
+
+
+class Timeline(NamedTuple):
+    """One forward and backward: tasks and when they run."""
+
+    tasks: list[Task]
+    spans: list[Span]
+    host_ms: float
+    turning: int
+
+    @property
+    def ms(self) -> float:
+        return max(max((span.end for span in self.spans), default=0.0), self.host_ms)
+
+
+def run(setting: Setting, schedule: Schedule, *, is_last: bool) -> Timeline:
+    """Simulates one forward and backward."""
+    program = build(setting, schedule, is_last=is_last)
+    return timeline_of(program, setting.costs.machine)
+
+
+def timeline_of(program: Program, machine: Machine) -> Timeline:
+    spans = simulate(program.tasks, machine.contention)
+    return Timeline(program.tasks, spans, program.host_ms, program.turning)
+
+
+class Parts(NamedTuple):
+    """Time of one forward and backward, in which compute waits for what, and what is received."""
+
+    ms: float
+    exposed: dict[str, float]
+    received: dict[str, float]
+
+    def plus(self, other: Parts, times: float) -> Parts:
+        """This, and ``times`` what ``other`` is."""
+
+        def add(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+            keys = {**first, **second}
+            return {key: first.get(key, 0) + times * second.get(key, 0) for key in keys}
+
+        return Parts(self.ms + times * other.ms, add(self.exposed, other.exposed), add(self.received, other.received))
+
+
+def exposed(timeline: Timeline) -> dict[str, float]:
+    """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
+    found: dict[str, float] = {}
+    end = 0.0
+    for task, span in zip(timeline.tasks, timeline.spans, strict=True):
+        if task.stream is not Stream.COMPUTE:
+            continue
+        if span.begin > end:
+            waited = max(task.after, key=lambda other: timeline.spans[other].end, default=-1)
+            is_host = waited < 0 or timeline.spans[waited].end < span.begin - 1e-6
+            cause = "host" if is_host else timeline.tasks[waited].cause or "gathers"
+            found[cause] = found.get(cause, 0) + span.begin - end
+        if task.cause and task.ms:
+            found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
+        end = span.end
+    if timeline.ms > end:
+        found["host"] = found.get("host", 0) + timeline.ms - end
+    return found
+
+
+def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
+    """As :func:`run`, for many blocks by the difference that three of them make."""
+    trace = setting.trace
+    if not is_long(trace):
+        return _parts(setting, schedule, is_last=is_last)
+    few, more = (
+        _parts(replace(setting, trace=with_blocks(trace, number)), schedule, is_last=is_last) for number in (FEW, MORE)
+    )
+    times = (trace.num_blocks - MORE) / (MORE - FEW)
+    return more.plus(more.plus(few, -1), times)
+
+
+def _parts(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
+    program = build(setting, schedule, is_last=is_last)
+    timeline = timeline_of(program, setting.costs.machine)
+    return Parts(timeline.ms, exposed(timeline), program.received)
+
+
+def is_long(trace: Trace) -> bool:
+    """Whether it has many blocks, of which those after the first few are of one kind."""
+    if trace.num_blocks <= MORE + 3 or trace.block_numel() * COMPUTE_NBYTES < _LARGE_BLOCK:
+        return False
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    for weight in trace.weights:
+        if weight.block >= 0:
+            shapes.setdefault(weight.block, []).append(weight.shape)
+    return len({tuple(shape) for shape in list(shapes.values())[FEW // 2 :]}) == 1
+
+
+def with_blocks(trace: Trace, number: int) -> Trace:
+    """The same with fewer blocks: the first ones and the last ones, which come after fewer activations then."""
+    blocks = sorted({weight.block for weight in trace.weights if weight.block >= 0})
+    first, last = blocks[: number - 2], blocks[-2:]
+    lives = {weight.block: weight.live for weight in reversed(trace.weights)}
+    shift = (lives[last[1]] - lives[last[0]]) * (len(blocks) - number)
+    weights = [weight for weight in trace.weights if weight.block in first or weight.is_table]
+    weights += [
+        lowered(weight, shift)
+        for weight in trace.weights
+        if weight.block in last or (weight.block < 0 and not weight.is_table)
+    ]
+    return replace(trace, weights=tuple(weights))
+
+
+def compute_ms(setting: Setting) -> float:
+    """A forward and backward in which compute waits for no weight: what no schedule can be faster than."""
+    trace = setting.trace
+    if is_long(trace):
+        few, more = (compute_ms(replace(setting, trace=with_blocks(trace, number))) for number in (FEW, MORE))
+        return more + (more - few) * (trace.num_blocks - MORE) / (MORE - FEW)
+    tasks = Tasks(setting)
+    weights = setting.sharded()
+    again = {number for numbers in recomputed_uses(setting, weights).values() for number in numbers}
+    for number, item in enumerate(weights):
+        is_block = item.weight.block >= 0
+        is_again = setting.checkpoint != "none" and is_block
+        for ops in (item.weight.before, item.weight.backward, *([item.weight.before] if is_again else ())):
+            tasks.ops(ops, "", is_block=is_block)
+        parts = ["forward"] * (1 + (number in again)) + ["wgrad"] + ["dgrad"] * item.weight.has_dgrad
+        for part in parts:
+            tasks.compute(product(tasks, item, part), "")
+    tasks.ops(trace.loss, "", is_block=False)
+    return sum(task.ms for task in tasks.tasks)
