@@ -32,7 +32,9 @@ def training_code(problem: Problem, answer: Answer) -> str:
     ]
     if job.quantization is not None:
         lines.append("from dtensor_gtp import quantize_")
-    lines += ["", *_mesh(layout), "with mesh.fork_rng('params'), torch.device('meta'):", "    model = build_model()"]
+    is_piped = layout.pp > 1
+    context = "torch.device('meta')" if is_piped else "mesh.fork_rng('params'), torch.device('meta')"
+    lines += ["", *_mesh(layout), f"with {context}:", "    model = build_model()"]
     if job.quantization is not None:
         recipe, _, compute = job.recipe.partition(":")
         if compute:
@@ -51,7 +53,8 @@ def training_code(problem: Problem, answer: Answer) -> str:
     if layout.ep * layout.expert_gtp > 1:
         lines.append("for block in model.layers:  # experts on their own mesh, before the call on the root")
         lines.append("    gtp_shard(block.ffn.experts, mesh.expert_weights, mp_policy=policy)")
-    lines.append(f"gtp_shard(model, mesh.weights, mp_policy=policy{schedule})")
+    weights = "mesh['replicate', 'gtp']" if is_piped else "mesh.weights"
+    lines.append(f"gtp_shard(model, {weights}, mp_policy=policy{schedule})")
     lines += ["model.to_empty(device='cuda')", "model.init_weights()"]
     if job.is_compiled:
         lines.append("for block in model.layers: block.compile(fullgraph=True)")
@@ -82,10 +85,12 @@ def _mesh(layout: Layout) -> list[str]:
     return [
         f"# {layout.pp} stages of {stage} ranks: stage = rank // {stage}. Each stage builds its part of the model and",
         "# shards it; torch.distributed.pipelining runs them (docs/composability.md).",
+        "import os",
         "from torch.distributed.device_mesh import init_device_mesh",
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
         f"mesh = init_device_mesh('cuda', ({layout.pp}, {layout.replicate * layout.cp}, {layout.gtp}, {layout.tp}),",
         "                        mesh_dim_names=('pp', 'replicate', 'gtp', 'tp'))",
-        "# below: mesh['replicate', 'gtp'] in the place of mesh.weights, torch.manual_seed in that of fork_rng",
+        "torch.manual_seed(0)  # the same on all ranks: they initialize the same weights",
     ]
 
 

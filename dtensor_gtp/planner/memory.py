@@ -233,7 +233,7 @@ def checkpointed(setting: Setting) -> Trace:
     """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
     those GEMMs that are not computed again."""
     trace = setting.trace
-    if setting.checkpoint == "none":
+    if setting.checkpoint == "none" or not trace.num_blocks:
         return trace
     blocks: dict[int, list[Weight]] = {}
     for weight in trace.weights:

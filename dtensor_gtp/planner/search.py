@@ -18,7 +18,7 @@ from .setting import PARAM_NBYTES
 from .timing import compute_ms
 
 _GIB = 2**30
-_MAX_TRIED = 120  # simulations of one search
+_MAX_TRIED = 80  # simulations of one search
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         raise PlanError(_nothing(problem, refused))
     heapq.heapify(queue)
     best: dict[tuple[int, ...], Answer] = {}  # of each family
+    activations: dict[tuple[object, ...], int] = {}  # of layouts that compute alike
     closest: tuple[int, Layout] | None = None
     num = 0
     while queue and num < _MAX_TRIED:
@@ -163,10 +164,15 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         if rival is not None and rival.step_ms <= bound * _ENOUGH:
             continue
         capacity = int(problem.machine.memory_gib * _GIB)
-        if bounds.state_nbytes(layout) > capacity:
+        state = bounds.state_nbytes(layout)
+        if state > capacity:
             refused.setdefault("parameters and optimizer alone do not fit", []).append(layout)
             continue
+        if state + activations.get(_alike(layout), 0) * _CERTAIN > capacity:
+            refused.setdefault("does not fit", []).append(layout)
+            continue
         memory = memory_of(problem, layout)
+        activations[_alike(layout)] = memory.activations + memory.logits
         missing = memory.total - capacity
         if missing > 0:
             refused.setdefault("does not fit", []).append(layout)
@@ -186,6 +192,8 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
     return Found(tuple(answers[:top]), tuple(reasons), nearest, len(layouts), num, time.monotonic() - begin)
 
 
+# Of the activations of another layout that computes alike, what this one has at least.
+_CERTAIN = 0.97
 # A layout of a family is not tried if it could gain less than this on the best of the family.
 _ENOUGH = 1.01
 
@@ -193,6 +201,11 @@ _ENOUGH = 1.01
 def _family(layout: Layout) -> tuple[int, ...]:
     """Layouts that differ in how data ranks hold weights, and in how a batch is cut."""
     return layout.pp, layout.cp, layout.tp, layout.ep
+
+
+def _alike(layout: Layout) -> tuple[object, ...]:
+    """Layouts that differ in how data ranks hold weights alone."""
+    return layout.pp, layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
 
 
 class _Alike(NamedTuple):
@@ -231,7 +244,7 @@ class _Bounds:
         return sum(nbytes // axes[name].size for name, nbytes in self._alike(layout).state.items())
 
     def _alike(self, layout: Layout) -> _Alike:
-        key = (layout.pp, layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint)
+        key = _alike(layout)
         if key not in self._known:
             config = self._problem.config
             part = None if config is None else slowest(stage_parts(config, layout.pp))

@@ -206,9 +206,16 @@ def recording(recorder: Recorder) -> Iterator[None]:
         return output
 
     def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, is_causal: bool = False, **options: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
     ) -> torch.Tensor:
-        share = 0.5 if is_causal else 1.0
+        # Language models pass causal masks.
+        share = 0.5 if is_causal or attn_mask is not None else 1.0
         output: torch.Tensor = _Attention.apply(query, key, value, share, recorder)  # type: ignore[no-untyped-call]
         return output
 

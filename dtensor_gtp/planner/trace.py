@@ -116,10 +116,11 @@ def record(
         is_meta: On the meta device, four times as fast as on fake CPU tensors, for code that names no device.
 
     Raises:
-        ValueError: Backward does not use the matrices in the reverse order of the forward.
+        ValueError: Backward does not use the matrices in the reverse order of the forward, or other modules have some.
     """
     with torch.device("meta") if is_meta else compat.fake_tensor_mode():
         model = make_model()
+        _refuse_other_matrices(model)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
                 if param.ndim > 1:
@@ -134,6 +135,17 @@ def record(
             recorder.mark("")
     small = sum(param.numel() for param in model.parameters() if param.ndim < 2)
     return _trace_of(recorder.stretches, modules, small)
+
+
+def _refuse_other_matrices(model: nn.Module) -> None:
+    """Their uses would not be seen: they are read as attributes."""
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.ndim > 1 and not (isinstance(module, nn.Linear | nn.Embedding | Experts) and name == "weight"):
+                raise ValueError(
+                    f"record expects matrices of nn.Linear and nn.Embedding alone, but parameter '{prefix}.{name}' of "
+                    f"shape {tuple(param.shape)} belongs to a {type(module).__name__}."
+                )
 
 
 def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int) -> Trace:

@@ -107,20 +107,27 @@ def _record_transformers(text: str, seq_len: int) -> Trace:
             f"model expects a causal language model, but transformers cannot build {text} on the meta device "
             f"({type(error).__name__}: {_one_line(error)}). Name another."
         ) from None
-    model.train()
-
-    def loss_of(module: nn.Module, _: Recorder) -> torch.Tensor:
-        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        logits = module(tokens).logits
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
     try:
-        return record(lambda: model, loss_of, is_meta=True)
-    except Exception as error:  # of the user's code: any
+        return record_transformers_model(model, seq_len)
+    except Exception as error:  # of the model's code: any
         raise PlanError(
             f"model expects a forward and backward that run on the meta device, but {text} raised "
             f"{type(error).__name__}: {_one_line(error)}. Pass module:function instead."
         ) from None
+
+
+def record_transformers_model(model: nn.Module, seq_len: int) -> Trace:
+    """One step of a causal language model of transformers on the meta device, with one sequence."""
+    model.train()
+
+    def loss_of(module: nn.Module, _: Recorder) -> torch.Tensor:
+        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+        # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
+        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        logits = module(tokens, attention_mask=mask, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    return record(lambda: model, loss_of, is_meta=True)
 
 
 def _one_line(error: BaseException) -> str:

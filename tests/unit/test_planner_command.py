@@ -101,7 +101,8 @@ def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]
     assert status == 0
     code = out[out.index("import torch") :]
     ast.parse(code)
-    assert "gtp_shard(model, mesh.weights" in code
+    weights = "mesh['replicate', 'gtp']" if "--pp" in options else "mesh.weights"
+    assert f"gtp_shard(model, {weights}, mp_policy=policy" in code
     assert "torchrun --nproc-per-node 8 train.py" in code
 
 

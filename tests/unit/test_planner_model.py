@@ -21,7 +21,7 @@ from dtensor_gtp.planner.recorder import Kind, Recorder
 from dtensor_gtp.planner.reference import Reference
 from dtensor_gtp.planner.stand_ins import Collectives
 from dtensor_gtp.planner.trace import Part, record, record_reference, repeated
-from dtensor_gtp.planner.user_model import load_model
+from dtensor_gtp.planner.user_model import load_model, record_transformers_model
 
 TINY = ModelConfig("tiny", 64, 5, 4, 2, 16, 128, 256)
 MIXTURE = replace(TINY, experts=4, experts_per_token=2, expert_hidden_dim=32, shared_experts=1, dense_layers=2)
@@ -184,6 +184,10 @@ def test_a_function_that_builds_a_model(module: ModuleType) -> None:
     ("build", "message"),
     [
         (lambda: 1 / 0, "users_models:build raised ZeroDivisionError: division by zero. Mend it."),
+        (
+            lambda: (nn.Bilinear(2, 2, 2, device="meta"), torch.empty(1, 2, device="meta")),
+            "raised ValueError: record expects matrices of nn.Linear and nn.Embedding alone, but parameter",
+        ),
         (lambda: (nn.Linear(2, 2), torch.empty(1, 2)), "to return a module on the meta device, but it did not"),
         (
             lambda: (nn.Linear(2, 2, device="meta"), torch.empty(1, 3, device="meta")),
@@ -196,6 +200,20 @@ def test_functions_that_do_not(module: ModuleType, build: Any, message: str) -> 
     with pytest.raises(PlanError, match=message) as caught:
         load_model("users_models:build", 8)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.long
+def test_a_class_of_transformers() -> None:
+    """With rotary embeddings and masks of its own; the reference computes as much."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=256)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    trace = record_transformers_model(model, 32)
+    expected = repeated(record_reference(TINY, 1, 32), TINY, Part(tuple(TINY.kinds)))
+    assert [weight.shape for weight in trace.weights] == [weight.shape for weight in expected.weights]
+    assert [weight.flops for weight in trace.weights] == [weight.flops for weight in expected.weights]
 
 
 @pytest.mark.parametrize("text", ["llama4", "no_such_module:build", "NoSuchModelForCausalLM"])
