@@ -1,7 +1,7 @@
 """Configurations of torchtitan 0.3 whose Llama 3 is sharded by ``gtp_shard``.
 
-torchtitan's trainer finds them by module and function, and needs GPUs. Tensor parallelism and torch.compile
-are its own options, such as ``--parallelism.tensor_parallel_degree 2 --compile.enable``:
+torchtitan's trainer finds them by module and function, and needs GPUs. Tensor parallelism is an option of its own,
+such as ``--parallelism.tensor_parallel_degree 2``:
 
 PYTHONPATH=examples torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_llama3 --config llama3_8b_gtp
 """

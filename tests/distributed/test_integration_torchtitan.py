@@ -29,7 +29,7 @@ def on_the_host() -> None:
         import torchtitan.tools.utils  # noqa: F401
 
 
-def configuration(tensor_parallel: int, is_compiled: bool = False, **parallelism: Any) -> Any:
+def configuration(tensor_parallel: int, **parallelism: Any) -> Any:
     """The debug model of torchtitan's registry, smaller."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss
@@ -39,7 +39,6 @@ def configuration(tensor_parallel: int, is_compiled: bool = False, **parallelism
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.training.mixed_precision_param = "float32"
-    config.compile = replace(config.compile, enable=is_compiled, components=["model"], backend="aot_eager")
     config.parallelism = replace(
         config.parallelism, spmd_backend="partial_dtensor", tensor_parallel_degree=tensor_parallel, **parallelism
     )
@@ -105,12 +104,12 @@ def _same_values(model: nn.Module) -> None:
 
 @needs("torchtitan", extra="torchtitan")
 class TestTorchtitan(GlooTest):
-    def check(self, tensor_parallel: int, is_compiled: bool = False, **parallelism: Any) -> None:
+    def check(self, tensor_parallel: int, **parallelism: Any) -> None:
         on_the_host()
         from dtensor_gtp.integrations.torchtitan import with_gtp
 
         expected, reference = train(configuration(tensor_parallel, **parallelism), self.world_size)
-        losses, model = train(with_gtp(configuration(tensor_parallel, is_compiled, **parallelism)), self.world_size)
+        losses, model = train(with_gtp(configuration(tensor_parallel, **parallelism)), self.world_size)
         self.assertLess(expected[-1], expected[0] - 1.0)
         self.assertEqual(losses, expected, atol=2e-4, rtol=1e-4)
         ours = dict(model.named_parameters())
@@ -125,9 +124,6 @@ class TestTorchtitan(GlooTest):
 
     def test_with_tensor_parallelism(self) -> None:
         self.check(2)
-
-    def test_compiled_with_tensor_parallelism(self) -> None:
-        self.check(2, is_compiled=True)
 
     def test_what_is_not_supported(self) -> None:
         on_the_host()
