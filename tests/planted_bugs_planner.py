@@ -1,0 +1,57 @@
+"""Bugs to plant where the planner lays out a job and adds up its times and memory."""
+
+from __future__ import annotations
+
+from planted_bugs_type import Bug
+
+PLANNER = [
+    Bug(
+        "a gather of the planner waits for no compute",
+        "planner/program.py",
+        "        return [*self._waits, *([] if last is None else [last])]",
+        "        return []",
+        ("tests/unit/test_planner_simulation.py::test_a_gather_waits_for_what_compute_was_given",),
+    ),
+    Bug(
+        "two collectives share a link without a loss",
+        "planner/simulate.py",
+        "        return factor * (1 + (c.wire - 1) * sharing)",
+        "        return factor",
+        ("tests/unit/test_planner_simulation.py::test_tasks_beside_each_other_are_slower",),
+    ),
+    Bug(
+        "rings through the network have one link",
+        "planner/costs.py",
+        "min(network.gb_s * network.share * members,",
+        "min(network.gb_s * network.share,",
+        ("tests/unit/test_planner_search.py::test_rings_through_the_network_have_one_link_for_each_member_of_a_host",),
+    ),
+    Bug(
+        "blocks of a recording are repeated without what they save",
+        "planner/trace.py",
+        "        num_saved += saved[kind]",
+        "        num_saved += 0",
+        ("tests/unit/test_planner_model.py::test_repeated_blocks_are_what_a_recording_of_all_has",),
+    ),
+    Bug(
+        "experts of the planner change places with dense weights",
+        "planner/job.py",
+        '            "ep": Axis(self.ep, self.expert_gtp),',
+        '            "ep": Axis(self.ep, 1),',
+        ("tests/unit/test_planner_search.py::test_axes_are_laid_out_as_init_weight_mesh_does",),
+    ),
+    Bug(
+        "gradients of all microbatches are forgotten",
+        "planner/memory.py",
+        "        gradients = numel * PARAM_NBYTES\n",
+        "        gradients = 0\n",
+        ("tests/unit/test_planner_search.py::test_memory_of_microbatches",),
+    ),
+    Bug(
+        "the bubble is that of all microbatches",
+        "planner/evaluate.py",
+        "    bubble = (layout.pp - 1) / chunks * one.ms",
+        "    bubble = (layout.pp - 1) / chunks * total.ms",
+        ("tests/unit/test_planner_search.py::test_a_pipeline_waits_at_both_ends",),
+    ),
+]
