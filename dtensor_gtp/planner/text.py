@@ -105,7 +105,7 @@ def describe(result: PlanResult) -> str:
 
 
 def _ranking(answers: Iterable[Answer]) -> list[str]:
-    cells = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits for")]
+    cells = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")]
     for number, answer in enumerate(answers, 1):
         layout = answer.layout
         low, high = answer.range_ms
