@@ -114,7 +114,7 @@ class TestCudaOffload(CudaTest):
         holds one layer ahead, so that the copies are spread over the forward."""
         torch.manual_seed(0)
         width = 2048
-        layers = [part for _ in range(6) for part in (nn.Linear(width, width, bias=False), Sleep())]
+        layers = [part for _ in range(12) for part in (nn.Linear(width, width, bias=False), Sleep())]
         schedule = explicit(prefetch_nbytes=4 * width * width)
         model = gtp_shard(nn.Sequential(*layers), self.gtp_mesh(), schedule=schedule, **offload())
         x = torch.randn(8, width, device="cuda")
@@ -126,9 +126,9 @@ class TestCudaOffload(CudaTest):
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         copies = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"].replace(" ", "")]
         sleeps = [e for e in events if e.get("cat") == "kernel" and "spin" in e["name"]]
-        self.assertEqual(len(sleeps), 6)
+        self.assertEqual(len(sleeps), 12)
         weights = [e for e in copies if e["args"]["bytes"] >= 4 * width * width // self.world_size]
-        self.assertEqual(len(weights), 6)
+        self.assertEqual(len(weights), 12)
         streams = {e["args"]["stream"] for e in weights}
         self.assertEqual(len(streams), 1)
         self.assertEqual(streams & {e["args"]["stream"] for e in events if e.get("cat") == "kernel"}, set())
