@@ -138,19 +138,9 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         PlanError: No layout at all has the axes that were asked for.
     """
     begin = time.monotonic()
-    refused: dict[str, list[Layout]] = {}
     layouts = list(layouts_of(problem))
     bounds = _Bounds(problem)
-    queue = []
-    for number, layout in enumerate(layouts):
-        reason = _refusal(problem, layout)
-        if reason is None:
-            queue.append((bounds.of(layout), number, layout))
-        else:
-            refused.setdefault(reason, []).append(layout)
-    if not queue:
-        raise PlanError(_nothing(problem, refused))
-    heapq.heapify(queue)
+    queue, refused = _possible(problem, layouts, bounds)
     best: dict[tuple[int, ...], Answer] = {}  # of each family
     activations: dict[tuple[object, ...], int] = {}  # of layouts that compute alike
     closest: tuple[int, Layout] | None = None
@@ -190,6 +180,24 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
     reasons.sort(key=lambda item: -item.count)
     answers = sorted(best.values(), key=lambda answer: (answer.step_ms, answer.layout))
     return Found(tuple(answers[:top]), tuple(reasons), nearest, len(layouts), num, time.monotonic() - begin)
+
+
+def _possible(
+    problem: Problem, layouts: list[Layout], bounds: _Bounds
+) -> tuple[list[tuple[float, int, Layout]], dict[str, list[Layout]]]:
+    """A heap of the layouts that can be, with the least time that each could take; the others by the reason."""
+    queue: list[tuple[float, int, Layout]] = []
+    refused: dict[str, list[Layout]] = {}
+    for number, layout in enumerate(layouts):
+        reason = _refusal(problem, layout)
+        if reason is None:
+            queue.append((bounds.of(layout), number, layout))
+        else:
+            refused.setdefault(reason, []).append(layout)
+    if not queue:
+        raise PlanError(_nothing(problem, refused))
+    heapq.heapify(queue)
+    return queue, refused
 
 
 # Of the activations of another layout that computes alike, what this one has at least.
