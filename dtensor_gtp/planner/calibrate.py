@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from .. import _torch_compat as compat
 from .._comm.copy_engine import CopyEngine
-from .._comm.process_groups import set_device
+from ..mesh import init_weight_mesh
 from .errors import PlanError
 from .machine import Contention, Link, Machine, load_machine, preset_names
 
@@ -69,20 +69,18 @@ def calibrate(path: Path, *, device_type: str | None = None) -> Machine:
     """
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and not dist.is_initialized():
-        set_device(kind)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    group = init_weight_mesh(kind, gtp=world)["gtp"].get_group() if world > 1 else None
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     clock = _Clock(device)
     machine = _compute(clock, _base(device))
     machine = _host(clock, machine)
-    is_linked = dist.is_initialized() and dist.get_world_size() > 1
-    if is_linked:
-        machine = _links(clock, machine)
+    if group is not None:
+        machine = _links(clock, machine, group)
+    is_linked = group is not None
     name = f"{machine.name}, measured" if is_linked else f"{machine.name}, links not measured"
     machine = replace(machine, name=name, is_calibrated=is_linked)
     machine = replace(machine, spread=_CALIBRATED_SPREAD if is_linked else machine.spread)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if group is None or group.rank() == 0:
         try:
             path.write_text(machine.as_json())
         except OSError as error:
@@ -162,11 +160,9 @@ def _host(clock: _Clock, machine: Machine) -> Machine:
     return replace(machine, host=replace(machine.host, op_us=clock.time(step) / (32 * 5) * 1e6))
 
 
-def _links(clock: _Clock, machine: Machine) -> Machine:
+def _links(clock: _Clock, machine: Machine, group: dist.ProcessGroup) -> Machine:
     """Gathers by size: a line through the times of a small and a large one."""
-    world = dist.get_world_size()
-    group = dist.group.WORLD
-    assert group is not None
+    world = group.size()
     is_gpu = clock.device.type == "cuda"
     sizes = (1 << 20, 1 << 28) if is_gpu else (1 << 12, 1 << 20)
 
