@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from .._progress import Progress
 from ..policy import Memory
 from ..quant.recipes import RECIPES
 from .api import plan
@@ -20,6 +21,7 @@ from .model import PRESETS
 from .text import PlanResult
 from .timeline import as_chrome_trace, as_svg, timeline
 
+_LOG = logging.getLogger(__name__)
 _EPILOG = """\
 examples:
   gtp-plan llama3-70b --machine h100 --gpus 256 --global-batch 512
@@ -70,24 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Progress:
-    """A line on the terminal once a search has taken a second, and again each second."""
-
-    def __init__(self) -> None:
-        self._begin = self._shown = time.monotonic()
-        self.is_shown = False
-
-    def __call__(self, num: int, total: int, seconds: int) -> None:
-        now = time.monotonic()
-        if now - self._shown >= 1:
-            self._shown, self.is_shown = now, True
-            print(f"\r{num} layouts of {total} simulated, {seconds} s", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self.is_shown:
-            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; gives its exit status: 0, 1 if no layout fits, 2 for bad input."""
     options = _parser().parse_args(arguments)
@@ -110,11 +94,12 @@ def _plan(options: argparse.Namespace) -> int:
         raise PlanError("plan expects a model and --gpus N, but got none. See gtp-plan --help.")
     if options.top < 1:
         raise PlanError(f"plan expects --top of at least 1, but got {options.top}. Pass another.")
-    progress = _Progress()
-    try:
-        result = plan(options.model, options.machine, top=options.top, report=progress, **_job_of(options))
-    finally:
-        progress.close()
+    with Progress(_LOG, "layouts simulated") as progress:
+
+        def report(num: int, total: int, seconds: int) -> None:
+            progress.advance(f"of at most {total}")
+
+        result = plan(options.model, options.machine, top=options.top, report=report, **_job_of(options))
     if options.json is not None:
         text = json.dumps(result.as_record(), indent=1) + "\n"
         if str(options.json) == "-":
