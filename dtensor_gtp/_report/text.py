@@ -49,11 +49,16 @@ def table(rows: Sequence[ReportRow], is_verbose: bool) -> list[str]:
         local = f"{times} x " * (times > 1) + format_nbytes(row.local_nbytes)
         gathered = format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-"
         cells.append((name, shape, dtype, row.placements, local, gathered, row.use))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     total = format_nbytes(sum(row.local_nbytes for row in rows))
     largest = format_nbytes(max((row.gathered_nbytes for row in rows), default=0))
-    return [*(line.rstrip() for line in lines), f"{total} of parameters per rank; largest gathered weight {largest}"]
+    return [*in_columns(cells), f"{total} of parameters per rank; largest gathered weight {largest}"]
+
+
+def in_columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; each column is as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return [line.rstrip() for line in lines]
 
 
 def plan_text(plan: PlanReport, is_verbose: bool = True) -> str:

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from .evaluate import Answer, Problem, memory_of
 from .job import Layout, refusal
-from .machine import load_machine, preset_names
-
-_GIB = 2**30
+from .machine import GIB, load_machine, preset_names
 
 
 def advise(problem: Problem, closest: Answer) -> list[str]:
@@ -39,7 +37,7 @@ def advise(problem: Problem, closest: Answer) -> list[str]:
             continue
         if changed.config is not None and refusal(other, changed.job, changed.config, changed.machine) is not None:
             continue
-        free = changed.machine.memory_gib - memory_of(changed, other).total / _GIB
+        free = changed.machine.memory_gib - memory_of(changed, other).total / GIB
         if free >= 0:
             lines.append(f"{text}: fits, {free:.1f} GiB are left")
             is_larger_tried = is_larger_tried or text.startswith("--gpus")

@@ -25,7 +25,7 @@ from .. import _torch_compat as compat
 from .._comm.copy_engine import CopyEngine
 from ..mesh import init_weight_mesh
 from .errors import PlanError
-from .machine import Contention, Link, Machine, load_machine, preset_names
+from .machine import GIB, Contention, Link, Machine, load_machine, preset_names, preset_of
 
 _GPU_SIZES = ((1024, 1024, 1024), (2048, 4096, 4096), (2048, 4096, 14336), (8192, 4096, 14336), (2048, 4096, 128256))
 _CPU_SIZES = ((64, 128, 128), (128, 256, 256), (256, 256, 512))
@@ -92,16 +92,13 @@ def _base(device: torch.device) -> Machine:
     """The peaks of the GPU by its name; for CPUs, what is measured next takes the place of peaks."""
     if device.type == "cpu":
         base = load_machine("h100")
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
         # Threads copy and reduce: there is no second engine.
         return replace(base, name=f"CPU, {os.cpu_count()} cores", memory_gib=memory, reserve_gib=0.0, sources={})
     found = torch.cuda.get_device_name(device)
-    for name in sorted(preset_names(), key=len, reverse=True):
-        if name.partition("-")[0] in found.lower():
-            memory = torch.cuda.get_device_properties(device).total_memory / 2**30
-            return replace(
-                load_machine(name), name=found, memory_gib=memory, sources={"all": "measured by --calibrate"}
-            )
+    if (preset := preset_of(found)) is not None:
+        memory = torch.cuda.get_device_properties(device).total_memory / GIB
+        return replace(load_machine(preset), name=found, memory_gib=memory, sources={"all": "measured by --calibrate"})
     raise PlanError(
         f"calibrate knows the peaks of {', '.join(preset_names())}, but this GPU is {found!r}. Copy a preset of "
         "dtensor_gtp/planner/machines, fill in its peaks, and pass it as --machine."

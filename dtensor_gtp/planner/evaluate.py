@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..policy import Schedule
 from .costs import Axis, Costs
 from .job import OPTIMIZERS, Job, Layout
-from .machine import Machine
+from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
 from .model import ModelConfig
 from .peak import Amounts
@@ -111,6 +111,11 @@ def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
     return parts
 
 
+def parts_of(problem: Problem, layout: Layout) -> list[Part] | list[None]:
+    """The stages of a layout; one that is not known in blocks for a model of the user's own code."""
+    return [None] if problem.config is None else stage_parts(problem.config, layout.pp)
+
+
 def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
     """What a rank of a stage computes in one microbatch."""
     if problem.config is None:
@@ -168,13 +173,12 @@ def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
 
 def memory_of(problem: Problem, layout: Layout) -> Memory:
     """Of the fullest rank: the first stage holds most microbatches, the last one has the logits."""
-    parts = stage_parts(problem.config, layout.pp) if problem.config is not None else [None]
+    parts = parts_of(problem, layout)
     num = layout.num_microbatches(problem.job)
     found = []
     for number in {0, len(parts) - 1}:
         setting = setting_of(problem, layout, parts[number])
-        free = int(problem.machine.memory_gib * 2**30)
-        schedule, _ = setting.choice(free)
+        schedule, _ = setting.choice(problem.machine.memory_nbytes)
         stage = Stage(min(len(parts) - number, num), num, layout.keep)
         found.append(_memory_of_stage(setting, schedule, stage, OPTIMIZERS[problem.job.optimizer]))
     return max(found, key=lambda memory: memory.total)
@@ -201,9 +205,9 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     """Simulates a layout that can be."""
     job, machine = problem.job, problem.machine
     memory = memory or memory_of(problem, layout)
-    parts = stage_parts(problem.config, layout.pp) if problem.config is not None else [None]
+    parts = parts_of(problem, layout)
     setting = setting_of(problem, layout, slowest(parts))
-    free = max(int((machine.memory_gib - machine.reserve_gib) * 2**30) - memory.total, 0)
+    free = max(int((machine.memory_gib - machine.reserve_gib) * GIB) - memory.total, 0)
     schedule, reasons = setting.choice(free)
     num = layout.num_microbatches(job)
     last = measure(setting, schedule, is_last=True)
@@ -225,7 +229,6 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     tokens_per_s = tokens / step_ms * 1e3
     mfu = tokens_per_s * problem.flops_per_token() / (machine.peak_tflops["bf16"] * 1e12)
     compute = step_ms - sum(total.exposed.values())
-    capacity = int(machine.memory_gib * 2**30)
     return Answer(
         layout,
         step_ms,
@@ -233,7 +236,7 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
         tokens_per_s,
         mfu,
         memory,
-        capacity,
+        machine.memory_nbytes,
         total.received,
         total.exposed,
         compute,

@@ -15,6 +15,7 @@ from typing import Any
 
 from .errors import PlanError
 
+GIB = 2**30
 VERSION = 1
 _PRESETS = Path(__file__).parent / "machines"
 
@@ -141,6 +142,10 @@ class Machine:
     spread: float
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def memory_nbytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
     def as_json(self) -> str:
         """What :func:`load_machine` reads."""
         return json.dumps({"version": VERSION} | asdict(self), indent=2) + "\n"
@@ -204,6 +209,12 @@ def load_machine(text: str) -> Machine:
 def preset_names() -> list[str]:
     """The machines that come with the package."""
     return sorted(path.stem for path in _PRESETS.glob("*.json"))
+
+
+def preset_of(device_name: str) -> str | None:
+    """The preset of a GPU by its name, as ``torch.cuda.get_device_name`` gives it; None if there is none."""
+    names = [name for name in preset_names() if name.partition("-")[0] in device_name.lower()]
+    return max(names, key=len, default=None)  # a GB200 is no B200
 
 
 def machine_of(content: Any, where: str) -> Machine:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .._schedule.held_weights import Held, held_nbytes
 from ..policy import Schedule
+from .machine import GIB
 from .peak import Amounts, Peak, Use, predict_peak
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step, recomputed_uses
 from .trace import Trace, Weight
@@ -183,7 +184,7 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
         peak.activations - logits + max(saved, 0) * (stage.num_inflight - 1),
         logits,
         symmetric_nbytes(setting, schedule),
-        int(setting.costs.machine.reserve_gib * 2**30),
+        int(setting.costs.machine.reserve_gib * GIB),
         peak.moment,
     )
 

@@ -241,7 +241,7 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     reductions.finish()
     small = setting.trace.small_numel * setting.reduce_nbytes
     if small:
-        axis = Axis(setting.costs.axis("gtp").size, setting.costs.axis("gtp").stride)
+        axis = setting.costs.axis("gtp")
         tasks.spend(tasks.host.collective_us)
         ms = setting.costs.reduce_ms(small, axis)
         tasks.wait(
@@ -267,10 +267,15 @@ def _forward(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: S
 def _use(tasks: Tasks, gathers: Gathers, number: int, item: Sharded, *, is_kept: bool) -> None:
     """A use in forward, or in a forward that backward computes again."""
     tasks.spend(tasks.host.use_us / 2)
+    _wait_for(tasks, gathers, number, is_kept=is_kept)
+    tasks.compute(product(tasks, item, "forward"), f"use {item.name}")
+
+
+def _wait_for(tasks: Tasks, gathers: Gathers, number: int, *, is_kept: bool) -> None:
+    """Compute waits until the weight is gathered."""
     done = gathers.use(number, is_kept=is_kept)
     if done is not None:
         tasks.wait(done)
-    tasks.compute(product(tasks, item, "forward"), f"use {item.name}")
 
 
 def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
@@ -322,9 +327,7 @@ def _backward(
         for part in parts:
             if part == "dgrad" and item.weight.has_dgrad:
                 tasks.spend(tasks.host.use_us / 4)
-                done = gathers.use(number, is_kept=False)
-                if done is not None:
-                    tasks.wait(done)
+                _wait_for(tasks, gathers, number, is_kept=False)
                 tasks.compute(product(tasks, item, "dgrad"), f"dgrad {item.name}")
             if part == "wgrad":
                 tasks.spend(tasks.host.use_us / 4)

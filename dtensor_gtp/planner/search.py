@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from .costs import Costs
 from .errors import PlanError
-from .evaluate import Answer, Problem, evaluate, lower_bound_ms, memory_of, setting_of, slowest, stage_parts
+from .evaluate import Answer, Problem, evaluate, lower_bound_ms, memory_of, parts_of, setting_of, slowest
 from .job import AXES, CHECKPOINTS, OPTIMIZERS, Layout, refusal
 from .setting import PARAM_NBYTES
 from .timing import compute_ms
 
-_GIB = 2**30
 _MAX_TRIED = 80  # simulations of one search
 
 
@@ -80,10 +79,6 @@ def layouts_of(problem: Problem) -> Iterator[Layout]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0] if number <= 4096 else _divisors_of(number)
-
-
-def _divisors_of(number: int) -> list[int]:
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 
@@ -153,7 +148,7 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         rival = best.get(_family(layout))
         if rival is not None and rival.step_ms <= bound * _ENOUGH:
             continue
-        capacity = int(problem.machine.memory_gib * _GIB)
+        capacity = problem.machine.memory_nbytes
         state = bounds.state_nbytes(layout)
         if state > capacity:
             refused.setdefault("parameters and optimizer alone do not fit", []).append(layout)
@@ -254,8 +249,7 @@ class _Bounds:
     def _alike(self, layout: Layout) -> _Alike:
         key = _alike(layout)
         if key not in self._known:
-            config = self._problem.config
-            part = None if config is None else slowest(stage_parts(config, layout.pp))
+            part = slowest(parts_of(self._problem, layout))
             setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
             sums: list[dict[str, int]] = [{}, {}, {}]
             state = PARAM_NBYTES + OPTIMIZERS[self._problem.job.optimizer]

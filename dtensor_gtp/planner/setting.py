@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -205,7 +205,3 @@ def recomputed_uses(setting: Setting, weights: Sequence[Sharded]) -> dict[int, t
             blocks.setdefault(item.weight.block, []).append(number)
     step = 2 if setting.checkpoint == "selective" else 1
     return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}
-
-
-def with_policy(setting: Setting, policy: SchedulePolicy) -> Setting:
-    return replace(setting, policy=policy)

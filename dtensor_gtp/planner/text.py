@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .._comm.debug import format_nbytes
+from .._report.text import in_columns
 from .code import launch_lines, training_code
 from .errors import PlanError
 from .evaluate import Answer, Problem
 from .job import Job
-from .machine import VERSION, Machine
+from .machine import GIB, VERSION, Machine
 from .search import Refused
 
 WIDTH = 100
-_GIB = 2**30
 _BAR = 40
 _MEMORY = (
     "parameters",
@@ -121,13 +121,11 @@ def _ranking(answers: Iterable[Answer]) -> list[str]:
                 f"{format_ms(low)}-{format_ms(high)}",
                 f"{answer.tokens_per_s:.0f}",
                 f"{answer.mfu:.0%}",
-                f"{answer.memory.total / _GIB:.1f}",
+                f"{answer.memory.total / GIB:.1f}",
                 f"{cause} {ms / answer.step_ms:.0%}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    return [line.rstrip()[:WIDTH] for line in lines]
+    return [line[:WIDTH] for line in in_columns(cells)]
 
 
 def format_ms(ms: float) -> str:
@@ -158,21 +156,20 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
     return lines
 
 
-def _bars(parts: dict[str, Any], whole: float, format_value: Any) -> list[str]:
+def _bars(parts: dict[str, Any], whole: float, format_value: Callable[[Any], str]) -> list[str]:
     lines = []
     for name, value in parts.items():
         if value <= 0 or value < whole * 0.0005:
             continue
         bar = "#" * max(round(value / whole * _BAR), 1)
-        shown = format_value(int(value)) if format_value is format_nbytes else format_value(value)
-        lines.append(f"    {name:<12} {shown:>10} {value / whole:>6.1%}  {bar}")
+        lines.append(f"    {name:<12} {format_value(value):>10} {value / whole:>6.1%}  {bar}")
     return lines
 
 
 def _nothing_fits(result: PlanResult) -> list[str]:
     lines = ["No layout fits."]
     if result.closest is not None:
-        missing = (result.closest.memory.total - result.closest.capacity) / _GIB
+        missing = (result.closest.memory.total - result.closest.capacity) / GIB
         layout = result.closest.layout
         described = (
             f"{layout.describe(has_experts=True)}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"

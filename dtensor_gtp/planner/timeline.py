@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from html import escape
 
-from .evaluate import Answer, Problem, setting_of, slowest, stage_parts
+from .evaluate import Answer, Problem, parts_of, setting_of, slowest
 from .simulate import Load, Stream
 from .timing import Timeline, run
 
@@ -28,14 +28,14 @@ _NAMES = {
 
 def timeline(problem: Problem, answer: Answer) -> Timeline:
     """One microbatch of the slowest stage."""
-    parts = stage_parts(problem.config, answer.layout.pp) if problem.config is not None else [None]
-    return run(setting_of(problem, answer.layout, slowest(parts)), answer.schedule, is_last=True)
+    part = slowest(parts_of(problem, answer.layout))
+    return run(setting_of(problem, answer.layout, part), answer.schedule, is_last=True)
 
 
 def as_svg(found: Timeline, title: str) -> str:
     """A picture of the streams; a pointer on a box shows its name and its time."""
     streams = sorted({task.stream for task in found.tasks})
-    rows = {stream: number for number, stream in enumerate([*streams])}
+    rows = {stream: number for number, stream in enumerate(streams)}
     height = _TOP + _ROW * (len(streams) + 1) + 50
     scale = (_WIDTH - _LEFT - 20) / max(found.ms, 1e-9)
     parts = [

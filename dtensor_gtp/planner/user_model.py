@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,21 @@ def _record_function(text: str) -> Trace:
 
 def _record(text: str, make: Any) -> Trace:
     model, inputs = make()
-    try:
+    with _running(text, "Mend it."):
         return record(lambda: model, lambda module, _: _loss_of(module(*inputs)), is_meta=True)
+
+
+@contextmanager
+def _running(text: str, remedy: str) -> Iterator[None]:
+    """Within, forward and backward of the model run."""
+    try:
+        yield
     except PlanError:
         raise
-    except Exception as error:  # of the user's code: any
+    except Exception as error:  # of the model's code: any
         raise PlanError(
             f"model expects a forward and backward that run on the meta device, but {text} raised "
-            f"{type(error).__name__}: {_one_line(error)}. Mend it."
+            f"{type(error).__name__}: {_one_line(error)}. {remedy}"
         ) from None
 
 
@@ -107,13 +116,8 @@ def _record_transformers(text: str, seq_len: int) -> Trace:
             f"model expects a causal language model, but transformers cannot build {text} on the meta device "
             f"({type(error).__name__}: {_one_line(error)}). Name another."
         ) from None
-    try:
+    with _running(text, "Pass module:function instead."):
         return record_transformers_model(model, seq_len)
-    except Exception as error:  # of the model's code: any
-        raise PlanError(
-            f"model expects a forward and backward that run on the meta device, but {text} raised "
-            f"{type(error).__name__}: {_one_line(error)}. Pass module:function instead."
-        ) from None
 
 
 def record_transformers_model(model: nn.Module, seq_len: int) -> Trace:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dtensor_gtp.planner.costs import Axis, Costs
-from dtensor_gtp.planner.machine import Machine, load_machine, preset_names
+from dtensor_gtp.planner.machine import Machine, load_machine, preset_of
 from dtensor_gtp.planner.model import ModelConfig
 from dtensor_gtp.planner.peers import build_compute, build_fully_shard
 from dtensor_gtp.planner.program import build
@@ -27,9 +27,8 @@ def find_machine(text: str | None, device: torch.device) -> Machine | None:
         return load_machine(text)
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device).lower()
-    found = [preset for preset in preset_names() if preset.partition("-")[0] in name]
-    return load_machine(max(found, key=len)) if found else None
+    preset = preset_of(torch.cuda.get_device_name(device))
+    return None if preset is None else load_machine(preset)
 
 
 @functools.cache
