@@ -36,6 +36,7 @@ class Measurement:
         predicted: what the allocator's peak should be, and why; None for modes whose plan is not known.
         activations: the most bytes that activations alone need in such a step, the same for all modes.
         predicted_ms: what the planner says of forward and backward; None for modes and machines that it does not know.
+        first_ms: forward and backward of the first step after the model was built and sharded; None for later steps.
     """
 
     mode: str
@@ -49,6 +50,7 @@ class Measurement:
     predicted: Peak | None = None
     activations: int = 0
     predicted_ms: float | None = None
+    first_ms: float | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -70,7 +72,10 @@ class Measurement:
         memory = self.memory
         if memory is not None and later.memory is not None:
             memory = memory.merged(later.memory)
-        return replace(self, samples_ms=self.samples_ms + later.samples_ms, memory=memory)
+        firsts = [ms for ms in (self.first_ms, later.first_ms) if ms is not None]
+        return replace(
+            self, samples_ms=self.samples_ms + later.samples_ms, memory=memory, first_ms=min(firsts, default=None)
+        )
 
 
 def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
@@ -78,8 +83,8 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
 
     ``ratio_fsdp2`` is to the fastest of the FSDP2 modes, ``ratio_compute`` to the compute mode, ``ratio_eager`` of a
     compiled mode to the same mode without compilation, ``ratio_torchao`` of a mode with a recipe to the fastest of
-    torchao's, ``ratio_fsdp2_memory`` of what is above the activations to that FSDP2 mode with the least; None where
-    the peer was not measured.
+    torchao's, ``ratio_fsdp2_memory`` of what is above the activations to that FSDP2 mode with the least,
+    ``ratio_fsdp2_first`` of the first step to the quickest of theirs; None where the peer was not measured.
     """
     measured = list(measurements)
     records = []
@@ -95,6 +100,7 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
                 "ms_max": max(item.samples_ms),
                 "samples_ms": item.samples_ms,
                 "predicted_ms": item.predicted_ms,
+                "first_ms": item.first_ms,
                 "tokens_per_s_per_gpu": item.tokens_per_step / item.ms * 1e3,
                 **_ratios(item, peers),
                 **_memory(item),
@@ -113,12 +119,14 @@ def _ratios(item: Measurement, peers: list[Measurement]) -> dict[str, float | No
     times = {m.mode: m.ms for m in peers}
     eager = times.get(item.mode.removesuffix(COMPILED)) if item.mode.endswith(COMPILED) else None
     above = [m.above_activations for m in fsdp2 if m.above_activations is not None]
+    firsts = [m.first_ms for m in fsdp2 if m.first_ms is not None]
     return {
         "ratio_fsdp2": _ratio(item.ms, min((m.ms for m in fsdp2), default=None)),
         "ratio_compute": _ratio(item.ms, times.get("compute")),
         "ratio_eager": _ratio(item.ms, eager),
         "ratio_torchao": _ratio(item.ms, min(torchao, default=None)),
         "ratio_fsdp2_memory": _ratio(item.above_activations, min(above, default=None)),
+        "ratio_fsdp2_first": _ratio(item.first_ms, min(firsts, default=None)),
     }
 
 
@@ -173,7 +181,8 @@ def step_table(records: list[dict[str, Any]]) -> str:
         "above activations GiB": "peak_above_activations_bytes",
         "reserved GiB": "reserved_bytes",
     }
-    header = ["phase", "T", "mode", "ms", "predicted ms", "tokens/s/GPU", *ratios, *memory, "x FSDP2 memory"]
+    first = ["first step ms", "x FSDP2 first"]
+    header = ["phase", "T", "mode", "ms", "predicted ms", "tokens/s/GPU", *ratios, *memory, "x FSDP2 memory", *first]
     lines = [
         [
             r["phase"],
@@ -187,6 +196,8 @@ def step_table(records: list[dict[str, Any]]) -> str:
             *(_number(r[f"ratio_{name}"], 3) for name in extra),
             *(_number(r[name], 2, 2**30) for name in memory.values()),
             _number(r["ratio_fsdp2_memory"], 3),
+            _number(r["first_ms"], 1),
+            _number(r["ratio_fsdp2_first"], 3),
         ]
         for r in sorted(records, key=lambda r: (r["phase"] != "forward+backward", r["seq_len"]))
     ]

@@ -14,6 +14,7 @@ step are recorded with the times: modes that compute the same thing agree on the
 import argparse
 import dataclasses
 import math
+import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -189,15 +190,18 @@ def measure(
     mode: str,
     seq_len: int,
     leftover: int,
+    is_new: bool,
     workload: Workload,
     world: World,
     arguments: argparse.Namespace,
 ) -> Measurement:
-    """Warms up, times and, if asked, traces one mode at one length; with an optimizer, the full step."""
+    """Warms up, times and, if asked, traces one mode at one length; with an optimizer, the full step.
+
+    ``is_new`` says that the model has not run yet: then its first step is timed, too.
+    """
     step = make_step(model, mode, workload, world, seq_len, optimizer)
-    norms: list[float | None] = []
-    is_reduced = arguments.fake_ranks is None  # else gradients are what was in memory
-    loss = world.mean(step(lambda: norms.append(gradient_norm(model, world) if is_reduced else None)).item())
+    first = FirstStep(model, world, is_reduced=arguments.fake_ranks is None)
+    loss = world.mean(step(first.after_backward).item())
     if not math.isfinite(loss):
         raise ArithmeticError(f"mode {mode} has a loss of {loss} at T={seq_len}: times of such a step mean nothing.")
     for _ in range(arguments.warmup - 1 + (_CAPTURE_CALLS if mode.endswith((GRAPH, BLOCK_GRAPHS)) else 0)):
@@ -212,7 +216,34 @@ def measure(
     predicted = explain_peak(model, optimizer, mode, workload, seq_len, world)
     tokens, activations = workload.batch * seq_len, most_activations(workload, seq_len)
     ms = predict_ms(mode, workload, seq_len, world, arguments.machine) if phase == FORWARD_BACKWARD else None
-    return Measurement(mode, seq_len, phase, samples, tokens, memory, loss, norms[0], predicted, activations, ms)
+    first_ms = first.ms if is_new else None
+    return Measurement(
+        mode, seq_len, phase, samples, tokens, memory, loss, first.grad_norm, predicted, activations, ms, first_ms
+    )
+
+
+class FirstStep:
+    """Times forward and backward of the first step, and reads the gradient norm behind them.
+
+    Args:
+        model: the model.
+        world: the processes; all make one together.
+        is_reduced: whether gradients are reduced; else the norm stays None.
+    """
+
+    def __init__(self, model: nn.Module, world: World, *, is_reduced: bool) -> None:
+        self._model, self._world, self._is_reduced = model, world, is_reduced
+        self.ms = math.nan
+        self.grad_norm: float | None = None
+        world.synchronize()
+        world.barrier()
+        self._begin = time.perf_counter()
+
+    def after_backward(self) -> None:
+        self._world.synchronize()
+        self.ms = self._world.slowest([(time.perf_counter() - self._begin) * 1e3])[0]
+        if self._is_reduced:
+            self.grad_norm = gradient_norm(self._model, self._world)
 
 
 def predict_ms(mode: str, workload: Workload, seq_len: int, world: World, machine_name: str | None) -> float | None:
@@ -251,7 +282,9 @@ def run_mode(
                 return measured, error
         for seq_len in seq_lens:
             label = f"{mode}, {phase}, T={seq_len}"
-            work = partial(measure, model, optimizer, mode=mode, seq_len=seq_len, leftover=leftover)
+            work = partial(
+                measure, model, optimizer, mode=mode, seq_len=seq_len, leftover=leftover, is_new=not measured
+            )
             result, error = world.guarded(label, partial(work, workload=workload, world=world, arguments=arguments))
             if result is None:
                 return measured, f"{label}: {error}"

@@ -80,6 +80,19 @@ def test_without_a_peer_there_is_no_ratio(scripts: Scripts) -> None:
     assert record["ratio_fsdp2_memory"] is None
 
 
+def test_first_steps_are_compared_with_the_quickest_peer(scripts: Scripts) -> None:
+    """The least of the rounds: the first mode of the first round also pays for what the process loads once."""
+    modes = {"fsdp2-fp32": (500.0, 300.0), "fsdp2-bf16": (450.0, 400.0), "gtp": (360.0, 390.0), "gtp-graph": (None, None)}
+    merged = []
+    for mode, rounds in modes.items():
+        first, later = (dataclasses.replace(measurement(scripts, mode), first_ms=ms) for ms in rounds)
+        merged.append(first.merged(later))
+    records = scripts.report.rows(merged)
+    assert [record["first_ms"] for record in records] == [300.0, 400.0, 360.0, None]
+    table = cells(scripts.report.step_table(records))
+    assert [table[mode]["x FSDP2 first"] for mode in modes] == ["1.000", "1.333", "1.200", "n/a"]
+
+
 def test_rounds_report_the_larger_of_each(scripts: Scripts) -> None:
     first = measurement(scripts, "gtp-bf16", allocated=8, reserved=12, symmetric=1)
     later = measurement(scripts, "gtp-bf16", allocated=9, reserved=11, symmetric=2)
