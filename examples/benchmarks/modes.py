@@ -25,8 +25,10 @@ GRAPH = "-graph"  # with this one the step of a gtp mode is replayed as one CUDA
 BLOCK_GRAPHS = "-blockgraphs"  # and with this one each block of a gtp mode, its collectives between the graphs
 PEERS = ("torchao-fp32", "torchao-bf16")  # of recipes; not measured unless asked for
 MEGATRON = ("megatron-fp32", "megatron-bf16")  # where megatron-fsdp is installed
-# fully_shard with options of its own and of its FSDPModule; not measured unless asked for
-OPTIONS = ("fsdp2-bf16-kept", "fsdp2-bf16-tuned", "fsdp2-bf16-symm")
+# fully_shard with options of its own and of its FSDPModule, gtp_shard with other memory; not measured unless asked for
+OPTIONS = ("fsdp2-bf16-kept", "fsdp2-bf16-tuned", "fsdp2-bf16-symm", "gtp-least", "gtp-most_speed")
+# what they pass as SchedulePolicy(memory=...); the library chooses all else
+MEMORY = {"gtp": "balanced", "gtp-least": "least", "gtp-most_speed": "most_speed"}
 BASES = (*MODES, *PEERS, *MEGATRON, *OPTIONS)
 RECIPE = "@"  # between the name of a gtp mode and that of a recipe
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -173,7 +175,7 @@ class Mode(NamedTuple):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return _REDUCE_DTYPES[self.base.partition("-")[2].partition("-")[0] or "bf16"]
+        return _REDUCE_DTYPES["bf16" if self.base in MEMORY else self.base.split("-")[1]]
 
     @property
     def is_exchanging(self) -> bool:
@@ -193,8 +195,9 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
         mode: "compute": whole bf16 weights and no communication, the bound; "fsdp2-R": ``fully_shard`` on each block
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
             "bf16"; weights are stored in fp32 and computed with in bf16. "gtp": as "gtp-bf16", but no schedule is
-            passed. The others have fixed numbers, those of the workload. "gtp-bf16-lookup": activations cross the wire
-            in the place of the embedding's weight; "gtp-bf16-exchange": in the place of the output projection's, too.
+            passed; "gtp-least" and "gtp-most_speed" pass ``memory``. The others have fixed numbers, those of the
+            workload. "gtp-bf16-lookup": activations cross the wire in the place of the embedding's weight;
+            "gtp-bf16-exchange": in the place of the output projection's, too.
             "fsdp2-bf16-kept", "fsdp2-bf16-tuned" and "fsdp2-bf16-symm": with the options of ``peers.to_fsdp2``.
             "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
             float8 with float8 all-gather, under ``fully_shard``; "megatron-R": ``fully_shard_model`` of megatron-fsdp
@@ -242,7 +245,9 @@ def shard(model: Llama, mode: Mode, workload: Workload, world: World) -> nn.Modu
 
 
 def policy_of(mode: Mode, workload: Workload) -> SchedulePolicy:
-    """Fixed numbers, and those of the workload."""
+    """What the library chooses; for modes of fixed numbers these, and those of the workload."""
+    if mode.base in MEMORY:
+        return SchedulePolicy(memory=MEMORY[mode.base])
     return fixed_policy(**{"embedding": "exchange" if mode.is_exchanging else "gather"} | workload.schedule)
 
 

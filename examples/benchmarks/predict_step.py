@@ -19,6 +19,7 @@ from dtensor_gtp.planner.timing import Timeline, timeline_of
 from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 from dtensor_gtp.quant.recipes import resolve_recipe
+from modes import MEMORY, Mode
 
 
 def find_machine(text: str | None, device: torch.device) -> Machine | None:
@@ -46,8 +47,10 @@ def setting_of(
     recipe = resolve_recipe(plain) if plain else None
     precision = "float8" if recipe is not None and not compute and recipe.has_gemms else "bf16"
     costs = Costs(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode)
-    policy = SchedulePolicy()
-    if mode != "gtp":
+    memory = MEMORY.get(Mode.parse(mode).base)
+    if memory is not None:
+        policy = SchedulePolicy(memory=memory)
+    else:
         policy = fixed_policy(**{"embedding": "exchange" if "lookup" in base else "gather"} | schedule)
     reduce_nbytes = 4 if "fp32" in base else 2
     setting = Setting(_trace_of(config, seq_len), costs, policy, reduce_nbytes, recipe, tokens=seq_len)
