@@ -177,6 +177,11 @@ class GTPModule(RefusedMethods, BoundModule):
 
     The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning. Those that are missing
     raise NotImplementedError, and name what to use instead.
+
+    ``state_dict()`` holds the shards, not copies. A ``dcp.load`` into them counts in the next forward, also where
+    weights are kept gathered. ``load_state_dict`` takes such DTensors, or whole tensors, of which each rank takes its
+    part without communication. With ``assign=True`` the tensors given become the parameters, and ties stay ties; a
+    tensor that is placed in another way is refused. Create the optimizer after that, for it holds the old parameters.
     """
 
     def _params(self, recurse: bool = True) -> list[ManagedParam]:
