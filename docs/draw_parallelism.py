@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/parallelism.md: which part of a weight each rank holds.
+"""Draws the pictures of docs/guides/meshes.md: which part of a weight each rank holds.
 
     python docs/draw_parallelism.py
 

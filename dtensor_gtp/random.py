@@ -39,7 +39,9 @@ _COMMON = "common"  # the common generator, in seeds and checkpoints
 class MeshRNG:
     """The random number streams of one rank of a :class:`WeightMesh`. It is ``Stateful``: put it into a checkpoint.
 
-    Making one seeds torch's default generators of this process.
+    Making one seeds torch's default generators of this process, and on CUDA DTensor's tracker, whose first random op
+    would otherwise give all ranks the state of rank 0. Do not call ``torch.manual_seed`` with one number on all ranks
+    afterwards: dropout would be alike along the data axes.
 
     Args:
         dense: Mesh with the axes (replicate, dp, cp, gtp, tp).
@@ -83,15 +85,19 @@ class MeshRNG:
         draws other numbers than the one before.
 
         Recomputation by activation checkpointing draws the same numbers again if ``axes`` contains all data axes
-        (``preserve_rng_state`` must be on, as it is by default); other regions refuse it. Not supported: a region
-        entered while a CUDA graph is captured, or in a function under ``torch.compile(fullgraph=True)``.
+        (``preserve_rng_state`` must be on, as it is by default, and a selective policy must not keep random ops); other
+        regions refuse it. Not supported: a region entered while a CUDA graph is captured, or in a function under
+        ``torch.compile(fullgraph=True)``. Without ``fullgraph`` a region breaks the graph.
 
         Args:
             axes: Names of axes of one view of the mesh, dense or expert; or one of
 
                 - ``"params"``: the same on all ranks. For building a model that is sharded afterwards, and for the
-                  random initialization of DTensors: each rank then keeps or draws its own elements.
-                - ``"sequence_parallel"``: different along all axes, for activations that are split along tp, too.
+                  random initialization of DTensors: on meshes of ``gtp_shard`` each is drawn whole, and a rank keeps
+                  its part. On other meshes DTensor offsets the shards, on CUDA only. Code that fills plain tensors
+                  with its own shard names the axes that split the weight, as in ``fork("gtp", "tp")``.
+                - ``"sequence_parallel"``: different along all axes, for plain activations that are split along tp, too.
+                  DTensors that are sharded along tp need no region on CUDA, because DTensor offsets the shards.
 
         Raises:
             ValueError: Unknown names, or axes of both views.

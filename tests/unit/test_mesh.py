@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh
 from dtensor_gtp.random import DENSE_AXES, EXPERT_AXES
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "meshes.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "guides" / "meshes.md"
 ALL = explicit(min_shard_numel=0)
 
 
@@ -56,11 +56,36 @@ def groups(of_ranks: list[Group]) -> list[Group]:
 # --- the documentation ------------------------------------------------------------------------------------------------
 
 
-def documented_groups() -> list[tuple[str, str, list[Group]]]:
-    """(arguments, mesh, groups) for each cell of the tables of groups."""
+# One column is a call, one row a mesh; "-" is an axis of size 1. docs/guides/meshes.md shows a part of it.
+GROUPS = """
+| | `gtp=2, tp=4` | `replicate=2, tp=4` | `dp=2, tp=4` | `gtp=2, tp=4, ep=2, expert_gtp=2` |
+|---|---|---|---|---|
+| `mesh["tp"]` | [0-3] [4-7] | [0-3] [4-7] | [0-3] [4-7] | [0-3] [4-7] |
+| `mesh["gtp"]` | [0,4] [1,5] [2,6] [3,7] | - | - | [0,4] [1,5] [2,6] [3,7] |
+| `mesh["dp"]` | - | - | [0,4] [1,5] [2,6] [3,7] | - |
+| `mesh["replicate"]` | - | [0,4] [1,5] [2,6] [3,7] | - | - |
+| `mesh.data` | [0,4] [1,5] [2,6] [3,7] | [0,4] [1,5] [2,6] [3,7] | [0,4] [1,5] [2,6] [3,7] | [0,4] [1,5] [2,6] [3,7] |
+| `mesh["ep"]` | - | - | - | [0,2] [1,3] [4,6] [5,7] |
+| `mesh["expert_gtp"]` | - | - | - | [0,1] [2,3] [4,5] [6,7] |
+| `mesh["expert_dp"]` | [0-7] | [0-3] [4-7] | [0-7] | [0,4] [1,5] [2,6] [3,7] |
+
+| | `dp=2, gtp=2, tp=2` | `replicate=2, cp=2, gtp=2` | `replicate=2, gtp=4, ep=2, expert_gtp=2` |
+|---|---|---|---|
+| `mesh["tp"]` | [0,1] [2,3] [4,5] [6,7] | - | - |
+| `mesh["gtp"]` | [0,2] [1,3] [4,6] [5,7] | [0,1] [2,3] [4,5] [6,7] | [0-3] [4-7] |
+| `mesh["cp"]` | - | [0,2] [1,3] [4,6] [5,7] | - |
+| `mesh["dp"]` | [0,4] [1,5] [2,6] [3,7] | - | - |
+| `mesh.data` | [0,2,4,6] [1,3,5,7] | [0-7] | [0-7] |
+| `mesh.batch` | [0,2,4,6] [1,3,5,7] | [0,1,4,5] [2,3,6,7] | [0-7] |
+| `mesh["ep"]` | - | - | [0,2] [1,3] [4,6] [5,7] |
+| `mesh["expert_gtp"]` | - | - | [0,1] [2,3] [4,5] [6,7] |
+"""
+
+
+def groups_in(tables: str) -> list[tuple[str, str, list[Group]]]:
+    """(arguments, mesh, groups) for each cell of tables of groups."""
     cells = []
-    section = DOCS.read_text().partition("## Groups of eight ranks")[2].partition("\n## ")[0]
-    for table in re.findall(r"(?:^\|.*\n)+", section, re.M):
+    for table in re.findall(r"(?:^\|.*\n)+", tables, re.M):
         header, _, *rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
         for name, *texts in rows:
             for arguments, text in zip(header[1:], texts, strict=True):
@@ -79,7 +104,11 @@ def parse_groups(text: str) -> list[Group]:
 
 
 def test_documented_groups_are_the_groups() -> None:
-    cells = documented_groups()
+    section = DOCS.read_text().partition("## Groups of eight ranks")[2].partition("\n## ")[0]
+    documented_cells = groups_in(section)
+    assert len(documented_cells) == 8
+    cells = groups_in(GROUPS)
+    assert [cell for cell in documented_cells if cell not in cells] == []
     calls = {arguments for arguments, _, _ in cells}
     assert len(calls) == 7
     for call in calls:

@@ -1,4 +1,4 @@
-"""The pictures of docs/parallelism.md are what the placements say today, and can be read."""
+"""The pictures of docs/guides/meshes.md are what the placements say today, and can be read."""
 
 import importlib.util
 import itertools
@@ -45,8 +45,8 @@ def test_files_are_what_the_script_draws(drawn: dict[str, str]) -> None:
 
 
 def test_page_shows_every_picture(drawn: dict[str, str]) -> None:
-    page = (DOCS / "parallelism.md").read_text()
-    assert [name for name in drawn if f"(images/{name})" not in page] == []
+    page = (DOCS / "guides" / "meshes.md").read_text()
+    assert [name for name in drawn if f"(../images/{name})" not in page] == []
 
 
 def test_every_element_is_held_by_all_copies(script: ModuleType, weights: dict[str, Any]) -> None:
