@@ -82,6 +82,7 @@ def gtp_shard(
         offload_policy: torch's own. ``CPUOffloadPolicy(pin_memory=True)`` keeps shards, whole parameters and gradients
             on the host, and with them what the optimizer keeps, which steps there. Shards are copied to the device
             ahead of each gather, on a stream of their own; reduced gradients are copied back as they are complete.
+            Refused with quantized weights, CUDA graphs, an outer ``fully_shard`` and unequal replicas.
 
     Returns:
         ``module``, whose class is now a subclass of its own and of :class:`GTPModule`.
@@ -182,6 +183,9 @@ class GTPModule(RefusedMethods, BoundModule):
     weights are kept gathered. ``load_state_dict`` takes such DTensors, or whole tensors, of which each rank takes its
     part without communication. With ``assign=True`` the tensors given become the parameters, and ties stay ties; a
     tensor that is placed in another way is refused. Create the optimizer after that, for it holds the old parameters.
+
+    ``param.data = tensor`` takes a whole tensor, of which each rank copies its part, or an earlier ``param.data``.
+    Inside of ``fully_shard`` it raises: write with ``copy_`` under ``torch.no_grad()``.
     """
 
     def _params(self, recurse: bool = True) -> list[ManagedParam]:

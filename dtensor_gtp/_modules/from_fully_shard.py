@@ -1,6 +1,6 @@
 """What ``fully_shard`` and its modules (torch 2.13) have and this library has not: refused, with what to use instead.
 
-Most of it tunes what is chosen here. docs/composability.md lists all arguments and methods, these among them.
+Most of it tunes what is chosen here. docs/guides/composability.md lists all arguments and methods, these among them.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _refused(name: str, advice: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(f"{name} of fully_shard has no counterpart in gtp_shard. {advice}.")
 
     method.__name__ = name
+    method.__doc__ = f"Refused. {advice}."
     return method
 
 

@@ -72,7 +72,7 @@ _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(model.parameters(), fused=True)",
     "sgd": "torch.optim.SGD(model.parameters(), lr=1e-2)",
     "sgd-momentum": "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)",
-    "muon": "...  # Muon for matrices and AdamW for the rest: see docs/composability.md",
+    "muon": "...  # dtensor_gtp.optim.Muon for matrices and AdamW for the rest",
 }
 
 
@@ -84,7 +84,7 @@ def _mesh(layout: Layout) -> list[str]:
     stage = layout.ranks // layout.pp
     return [
         f"# {layout.pp} stages of {stage} ranks: stage = rank // {stage}. Each stage builds its part of the model and",
-        "# shards it; torch.distributed.pipelining runs them (docs/composability.md).",
+        "# shards it; torch.distributed.pipelining runs them (docs/guides/composability.md).",
         "import os",
         "from torch.distributed.device_mesh import init_device_mesh",
         "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",

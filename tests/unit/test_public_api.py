@@ -143,7 +143,7 @@ CapturedStep.reset()""",
         ours = {name for name, _ in own_methods(dtensor_gtp.GTPModule)}
         self.assertEqual(methods - ours - from_fully_shard.METHODS.keys(), set())
         self.assertEqual(ours & from_fully_shard.METHODS.keys(), set())
-        page = (Path(__file__).parents[2] / "docs" / "composability.md").read_text()
+        page = (Path(__file__).parents[2] / "docs" / "guides" / "composability.md").read_text()
         named = arguments | methods | refused | from_fully_shard.METHODS.keys()
         self.assertEqual({name for name in named if f"`{name}`" not in page}, set())
 
