@@ -18,6 +18,7 @@ from .setting import PARAM_NBYTES
 from .timing import compute_ms
 
 _MAX_TRIED = 80  # simulations of one search
+_STATE = "parameters and optimizer alone do not fit"
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         capacity = problem.machine.memory_nbytes
         state = bounds.state_nbytes(layout)
         if state > capacity:
-            refused.setdefault("parameters and optimizer alone do not fit", []).append(layout)
+            refused.setdefault(_STATE, []).append(layout)
             continue
         if state + activations.get(_alike(layout), 0) * _CERTAIN > capacity:
             refused.setdefault("does not fit", []).append(layout)
@@ -170,11 +171,23 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         num += 1
         if report is not None:
             report(num, len(layouts), int(time.monotonic() - begin))
-    nearest = evaluate(problem, closest[1]) if closest is not None and not best else None
+    nearest = None
+    if not best and (closest is not None or _STATE in refused):
+        nearest = evaluate(problem, closest[1] if closest is not None else _smallest(refused[_STATE], bounds))
     reasons = [Refused(reason, len(found), found[0]) for reason, found in refused.items()]
     reasons.sort(key=lambda item: -item.count)
     answers = sorted(best.values(), key=lambda answer: (answer.step_ms, answer.layout))
     return Found(tuple(answers[:top]), tuple(reasons), nearest, len(layouts), num, time.monotonic() - begin)
+
+
+def _smallest(layouts: list[Layout], bounds: _Bounds) -> Layout:
+    """The layout with the least state, and of these the one with the fewest activations."""
+
+    def size(layout: Layout) -> tuple[int, int, int, bool]:
+        kept = -CHECKPOINTS.index(layout.checkpoint)
+        return bounds.state_nbytes(layout), layout.micro_batch, kept, layout.keep
+
+    return min(layouts, key=size)
 
 
 def _possible(

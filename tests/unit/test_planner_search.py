@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dtensor_gtp import plan
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.errors import PlanError
 from dtensor_gtp.planner.evaluate import Problem, evaluate, memory_of, stage_parts
@@ -101,6 +102,14 @@ def test_what_does_not_fit_is_refused_and_the_closest_is_named() -> None:
     assert found.closest is not None
     assert not found.closest.is_fitting
     assert {"does not fit", "parameters and optimizer alone do not fit"} >= {item.reason for item in found.refused[:1]}
+
+
+def test_state_that_fits_on_no_layout_is_shown_with_what_to_change() -> None:
+    result = plan("llama3-8b", "h100", gpus=1, global_batch=8)
+    assert [item.reason for item in result.refused] == ["parameters and optimizer alone do not fit"]
+    assert result.closest is not None
+    assert (result.closest.layout.micro_batch, result.closest.layout.checkpoint) == (1, "full")
+    assert "  --gpus 2: fits" in str(result)
 
 
 def test_no_layout_at_all_is_an_error() -> None:
