@@ -1,4 +1,28 @@
-"""Generalized Tensor Parallelism for PyTorch: shard every weight, gather each just in time."""
+"""Generalized Tensor Parallelism for PyTorch: shard every weight, gather each just in time.
+
+The examples of this reference assume ``import torch``, ``from torch import nn`` and ``from dtensor_gtp import *``, and
+for a name of another module the same import of that module. An example that calls ``init_weight_mesh`` with sizes runs
+on four ranks: save it without the prompts and start it by ``torchrun --nproc-per-node 4 file.py``. All others run in
+one process.
+
+Environment variables, the same on all ranks:
+
+``DTENSOR_GTP_DEBUG``: debugging aids, separated by commas. None of them changes a correct result.
+
+- ``poison`` fills a gather buffer with NaN when it is freed, so that a later read shows in the result.
+- ``delay`` or ``delay=SEED`` lets each stream (on CPU: the host) sleep a random time at each gather, use and
+  reduce-scatter, so that a missing wait shows in the result.
+- ``order`` compares what the ranks of a mesh launch before each collective, and raises if it differs. The host waits.
+- ``splits`` checks the sizes of the groups of ``GroupedLinear`` on the device, in layers built while it is set.
+
+``DTENSOR_GTP_CASTS``: ``auto`` (default) quantizes by Triton kernels on GPUs, ``reference`` op by op. The bits are the
+same.
+
+``TORCH_LOGS="+dtensor_gtp"``: log messages of the package, of level DEBUG too.
+
+``init_weight_mesh`` and ``nonuniform_mesh`` read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
+``MASTER_PORT``, which ``torchrun`` sets.
+"""
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -95,6 +95,17 @@ def gtp_shard(
             contain it cannot tell the others.)
 
     The design follows ``torch.distributed.fsdp.fully_shard``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8))
+        >>> mesh = init_weight_mesh("cpu", gtp=4)
+        >>> gtp_shard(model, mesh.weights)[0].weight.to_local().shape
+        torch.Size([32, 64])
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> inputs = torch.randn(16, 64)  # each rank has its own
+        >>> model(inputs).square().mean().backward()
+        >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
     """
     validate_mesh(mesh)
     ignored = set() if ignored_params is None else ignored_params
@@ -148,6 +159,18 @@ def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
         ValueError: ``module`` has no such method.
 
     The counterpart of ``torch.distributed.fsdp.register_fsdp_forward_method``.
+
+    Example:
+        >>> class Encoder(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.proj = nn.Linear(64, 64)
+        ...     def encode(self, x):
+        ...         return self.proj(x).relu()
+        >>> model = gtp_shard(Encoder(), init_weight_mesh("cpu", gtp=4).weights)
+        >>> register_gtp_forward_method(model, "encode")
+        >>> model.encode(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
     if binding_of(module) is None:
         return
@@ -161,7 +184,18 @@ def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 class UnshardHandle:
-    """Handle of an asynchronous :meth:`GTPModule.unshard`."""
+    """Handle of an asynchronous :meth:`GTPModule.unshard`.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> handle = model.unshard(async_op=True)
+        >>> ...  # work that does not read the weights
+        Ellipsis
+        >>> handle.wait()
+        >>> model.weight.shape
+        torch.Size([64, 64])
+        >>> model.reshard()
+    """
 
     def __init__(self, runtime: Runtime, weights: list[ShardedWeight]) -> None:
         self._runtime = runtime
@@ -186,6 +220,16 @@ class GTPModule(RefusedMethods, BoundModule):
 
     ``param.data = tensor`` takes a whole tensor, of which each rank copies its part, or an earlier ``param.data``.
     Inside of ``fully_shard`` it raises: write with ``copy_`` under ``torch.no_grad()``.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> isinstance(model, GTPModule) and isinstance(model, nn.Linear)
+        True
+        >>> for is_last in (False, True):  # two microbatches, one reduction
+        ...     model.set_requires_gradient_sync(is_last)
+        ...     model(torch.randn(2, 64)).sum().backward()
+        >>> model.weight.grad.placements
+        (GTPShard(dim=0),)
     """
 
     def _params(self, recurse: bool = True) -> list[ManagedParam]:
@@ -203,7 +247,20 @@ class GTPModule(RefusedMethods, BoundModule):
         sharded (``submodule.bias``) as a plain tensor.
 
         Args:
-            async_op: Do not wait; returns a handle to wait on.
+            async_op: Return at once. The caller waits by the handle before it reads a weight.
+
+        Returns:
+            An :class:`UnshardHandle` with ``async_op``, else None.
+
+        Example:
+            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+            >>> model.unshard()
+            >>> weight = model.weight.detach().clone()  # a plain tensor with all rows
+            >>> weight.shape
+            torch.Size([64, 64])
+            >>> model.reshard()
+            >>> model.weight.to_local().shape
+            torch.Size([16, 64])
         """
         for param in self._params():
             param.is_pinned = True
@@ -217,39 +274,96 @@ class GTPModule(RefusedMethods, BoundModule):
         return None
 
     def reshard(self) -> None:
-        """Free the gathered weights below this module."""
+        """Free the gathered weights below this module. The counterpart of :meth:`unshard`, which has the example."""
         for param in self._params():
             param.is_pinned = False
         for weight in self._weights():
             self._gtp_binding.group.runtime.drop_kept(weight)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. False accumulates full gradients locally, in ``reduce_dtype``, until a
-        backward with True; it saves communication and costs a full gradient of memory for each weight."""
+        """Choose whether backward reduces gradients: no for all microbatches of a step but the last.
+
+        Args:
+            requires_gradient_sync: False sums full gradients on each rank, in ``reduce_dtype``, until a backward with
+                True. That saves communication and costs the memory of a full gradient for each weight.
+            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
+
+        Example:
+            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+            >>> for is_last in (False, True):
+            ...     model.set_requires_gradient_sync(is_last)
+            ...     model(torch.ones(2, 64)).sum().backward()
+            >>> model.bias.grad.to_local()[0]  # two samples in each of two microbatches
+            tensor(4.)
+        """
         for param in self._params(recurse):
             param.flags.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over the replicate axis of a 2-D mesh. False accumulates gradients that are
-        reduce-scattered over gtp until a backward with True."""
+        """Choose whether backward all-reduces over the replicate axis of a 2-D mesh.
+
+        Args:
+            requires_all_reduce: False sums gradients that are reduce-scattered over gtp, until a backward with True.
+                It takes less memory than :meth:`set_requires_gradient_sync`, which sums gradients in full size.
+            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
+
+        Example:
+            >>> model = nn.Linear(64, 64)
+            >>> model = gtp_shard(model, init_weight_mesh("cpu", replicate=2, gtp=2).weights)
+            >>> for is_last in (False, True):
+            ...     model.set_requires_all_reduce(is_last)
+            ...     model(torch.ones(2, 64)).sum().backward()
+            >>> model.weight.grad.to_local().shape
+            torch.Size([32, 64])
+        """
         for param in self._params(recurse):
             param.flags.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether weights are freed after their forward, as the argument of :func:`gtp_shard`."""
+        """Choose whether weights are freed after their forward, as the argument of :func:`gtp_shard` does.
+
+        Args:
+            reshard_after_forward: False keeps each weight gathered until its backward.
+            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
+
+        Example:
+            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+            >>> model.set_reshard_after_forward(False)
+        """
         for param in self._params(recurse):
             param.flags.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether weights are freed after their backward. False keeps them for the next microbatch."""
+        """Choose whether weights are freed after their backward.
+
+        Args:
+            reshard_after_backward: False keeps each weight gathered for the next microbatch, which saves a gather.
+            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
+
+        Example:
+            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+            >>> for is_last in (False, True):
+            ...     model.set_reshard_after_backward(is_last)
+            ...     model(torch.randn(2, 64)).sum().backward()
+        """
         for param in self._params(recurse):
             param.flags.reshard_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks of the mesh.
 
+        Args:
+            factor: Positive. 1 gives the sum over all ranks, for a loss that is divided by the number of all tokens.
+
         Raises:
             ValueError: ``factor`` is not positive.
+
+        Example:
+            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+            >>> model.set_gradient_divide_factor(1.0)
+            >>> model(torch.ones(2, 64)).sum().backward()
+            >>> model.bias.grad.to_local()[0]  # 2 samples on each of 4 ranks
+            tensor(8.)
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor expects a positive factor, but got {factor}.")
@@ -257,18 +371,44 @@ class GTPModule(RefusedMethods, BoundModule):
             param.flags.gradient_divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of :meth:`set_gradient_divide_factor`, which torch deprecates."""
+        """The old name of :meth:`set_gradient_divide_factor`, which torch deprecates.
+
+        Args:
+            factor: Positive.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
         self.set_gradient_divide_factor(factor)
 
     def reset_iter_state(self) -> None:
-        """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet, those of
-        microbatches without sync among them. The next pass after an exception does so by itself."""
+        """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet.
+
+        Gradients of microbatches without sync are among them. The next pass after an exception does so by itself.
+
+        Example:
+            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+            >>> loss = model(torch.randn(2, 64)).sum()
+            >>> model.reset_iter_state()  # this loss gets no backward
+        """
         self._gtp_binding.group.runtime.abandon()
 
     def _chosen_policy(self) -> SchedulePolicy | None:
         return self._gtp_binding.group.runtime.chosen_policy()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one before ``.grad`` is read. False leaves gradients in flight, beside
-        which ``capture_step`` refuses to record or replay."""
+        """Choose whether the next backward is the last one before ``.grad`` is read.
+
+        Args:
+            is_last_backward: False leaves gradients in flight when backward returns. Beside them ``capture_step``
+                refuses to record or replay.
+
+        Example:
+            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+            >>> for is_last in (False, True):
+            ...     model.set_is_last_backward(is_last)
+            ...     model(torch.randn(2, 64)).sum().backward()
+            >>> model.weight.grad.shape
+            torch.Size([64, 64])
+        """
         self._gtp_binding.group.runtime.is_last_backward = is_last_backward

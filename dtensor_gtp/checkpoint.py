@@ -61,6 +61,15 @@ def load(
     Raises:
         ValueError: A native weight must be quantized but ``model`` does not have it, or shapes differ.
         RuntimeError: The checkpoint has no entry for a key, under any recipe.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> mesh = init_weight_mesh("cpu", gtp=4).weights
+        >>> model = gtp_shard(nn.Linear(64, 64, bias=False), mesh)
+        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10")
+        >>> frozen = quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native").requires_grad_(False)
+        >>> frozen = gtp_shard(frozen, mesh)
+        >>> load(frozen.state_dict(), model=frozen, checkpoint_id="step10")  # quantized on the way
     """
     planner = ConvertingLoadPlanner(model, allow_partial_load)
     load_as_stored(
@@ -110,6 +119,14 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     Args:
         model: As in :func:`load`.
         allow_partial_load: As in ``DefaultLoadPlanner``.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10")
+        >>> planner = ConvertingLoadPlanner(model)
+        >>> dcp.load(model.state_dict(), checkpoint_id="step10", planner=planner)
+        >>> planner.finish()
     """
 
     def __init__(self, model: nn.Module | None = None, allow_partial_load: bool = False) -> None:
@@ -251,6 +268,17 @@ def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> d
 
     Raises:
         ValueError: ``module`` has no parameter for planes in ``state_dict``.
+
+    Returns:
+        A new dict.
+
+    Example:
+        >>> native = quantize_(nn.Linear(64, 64), "mxfp8", storage="native")
+        >>> sorted(native.state_dict())
+        ['bias', 'weight_mxfp8.elements', 'weight_mxfp8.scales']
+        >>> state = dequantize_state_dict(native.state_dict(), nn.Linear(64, 64))
+        >>> state["weight"].shape
+        torch.Size([64, 64])
     """
     params = dict(module.named_parameters(remove_duplicate=False))
     result = {key: value for key, value in state_dict.items() if not _PLANE_KEY.fullmatch(key)}

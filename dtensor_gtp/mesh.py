@@ -56,6 +56,15 @@ class WeightMesh:
 
     If only one of several flattened axes is larger than 1, the mesh is that axis, under its own name: no process group
     is made twice.
+
+    Example:
+        >>> mesh = init_weight_mesh("cpu", replicate=2, gtp=2)
+        >>> mesh["gtp"].size(), mesh.weights.shape, mesh.data.size()
+        (2, (2, 2), 4)
+        >>> with mesh.fork_rng("params"):  # all ranks draw the same weights
+        ...     model = nn.Linear(64, 64)
+        >>> gtp_shard(model, mesh.weights).weight.placements
+        (Replicate(), GTPShard(dim=0))
     """
 
     dense: DeviceMesh
@@ -81,23 +90,41 @@ class WeightMesh:
         )
 
     def flatten(self, *axes: str) -> DeviceMesh:
-        """A 1-D mesh over several axes of one view, e.g. ``flatten("dp", "cp")`` for an outer ``fully_shard``.
+        """A 1-D mesh over several axes of one view.
 
-        Makes a process group unless there is one already: call it on all ranks.
+        It makes a process group unless there is one already: call it on all ranks.
 
         Args:
             axes: Names in the order of their view.
 
+        Returns:
+            A mesh whose one axis has the names joined by underscores, or the one of these axes that is larger than 1.
+
         Raises:
             KeyError: As for ``mesh[axes]``.
+
+        Example:
+            >>> mesh = init_weight_mesh("cpu", dp=2, cp=2)
+            >>> mesh.flatten("dp", "cp").size()  # for an outer fully_shard
+            4
         """
         return _flatten(self[axes], "_".join(axes))
 
     def fork_rng(self, *axes: str) -> AbstractContextManager[None]:
         """In the context, ranks along ``axes`` draw different numbers and all others the same: :meth:`MeshRNG.fork`.
 
-        ``fork_rng("params")`` is for building and initializing models, ``fork_rng("sequence_parallel")`` for dropout on
-        activations that are split along tp, ``fork_rng("gtp", "tp")`` for code that fills its own weight shards.
+        Args:
+            axes: ``"params"`` for building and initializing models, ``"sequence_parallel"`` for dropout on activations
+                that are split along tp, or names of axes: ``"gtp", "tp"`` for code that fills its own weight shards.
+
+        Raises:
+            ValueError: Unknown names, or axes of both views.
+            RuntimeError: In a recomputation or while a CUDA graph is captured.
+
+        Example:
+            >>> mesh = init_weight_mesh("cpu", gtp=4)
+            >>> with mesh.fork_rng("params"):
+            ...     model = nn.Linear(64, 64)  # equal on all ranks
         """
         return self.rng.fork(*axes)
 
@@ -161,6 +188,21 @@ def init_weight_mesh(
         TypeError, ValueError: A size is not a positive integer, the product of the sizes is not the number of ranks, or
             another argument does not fit; the message says which sizes would fit.
         RuntimeError: Variables of the environment are missing, or ranks got different arguments.
+
+    Returns:
+        The :class:`WeightMesh` of this rank.
+
+    Example:
+        >>> mesh = init_weight_mesh("cpu", gtp=2, tp=2, seed=1)  # of torchrun --nproc-per-node 4
+        >>> print(mesh)
+        WeightMesh of 4 cpu ranks (this is rank ...)
+          dense
+            replicate     1
+            dp            1
+            cp            1
+            gtp           2  [0,2] [1,3]
+            tp            2  [0,1] [2,3]
+          ...
     """
     sizes = {"replicate": replicate, "dp": dp, "cp": cp, "gtp": gtp, "tp": tp}
     expert_sizes = {"ep": ep, "expert_gtp": expert_gtp, "expert_tp": expert_tp}

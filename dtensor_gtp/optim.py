@@ -48,6 +48,12 @@ class Muon(torch.optim.Muon):
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
     https://kellerjordan.github.io/posts/muon/.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64, bias=False), init_weight_mesh("cpu", gtp=4).weights)
+        >>> optimizer = Muon(model.parameters(), lr=0.02)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
     """
 
     @torch.no_grad()
@@ -56,6 +62,9 @@ class Muon(torch.optim.Muon):
 
         Args:
             closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` has returned, or None.
         """
         loss = None
         if closure is not None:
@@ -181,16 +190,6 @@ class ShardedEMA:
     ``average = average + (1 - decay) * (parameter - average)``, with the bits that ``torch.optim.swa_utils`` with
     ``get_ema_multi_avg_fn(decay)`` has in one process. Each rank averages what it holds; nothing is communicated.
 
-    ::
-
-        ema = ShardedEMA(model, decay=0.999)
-        for batch in batches:
-            ...
-            optimizer.step()
-            ema.update()
-        with ema.averaged():  # the model has the averages in here
-            evaluate(model)
-
     It is ``Stateful``: ``dcp.save({"ema": ema})`` and ``dcp.load({"ema": ema})`` keep it, on any topology. Buffers are
     not averaged.
 
@@ -206,6 +205,19 @@ class ShardedEMA:
 
     Source: B. Polyak and A. Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
     ``torch.optim.swa_utils.AveragedModel``.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> ema = ShardedEMA(model, decay=0.999)
+        >>> for _ in range(3):
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     ema.update()
+        >>> with ema.averaged(), torch.no_grad():  # the model has the averages in here
+        ...     loss = model(torch.randn(8, 64)).square().mean()
+        >>> ema.load_state_dict(ema.state_dict())
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, dtype: torch.dtype | None = None) -> None:
@@ -256,6 +268,13 @@ class ShardedEMA:
 
         Raises:
             RuntimeError: The model has the averages already.
+
+        Example:
+            >>> model = nn.Linear(2, 2)
+            >>> ema = ShardedEMA(model, decay=0.5)
+            >>> ema.swap()
+            >>> state = model.state_dict()  # of the averages
+            >>> ema.restore()
         """
         if self._weights is not None:
             raise RuntimeError("ShardedEMA.swap was called twice. Call restore() in between.")
@@ -296,12 +315,19 @@ class ShardedEMA:
             torch.autograd.graph.increment_version(param)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter name, and ``decay``. The tensors are the averages themselves, not copies."""
+        """The averages and the decay. The tensors are the averages themselves, not copies.
+
+        Returns:
+            ``{"averages": {name of a parameter: its average}, "decay": float}``.
+        """
         return {"averages": dict(self._averages), "decay": self.decay}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take averages and ``decay`` from what :meth:`state_dict` has given, or from whole tensors.
+        """Take averages and ``decay`` from a state dict.
+
+        Args:
+            state_dict: What :meth:`state_dict` has given, or the same with whole tensors.
 
         Raises:
             ValueError: Names of parameters, or shapes, differ.

@@ -39,6 +39,10 @@ def chunk_rows(num_rows: int, num_chunks: int, block_size: int = 1) -> int:
 
     Returns:
         ``ceil(ceil(num_rows / block_size) / num_chunks) * block_size``, but at most ``num_rows``.
+
+    Example:
+        >>> chunk_rows(10, 4), chunk_rows(10, 4, block_size=4)
+        (3, 4)
     """
     num_blocks = -(-num_rows // block_size)
     return min(-(-num_blocks // num_chunks) * block_size, num_rows)
@@ -55,6 +59,10 @@ def chunk_size_and_offset(num_rows: int, num_chunks: int, index: int, block_size
 
     Returns:
         ``(size, offset)``; an empty chunk has size 0 and offset ``num_rows``, as in torch.
+
+    Example:
+        >>> [chunk_size_and_offset(10, 4, index) for index in range(4)]
+        [(3, 0), (3, 3), (3, 6), (1, 9)]
     """
     rows = chunk_rows(num_rows, num_chunks, block_size)
     offset = min(rows * index, num_rows)
@@ -82,6 +90,19 @@ class GTPShard(_PlacementBase):
         TypeError: an argument is not an int.
         ValueError: ``split_factor`` or ``block_size`` is below 1.
         NotImplementedError: ``split_factor`` or ``block_size`` is above 1 and this torch's DTensor is unknown to us.
+
+    Example:
+        >>> GTPShard(0), GTPShard(0) == torch.distributed.tensor.Shard(0)
+        (GTPShard(dim=0), True)
+        >>> mesh = init_weight_mesh("cpu", gtp=4)
+        >>> model = nn.Linear(64, 48)  # three heads of 16 rows
+        >>> model = gtp_shard(model, mesh.weights, shard_placement_fn=lambda p: GTPShard(0, block_size=16))
+        >>> model.weight.placements
+        (GTPShard(dim=0, block_size=16),)
+        >>> sizes = [None] * 4
+        >>> torch.distributed.all_gather_object(sizes, model.weight.to_local().shape[0])
+        >>> sizes
+        [16, 16, 16, 0]
     """
 
     dim: int

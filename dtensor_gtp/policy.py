@@ -13,10 +13,40 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
+"""What moves for an embedding or a head: ``"gather"`` the weight, ``"exchange"`` activations, ``"auto"`` the smaller.
+
+Example:
+    >>> SchedulePolicy(embedding="exchange").embedding
+    'exchange'
+"""
 Memory = Literal["balanced", "least", "most_speed"]
+"""How much memory a schedule may take, see ``SchedulePolicy.memory``.
+
+Example:
+    >>> SchedulePolicy(memory="most_speed").memory
+    'most_speed'
+"""
 ReduceScatterKind = Literal["ring", "all_to_all", "copy_engine"]
+"""How gradients are summed once that is chosen, see ``SchedulePolicy.reduce_scatter``.
+
+Example:
+    >>> SchedulePolicy(reduce_scatter="all_to_all").reduce_scatter
+    'all_to_all'
+"""
 ReduceScatterName = Literal["ring", "all_to_all", "copy_engine", "auto"]
+"""What ``SchedulePolicy.reduce_scatter`` takes: a :data:`ReduceScatterKind`, or ``"auto"`` to leave it open.
+
+Example:
+    >>> SchedulePolicy().reduce_scatter
+    'auto'
+"""
 GatherBackendName = Literal["process_group", "copy_engine", "auto"]
+"""What ``SchedulePolicy.gather_backend`` takes beside a class that is a :class:`GatherBackend`.
+
+Example:
+    >>> SchedulePolicy(gather_backend="process_group").gather_backend
+    'process_group'
+"""
 
 
 class GatherBackend(Protocol):
@@ -24,6 +54,23 @@ class GatherBackend(Protocol):
 
     One object is made for each communicator, at the first forward, on all of its ranks. If the constructor raises on
     one rank, all ranks of the mesh raise. All ranks call its gathers in the same order.
+
+    Args:
+        group: The process group of the communicator.
+        device: Where shards and outputs are.
+
+    Example:
+        >>> class OwnGather:
+        ...     def __init__(self, group, device):
+        ...         self.group = group
+        ...     def all_gather(self, outputs, shards):
+        ...         for output, shard in zip(outputs, shards):
+        ...             torch.distributed.all_gather_into_tensor(output, shard, group=self.group)
+        >>> model = nn.Linear(64, 64)
+        >>> mesh = init_weight_mesh("cpu", gtp=4)
+        >>> model = gtp_shard(model, mesh.weights, schedule=SchedulePolicy(gather_backend=OwnGather))
+        >>> model(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None: ...
@@ -42,7 +89,15 @@ class GatherBackend(Protocol):
 
 
 class Waitable(Protocol):
-    """Work in the background."""
+    """Work in the background: what :meth:`GatherBackend.all_gather` may return. torch's ``dist.Work`` is one.
+
+    Example:
+        >>> class Done:
+        ...     def wait(self):
+        ...         return None
+        >>> work: Waitable = Done()
+        >>> work.wait()
+    """
 
     def wait(self) -> object:
         """Wait for it. Waiting twice is harmless."""
@@ -74,6 +129,11 @@ class Schedule:
 
     Raises:
         ValueError: A number is out of its range.
+
+    Example:
+        >>> schedule = Schedule(prefetch_depth=1, keep_last=False)
+        >>> schedule.max_inflight_reduce_scatters
+        2
     """
 
     prefetch_depth: int = 2
@@ -162,6 +222,13 @@ class SchedulePolicy:
     Raises:
         TypeError: A field is of the wrong type, or is one of earlier versions: the message names the new one.
         ValueError: A field is out of its range, or names nothing that there is.
+
+    Example:
+        >>> policy = SchedulePolicy(memory="least", head="gather")
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights, schedule=policy)
+        >>> SchedulePolicy(memory="low")
+        Traceback (most recent call last):
+        ValueError: SchedulePolicy expects 'balanced' or 'least' or 'most_speed' as memory, but got 'low'.
     """
 
     memory: Memory = "balanced"
@@ -192,8 +259,24 @@ class SchedulePolicy:
 
         Passed to ``gtp_shard`` it does the same without choosing. It can be pickled with a checkpoint.
 
+        Args:
+            module: A module that ``gtp_shard`` was called on, after a forward.
+
+        Returns:
+            A policy that leaves nothing open.
+
         Raises:
             ValueError: ``module`` is not sharded, or has not run yet.
+
+        Example:
+            >>> model, again = nn.Linear(64, 64), nn.Linear(64, 64)
+            >>> mesh = init_weight_mesh("cpu", gtp=4).weights
+            >>> model = gtp_shard(model, mesh)
+            >>> loss = model(torch.randn(2, 64)).sum()
+            >>> policy = SchedulePolicy.chosen(model)
+            >>> policy.gather_backend
+            'process_group'
+            >>> again = gtp_shard(again, mesh, schedule=policy)
         """
         find = getattr(module, "_chosen_policy", None)
         policy: SchedulePolicy | None = None if find is None else find()

@@ -30,8 +30,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _torch_compat as compat
 
 DENSE_AXES = ("replicate", "dp", "cp", "gtp", "tp")
+"""Axes of ``WeightMesh.dense`` in their order.
+
+Example:
+    >>> DENSE_AXES
+    ('replicate', 'dp', 'cp', 'gtp', 'tp')
+"""
 EXPERT_AXES = ("replicate", "expert_dp", "ep", "expert_gtp", "expert_tp")
+"""Axes of ``WeightMesh.expert`` in their order.
+
+Example:
+    >>> EXPERT_AXES
+    ('replicate', 'expert_dp', 'ep', 'expert_gtp', 'expert_tp')
+"""
 DATA_AXES = ("replicate", "dp", "cp", "gtp")
+"""Axes whose ranks see different data.
+
+Example:
+    >>> DATA_AXES
+    ('replicate', 'dp', 'cp', 'gtp')
+"""
 _REGIONS = {"params": (), "sequence_parallel": DENSE_AXES}
 _COMMON = "common"  # the common generator, in seeds and checkpoints
 
@@ -49,6 +67,17 @@ class MeshRNG:
         seed: The same integer on all ranks.
 
     Source: Megatron-LM's ``CudaRNGStatesTracker`` keeps a state for each name; here states are derived.
+
+    Example:
+        >>> rng = init_weight_mesh("cpu", gtp=4, seed=1).rng
+        >>> with rng.fork("params"):  # the same on all ranks
+        ...     model = nn.Linear(64, 64)
+        >>> streams = rng.state_dict()  # goes into a checkpoint
+        >>> before = torch.rand(3)
+        >>> rng.load_state_dict(streams)
+        >>> torch.equal(torch.rand(3), before)
+        True
+        >>> rng.manual_seed(2)
     """
 
     def __init__(self, dense: DeviceMesh, expert: DeviceMesh, seed: int) -> None:
@@ -134,6 +163,9 @@ class MeshRNG:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the streams where they were when ``state_dict`` was made, bit for bit.
+
+        Args:
+            state_dict: What :meth:`state_dict` has given on a mesh of the same sizes.
 
         Raises:
             ValueError: It was made on a mesh of other sizes, by another rank, or for another device.

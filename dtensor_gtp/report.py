@@ -48,6 +48,19 @@ class ShardingReport:
         choices: What else was chosen in the first forward and why, as text.
         is_verbose: Equal blocks of the model are shown one by one, not as one ("layers.0-31").
         prediction: What communication takes on a machine, and below it what was measured; empty without a machine.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> model = gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> report = sharding_report(model)
+        >>> [row.name for row in report.rows]
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> len(report.passes)  # forward and backward
+        2
+        >>> "backward" in report.schedule
+        True
+        >>> report.to_html(f"rank{torch.distributed.get_rank()}.html")
     """
 
     mesh: str
@@ -115,6 +128,19 @@ def sharding_report(
 
     Raises:
         ValueError: ``module`` is not sharded, or there is no such machine.
+
+    Returns:
+        The :class:`ShardingReport` of this rank.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> print(sharding_report(model))
+        gtp_shard on gtp=4
+        parameter  shape  dtype    placements  per rank  gathered  use
+        weight     64x64  float32  (G(0))      4.0 KiB   16.0 KiB  fused op
+        bias       64     float32  (R)         256 B     -         whole (1-D)
+        4.2 KiB of parameters per rank; largest gathered weight 16.0 KiB
+        schedule: not observed yet
     """
     binding = binding_of(module)
     if binding is None:

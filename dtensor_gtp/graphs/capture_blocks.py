@@ -35,11 +35,7 @@ def capture_blocks(
     """Run blocks of a model as CUDA graphs where the whole step cannot be one.
 
     Each block's forward and backward become a graph. The code around the blocks (a data-dependent branch, the
-    optimizer) and all collectives stay eager; collectives overlap with the graphs of other blocks::
-
-        gtp_shard(model, mesh, schedule=SchedulePolicy(prefetch_nbytes=bytes_of_a_block))
-        capture_blocks(model, model.layers)
-        ...  # train as ever
+    optimizer) and all collectives stay eager; collectives overlap with the graphs of other blocks.
 
     The ``forward`` of each block is replaced in place; hooks on the block run around it. The first ``warmup_calls``
     calls with gradients run eagerly, the next one with inputs that have been seen is recorded. A block runs eagerly
@@ -49,7 +45,7 @@ def capture_blocks(
 
     It costs memory: two sets of full weights and full gradients for each kind of block, and what forward saves stays
     allocated between steps. ``prefetch_nbytes`` should be at least the bytes of a block's weights, because a graph
-    waits for all of them. Prefer ``capture_step`` where the whole step can be recorded.
+    waits for all of them. Prefer ``capture_step`` where the whole step can be recorded. Needs a GPU.
 
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
@@ -59,11 +55,26 @@ def capture_blocks(
         warmup_calls: Eager calls of each block before its first recording, at least 2.
         max_graphs: Beyond so many combinations of inputs for one block, further ones run eagerly.
 
+    Returns:
+        A :class:`CapturedBlocks`, which can forget the graphs or give the blocks their own ``forward`` back.
+
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or out of range.
         RuntimeError: The weights are not on a CUDA device.
         NotImplementedError: An outer ``fully_shard``, unequal replicas, recipes, tensor parallelism, exchanges of
             activations, compiled blocks, or parameters that ``gtp_shard`` does not manage.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(4)))
+        >>> mesh = init_weight_mesh("cuda")  # gtp=8 on eight GPUs
+        >>> policy = SchedulePolicy(prefetch_nbytes=64 * 64 * 4)  # bytes of a block's weights
+        >>> model = gtp_shard(model, mesh.weights, schedule=policy)
+        >>> captured = capture_blocks(model, model)
+        >>> for _ in range(6):
+        ...     model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+        ...     model.zero_grad()
+        >>> captured.num_graphs
+        4
     """
     blocks = list(blocks)
     device = runtimes_of(module, "capture_blocks")[0].device
@@ -91,7 +102,20 @@ class Rings:
 
 
 class CapturedBlocks:
-    """What :func:`capture_blocks` returns."""
+    """What :func:`capture_blocks` returns. Needs a GPU.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(4)))
+        >>> model = gtp_shard(model, init_weight_mesh("cuda").weights)
+        >>> captured = capture_blocks(model, model)
+        >>> for _ in range(6):
+        ...     model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+        ...     model.zero_grad()
+        >>> captured.reset()
+        >>> captured.num_graphs
+        0
+        >>> captured.remove()  # all blocks are eager again
+    """
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[nn.Module], recorder: CudaRecorder, warmup_calls: int, max_graphs: int
@@ -128,8 +152,11 @@ class CapturedBlocks:
             block.calls.forget()
 
     def remove(self) -> None:
-        """Give the blocks their own ``forward`` back, and free graphs and buffers. Raises RuntimeError if the backward
-        of a call may still come."""
+        """Give the blocks their own ``forward`` back, and free graphs and buffers.
+
+        Raises:
+            RuntimeError: The backward of a call may still come.
+        """
         for block in self._blocks:
             if any(graph.awaits_backward for graph in block.calls.graphs.values()):
                 what = f"no forward whose backward is still to come, but that of block '{block.own.name}' may"

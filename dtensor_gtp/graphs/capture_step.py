@@ -60,21 +60,7 @@ def capture_step(
 ) -> CapturedStep[P, R]:
     """Make a function that runs a whole training step as one CUDA graph.
 
-    ``fn`` is a step as it is: forward, backward, any number of microbatches, clipping, the optimizer, ``zero_grad``::
-
-        def step(tokens):
-            loss = loss_fn(model, tokens)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        lr = torch.tensor(1e-3, device="cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
-        step = capture_step(step, model, optimizer)
-        loss = step(tokens)
-
+    ``fn`` is a step as it is: forward, backward, any number of microbatches, clipping, the optimizer, ``zero_grad``.
     Every call does one step. The first ``warmup_steps`` run eagerly, the next is recorded and replayed, all later ones
     are replayed. Inputs of another shape run eagerly once, and get a graph of their own when they come again.
 
@@ -82,6 +68,7 @@ def capture_step(
     work of Python in it (counting, ``LRScheduler.step``) happens only when it is recorded: keep it outside. A learning
     rate that changes must be a tensor on the GPU. Call ``zero_grad`` at the end of the step, or outside: if at its
     begin, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same shapes.
+    Needs a GPU.
 
     Args:
         fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other values, which are
@@ -91,10 +78,28 @@ def capture_step(
         warmup_steps: Eager steps before the first recording, at least 2: the first observes the order of uses.
         max_graphs: Beyond so many combinations of shapes, further ones run eagerly.
 
+    Returns:
+        A :class:`CapturedStep`, which is called as ``fn`` is.
+
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or out of range; an optimizer is not capturable.
         RuntimeError: The weights are not on a CUDA device.
         NotImplementedError: An outer ``fully_shard``, or unequal replicas.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64, device="cuda"), init_weight_mesh("cuda").weights)
+        >>> lr = torch.tensor(1e-3, device="cuda")
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
+        >>> def step(x):
+        ...     loss = model(x).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss
+        >>> step = capture_step(step, model, optimizer)
+        >>> losses = [step(torch.ones(8, 64, device="cuda")) for _ in range(8)]
+        >>> bool(losses[-1] < losses[0])
+        True
     """
     optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     runtimes = check_step(fn, module, optimizers, warmup_steps, max_graphs)
@@ -105,7 +110,22 @@ def capture_step(
 
 
 class CapturedStep(Generic[P, R]):
-    """What :func:`capture_step` returns: call it as the function that was passed."""
+    """What :func:`capture_step` returns: call it as the function that was passed. Needs a GPU.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64, device="cuda"), init_weight_mesh("cuda").weights)
+        >>> def step(x):
+        ...     model(x).square().mean().backward()
+        ...     model.zero_grad()
+        >>> step = capture_step(step, model)
+        >>> for _ in range(5):
+        ...     step(torch.randn(8, 64, device="cuda"))
+        >>> step.num_graphs
+        1
+        >>> step.reset()
+        >>> step.num_graphs
+        0
+    """
 
     def __init__(
         self, fn: Callable[P, R], around: Surroundings, recorder: CudaRecorder, warmup_steps: int, max_graphs: int

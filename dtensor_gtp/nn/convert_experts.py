@@ -40,6 +40,19 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
     Raises:
         TypeError: ``experts`` is stored in none of these ways, or its MLPs differ.
         NotImplementedError: Its weights are transposed or interleaved, have biases or no gate.
+
+    Returns:
+        New layers with copies of the weights.
+
+    Example:
+        >>> def mlp():
+        ...     module = nn.Module()
+        ...     module.gate_proj, module.up_proj = (nn.Linear(4, 8, bias=False) for _ in range(2))
+        ...     module.down_proj = nn.Linear(8, 4, bias=False)
+        ...     return module
+        >>> experts = group_experts(nn.ModuleList([mlp(), mlp()]))
+        >>> experts.mlp.gate_up.weight.shape
+        torch.Size([2, 16, 4])
     """
     gate_up, down, requires_grad = _weights_of(experts)
     activation = getattr(experts[0] if isinstance(experts, nn.ModuleList) else experts, "act_fn", F.silu)
@@ -69,6 +82,21 @@ def group_experts_(
     Raises:
         ValueError: There are no experts to replace.
         TypeError, NotImplementedError: As :func:`group_experts`.
+
+    Returns:
+        ``module``.
+
+    Example:
+        >>> class FusedExperts(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.gate_up_proj = nn.Parameter(torch.randn(2, 16, 4))
+        ...         self.down_proj = nn.Parameter(torch.randn(2, 4, 8))
+        ...     def forward(self, hidden_states, top_k_index, top_k_weights):
+        ...         raise NotImplementedError("a loop over the experts")
+        >>> model = group_experts_(nn.Sequential(FusedExperts()))
+        >>> type(model[0]).__name__
+        'GroupedExperts'
     """
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     classes: dict[nn.Module, type[nn.Module]] = {}
@@ -104,6 +132,18 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
 
     Raises:
         ValueError: There is no such form, no experts in ``state_dict``, or some of an expert's weights are missing.
+
+    Returns:
+        A new dict. Tensors that needed no change are shared with ``state_dict``.
+
+    Example:
+        >>> experts = GroupedExperts(GroupedMLP(num_groups=2, dim=4, hidden_dim=8))
+        >>> modules = convert_experts_state_dict(experts.state_dict(), "modules")
+        >>> sorted(modules)[:3]
+        ['0.down_proj.weight', '0.gate_proj.weight', '0.up_proj.weight']
+        >>> back = convert_experts_state_dict(modules, "grouped")
+        >>> experts.load_state_dict(back)
+        <All keys matched successfully>
     """
     if form not in _FORMS:
         raise ValueError(f"convert_experts_state_dict expects one of {', '.join(map(repr, _FORMS))}, but got {form!r}.")

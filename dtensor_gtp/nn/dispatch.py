@@ -31,7 +31,15 @@ from ..ops.exchange import padded
 
 
 class DispatchMethod(enum.Enum):
-    """How rows come to the ranks of their experts."""
+    """How rows come to the ranks of their experts: what :class:`TokenDispatcher` takes as ``method``.
+
+    ``ALL_TO_ALL`` sends each row to one rank; the counts go through the host. ``ALL_GATHER`` sends each token to all
+    ranks of ``ep``; nothing goes through the host, so a CUDA graph can be replayed with other routing.
+
+    Example:
+        >>> DispatchMethod("all_to_all")
+        <DispatchMethod.ALL_TO_ALL: 'all_to_all'>
+    """
 
     ALL_TO_ALL = "all_to_all"  # each row to one rank; the counts go through the host
     ALL_GATHER = "all_gather"  # each token to all ranks of ep; nothing goes through the host
@@ -45,6 +53,12 @@ class Dispatched:
         rows: Sorted by expert, shape ``(num_rows, dim)``. Rows beyond the sum of ``split_sizes`` belong to no expert.
         split_sizes: Rows of each expert of this rank, int64 on the device of ``rows``.
         tokens_per_expert: How many of this rank's own tokens chose each expert, all experts counted, int64.
+
+    Example:
+        >>> dispatcher = TokenDispatcher(num_experts=3)
+        >>> dispatched = dispatcher.dispatch(torch.eye(4), torch.tensor([[2], [0], [2], [0]]))
+        >>> dispatched.rows.argmax(1), dispatched.split_sizes  # tokens 1 and 3, then 0 and 2
+        (tensor([1, 3, 0, 2]), tensor([2, 0, 2]))
     """
 
     rows: Tensor
@@ -69,6 +83,16 @@ class TokenDispatcher:
     Raises:
         ValueError: The mesh is not 1-D, does not divide the experts, there is no such method, or ``max_tokens`` is
             below 1.
+
+    Example:
+        >>> mesh = init_weight_mesh("cpu", dp=4, ep=4)
+        >>> dispatcher = TokenDispatcher(num_experts=8, mesh=mesh["ep"])
+        >>> tokens, experts = torch.randn(8, 16), torch.arange(16).view(8, 2) % 8
+        >>> dispatched = dispatcher.dispatch(tokens, experts)
+        >>> int(dispatched.split_sizes.sum())  # rows of all ranks for the two experts of this one
+        16
+        >>> dispatcher.combine(dispatched.rows, dispatched, torch.full((8, 2), 0.5)).allclose(tokens)
+        True
     """
 
     def __init__(
@@ -104,6 +128,9 @@ class TokenDispatcher:
             tokens: Shape ``(num_tokens, dim)``.
             experts: The experts of each token, shape ``(num_tokens, k)``, int64; no expert twice for a token.
 
+        Returns:
+            The rows, sorted by expert, and what :meth:`combine` needs to bring them back.
+
         Raises:
             ValueError, TypeError: The shapes do not fit or ``experts`` is not int64; with ``"all_gather"``, a rank has
                 more tokens than a dispatch carries.
@@ -126,12 +153,15 @@ class TokenDispatcher:
         return self._exchange(rows, counts, order)
 
     def combine(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts, on the rank of the token: ``(num_tokens, dim)``, dtype of ``rows``.
+        """The weighted sum of each token's experts, on the rank of the token.
 
         Args:
             rows: What the experts made of ``dispatched.rows``, in the same order.
             dispatched: What :meth:`dispatch` has returned.
             weights: Of the experts of each token, shape ``(num_tokens, k)``, floating point.
+
+        Returns:
+            Shape ``(num_tokens, dim)``, in the dtype of ``rows``.
         """
         assert dispatched.rows.shape[0] == rows.shape[0], "combine expects the rows that dispatch has returned"
         if dispatched._capacity:

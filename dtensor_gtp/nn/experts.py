@@ -35,6 +35,11 @@ class GroupedMLP(nn.Module):
 
     Raises:
         ValueError: A size is below 1.
+
+    Example:
+        >>> mlp = GroupedMLP(num_groups=4, dim=16, hidden_dim=32)
+        >>> mlp(torch.randn(10, 16), torch.tensor([3, 0, 5, 2])).shape
+        torch.Size([10, 16])
     """
 
     def __init__(
@@ -61,8 +66,15 @@ class GroupedMLP(nn.Module):
         self.tp_mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor, split_sizes: Tensor) -> Tensor:
-        """Shape ``(num_rows, dim)``, as ``x``, which is sorted by group; rows that belong to no group become zero.
-        ``split_sizes`` are as for :meth:`GroupedLinear.forward`."""
+        """Run each group's rows through the MLP of the group.
+
+        Args:
+            x: Shape ``(num_rows, dim)``, sorted by group.
+            split_sizes: Rows of each group, as for :meth:`GroupedLinear.forward`.
+
+        Returns:
+            Shape ``(num_rows, dim)``. Rows that belong to no group become zero.
+        """
         if self.tp_mesh is not None:
             # Each rank has a part of the width, so the gradients of x are terms of a sum.
             replicated = DTensor.from_local(x, self.tp_mesh, [Replicate()], run_check=False)
@@ -86,6 +98,13 @@ class GroupedExperts(nn.Module):
     Args:
         mlp: The experts.
         dispatcher: Brings tokens to them; by default for experts that are all on this rank.
+
+    Example:
+        >>> experts = GroupedExperts(GroupedMLP(num_groups=4, dim=16, hidden_dim=32))
+        >>> tokens, router = torch.randn(6, 16), nn.Linear(16, experts.num_experts)
+        >>> weights, chosen = router(tokens).softmax(-1).topk(2)
+        >>> experts(tokens, chosen, weights).shape
+        torch.Size([6, 16])
     """
 
     def __init__(self, mlp: GroupedMLP, dispatcher: TokenDispatcher | None = None) -> None:
@@ -95,15 +114,19 @@ class GroupedExperts(nn.Module):
 
     @property
     def num_experts(self) -> int:
+        """Experts, over all ranks."""
         return self.mlp.num_groups
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """What the experts make of each token, shape ``(num_tokens, dim)``, as ``hidden_states``.
+        """What the experts make of each token.
 
         Args:
-            hidden_states: Tokens.
+            hidden_states: Tokens, shape ``(num_tokens, dim)``.
             top_k_index: Experts of each token, shape ``(num_tokens, k)``, int64; none twice for a token.
             top_k_weights: Their weights, same shape, floating point.
+
+        Returns:
+            The weighted sums of the experts' results, shape ``(num_tokens, dim)``.
         """
         dispatched = self.dispatcher.dispatch(hidden_states, top_k_index)
         return self.dispatcher.combine(self.mlp(dispatched.rows, dispatched.split_sizes), dispatched, top_k_weights)
@@ -137,6 +160,18 @@ def parallelize_experts(
     Raises:
         ValueError: A mesh does not divide the experts or the inner width, or parameters are DTensors already.
         NotImplementedError: A grouped layer has a weight for each group, or ``tp_mesh`` meets a fused ``gate_up``.
+
+    Returns:
+        ``module``.
+
+    Example:
+        >>> experts = GroupedExperts(GroupedMLP(num_groups=8, dim=16, hidden_dim=64))
+        >>> mesh = init_weight_mesh("cpu", dp=2, gtp=2, ep=2, expert_gtp=2)
+        >>> experts = parallelize_experts(experts, mesh["ep"])
+        >>> experts = gtp_shard(experts, mesh.expert_weights)
+        >>> experts.set_gradient_divide_factor(mesh.data.size())
+        >>> experts.mlp.down.weight.to_local().shape  # 4 of 8 experts, half of the rows of each
+        torch.Size([4, 8, 64])
     """
     tp_dims = {} if tp_mesh is None else _tp_dims(module, tp_mesh)
     layers = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)]

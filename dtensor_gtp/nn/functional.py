@@ -58,6 +58,18 @@ def linear_cross_entropy(
 
     Sources: Shoeybi et al., "Megatron-LM", arXiv:1909.08053 (vocabulary-parallel cross entropy); Milakov and
     Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+
+    Returns:
+        The loss, float32 or wider: a scalar, or with ``reduction="none"`` of the shape of ``target``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 512, bias=False))
+        >>> model = gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
+        >>> tokens, targets = torch.randint(512, (2, 8)), torch.randint(512, (2, 8))
+        >>> loss = linear_cross_entropy(model[0](tokens), model[1], targets)
+        >>> loss.backward()
+        >>> loss.shape, model[1].weight.grad.to_local().shape
+        (torch.Size([]), torch.Size([128, 64]))
     """
     _check(input, linear, target, reduction, label_smoothing)
     flat, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()

@@ -45,6 +45,14 @@ class GroupedLinear(nn.Module):
         ValueError: A size is below 1, or ``scale_bias`` without ``bias``.
 
     The arithmetic is ``torch.nn.functional.grouped_mm``; in float64, which that lacks, a loop over the groups.
+
+    Example:
+        >>> layer = GroupedLinear(num_groups=3, in_features=16, out_features=8)
+        >>> layer.weight.shape
+        torch.Size([3, 8, 16])
+        >>> layer(torch.randn(10, 16), torch.tensor([4, 0, 6])).shape
+        torch.Size([10, 8])
+        >>> layer.reset_parameters()
     """
 
     # gtp_shard and quantize_ read these, and call the methods with gtp in their names.
@@ -134,13 +142,16 @@ class GroupedLinear(nn.Module):
             shape[dim] = rows
 
     def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
-        """Multiply each group's rows, which gives shape ``(num_rows, out_features)``.
+        """Multiply each group's rows by the weight of the group.
 
         Args:
             x: Shape ``(num_rows, in_features)``, sorted by group.
             split_sizes: Rows of each group, shape ``(num_groups,)``, int32 or int64, on the device of ``x``. Groups may
                 be empty. Rows beyond their sum are ignored and come out zero.
             scales: With ``scale_bias``: factor of each row's bias, shape ``(num_rows,)``.
+
+        Returns:
+            Shape ``(num_rows, out_features)``, in the dtype of ``x``.
 
         Raises:
             ValueError, TypeError: An argument has the wrong shape, dtype or device.
@@ -214,6 +225,15 @@ def convert_grouped_state_dict(
 
     Raises:
         ValueError: ``state_dict`` has no weights of a :class:`GroupedLinear` in the other form under ``prefix``.
+
+    Returns:
+        A new dict.
+
+    Example:
+        >>> layer = GroupedLinear(2, 4, 4)
+        >>> state = convert_grouped_state_dict(layer.state_dict(), single_grouped_weight=False)
+        >>> sorted(state)
+        ['bias0', 'bias1', 'weight0', 'weight1']
     """
     converted = dict(state_dict)
     for name in (f"{prefix}weight", f"{prefix}bias"):

@@ -33,6 +33,16 @@ def plan(
 
     Raises:
         PlanError: A ``ValueError`` of one line that says what is wrong and how to mend it.
+
+    Returns:
+        A :class:`PlanResult`; print it.
+
+    Example:
+        >>> result = plan("llama3-8b", "h100", gpus=8, global_batch=8, fixed={"gtp": 8})
+        >>> result.best.layout.gtp
+        8
+        >>> result.best.memory.total < result.best.capacity
+        True
     """
     try:
         asked = Job(**job)

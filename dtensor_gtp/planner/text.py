@@ -47,6 +47,15 @@ class PlanResult:
         num_simulated: Layouts that were simulated.
         seconds: Time of the search.
         problem: What :mod:`.timeline` needs.
+
+    Example:
+        >>> result = plan("llama3-8b", "h100", gpus=8, global_batch=8, fixed={"gtp": 8})
+        >>> result.best.step_ms > 0
+        True
+        >>> "gtp_shard" in result.code()
+        True
+        >>> sorted(result.as_record())[:3]
+        ['advice', 'answers', 'closest']
     """
 
     model: str

@@ -59,6 +59,17 @@ def quantize_(
             ``GroupedLinear`` has a weight for each group.
 
     Source: ``torchao.quantization.quantize_`` for the name and the filter.
+
+    Returns:
+        ``module``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> model = quantize_(model, "mxfp8", filter_fn=lambda module, name: name != "2")  # not the head
+        >>> model = gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> model[0].weight.dtype, model[0].weight.grad.dtype
+        (torch.float32, torch.float32)
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"quantize_ expects an nn.Module, but got {type(module).__name__}: {module!r}.")

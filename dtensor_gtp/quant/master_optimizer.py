@@ -42,6 +42,14 @@ class MasterOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError: ``optimizer_class`` is no optimizer class.
         ValueError: ``masters`` names a parameter that is not here or has another shape.
+
+    Example:
+        >>> model = quantize_(nn.Linear(64, 64), "float8_blockwise", storage="native")
+        >>> model = gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
+        >>> optimizer = MasterOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.load_state_dict(optimizer.state_dict())
     """
 
     def __init__(
@@ -99,7 +107,13 @@ class MasterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update masters and parameters; collective over the meshes of weights with one scale for the whole weight.
-        ``closure`` is called once; the result is the loss that it returns."""
+
+        Args:
+            closure: Evaluates the model again and returns the loss. It is called once.
+
+        Returns:
+            What ``closure`` has returned, or None.
+        """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self._follow_weights()
@@ -174,7 +188,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         return zip(params, natives, quantize_parts(values, infos), strict=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and masters of an optimizer like this one. Parameters stay: load the model's state dict, too."""
+        """Load state and masters of an optimizer like this one. Parameters stay: load the model's state dict, too.
+
+        Args:
+            state_dict: What ``state_dict()`` of such an optimizer has given.
+        """
         own = [group["params"] for group in self.param_groups]
         # Torch gives loaded state the dtype of the parameter: for a native weight it must be that of its master.
         for group in self.param_groups:

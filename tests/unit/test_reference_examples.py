@@ -1,0 +1,106 @@
+"""Each public name has a docstring with an example, and the example runs. Those of several ranks run in
+``tests/distributed/test_reference_on_ranks.py``."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import FOREIGN, LIBRARIES, NEEDS, PACKAGE, Entry, entries, public_modules, run_example
+
+import dtensor_gtp
+
+ENTRIES = entries()
+# Modules whose names have no examples yet.
+UNFINISHED = ("dtensor_gtp.elastic", "dtensor_gtp.integrations", "dtensor_gtp.quant")
+FINISHED = [entry for entry in ENTRIES if not entry.module.startswith(UNFINISHED)]
+IN_ONE_PROCESS = [entry for entry in ENTRIES if entry.example and not entry.is_on_ranks]
+# Classes that users do not make: a function returns them.
+MADE_BY_US = {
+    "dtensor_gtp.CapturedBlocks": "capture_blocks",
+    "dtensor_gtp.CapturedStep": "capture_step",
+    "dtensor_gtp.UnshardHandle": "unshard",
+}
+# Public for other modules of the package or for hooks of torch: users do not call them.
+CALLED_BY_OTHERS = {
+    "dtensor_gtp.GTPModule.set_reduce_scatter_divide_factor": "an old name",
+    "dtensor_gtp.checkpoint.ConvertingLoadPlanner.create_local_plan": "dcp.load",
+    "dtensor_gtp.checkpoint.ConvertingLoadPlanner.lookup_tensor": "dcp.load",
+    "dtensor_gtp.checkpoint.ConvertingLoadPlanner.set_up_planner": "dcp.load",
+    "dtensor_gtp.nn.GroupedLinear.check_gtp_placement": "gtp_shard",
+    "dtensor_gtp.nn.GroupedLinear.check_input": "forward",
+    "dtensor_gtp.nn.GroupedLinear.default_gtp_placement": "gtp_shard",
+    "dtensor_gtp.nn.GroupedLinear.gtp_fused_mixin": "gtp_shard",
+    "dtensor_gtp.nn.GroupedLinear.names_of": "gtp_shard",
+    "dtensor_gtp.optim.MasterOptimizer.add_param_group": "torch.optim.Optimizer",
+}
+
+
+def test_the_modules_are_those_that_have_a_page() -> None:
+    assert {"dtensor_gtp", "dtensor_gtp.nn", "dtensor_gtp.policy", "dtensor_gtp.elastic"} <= set(public_modules())
+    assert {f"dtensor_gtp.integrations.{library}" for library in LIBRARIES} <= set(public_modules())
+
+
+@pytest.mark.parametrize("entry", FINISHED, ids=lambda entry: entry.path)
+def test_a_docstring_says_what_the_name_is(entry: Entry) -> None:
+    assert re.match(r"[A-Z`*:]", entry.text), "no docstring"
+    assert not re.match(rf"{entry.name}\(", entry.text), "a docstring that dataclass has generated"
+    if entry.kind != "method":
+        assert entry.example, "no example"
+    if entry.path not in MADE_BY_US and entry.path not in CALLED_BY_OTHERS:
+        assert set(entry.arguments) - entry.described_arguments == set(), "arguments that are not described"
+
+
+def test_each_method_stands_in_an_example() -> None:
+    shown = "\n".join(entry.example for entry in ENTRIES)
+    methods = {entry.path for entry in FINISHED if entry.kind == "method"}
+    names = {path: path.rpartition(".")[2] for path in methods}
+    missing = {path for path, name in names.items() if name != "forward" and not re.search(rf"\b{name}\b", shown)}
+    assert missing == CALLED_BY_OTHERS.keys()
+
+
+def test_what_an_example_needs_is_said_where_a_reader_sees_it() -> None:
+    for entry in ENTRIES:
+        if entry.example and entry.needs:
+            assert entry.needs in entry.text
+        elif entry.example:
+            assert "Needs a" not in entry.text, f"{entry.path} is not in NEEDS"
+    known = {entry.path for entry in ENTRIES} | set(public_modules())
+    assert NEEDS.keys() <= known
+    assert {path.rpartition(".")[2] for path in FOREIGN} <= set(dtensor_gtp.__all__)
+
+
+def test_environment_variables_are_in_the_docstring_of_the_package() -> None:
+    read = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"DTENSOR_GTP_[A-Z]+", path.read_text())}
+    assert read, "the sources name no variable"
+    assert read == set(re.findall(r"DTENSOR_GTP_[A-Z]+", dtensor_gtp.__doc__ or ""))
+
+
+@pytest.mark.parametrize("entry", IN_ONE_PROCESS, ids=lambda entry: entry.path)
+def test_example_runs(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    if entry.needs.startswith("Needs a GPU") and not torch.cuda.is_available():
+        pytest.skip(f"{entry.needs}: there is none")
+    for library in LIBRARIES:
+        if f"``{library}``" in entry.needs:
+            pytest.importorskip(f"dtensor_gtp.integrations.{library}", exc_type=ImportError)
+    if entry.needs.startswith("Needs a GPU"):  # on one rank of NCCL
+        for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            run_example(entry)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_a_wrong_example_fails() -> None:
+    text = "Adds.\n\nExample:\n    >>> nn.Linear(2, 3).weight.shape\n    torch.Size([2, 3])\n    >>> 1 / 0\n"
+    with pytest.raises(AssertionError, match=r"(?s)Expected.*torch.Size\(\[2, 3\]\).*ZeroDivisionError"):
+        run_example(Entry("dtensor_gtp", "wrong", text, "function"))
+    with pytest.raises(AssertionError, match="no line of its example"):
+        run_example(Entry("dtensor_gtp", "empty", "Adds.\n\nExample:\n    nothing\n", "function"))
