@@ -88,6 +88,12 @@ def start_process_group(
     dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
 
 
+def start_alone(device_type: str) -> None:
+    """A process group of this process alone, which no launcher has started. It needs no environment."""
+    store = compat.TCPStore("localhost", 0, 1, is_master=True)
+    dist.init_process_group({"cuda": "nccl", "cpu": "gloo"}.get(device_type), store=store, rank=0, world_size=1)
+
+
 def world_mesh(device_type: str) -> DeviceMesh:
     """1-D mesh of all ranks, on ``device_type`` or else on a device that the process group can communicate on."""
     known = device_types(dist.get_backend_config())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ examples:
   gtp-plan llama3-70b --machine h100 --gpus 256 --global-batch 512
   gtp-plan path/to/config.json --machine h200 --gpus 64 --tp 4 --code
   gtp-plan mypackage.models:build --gpus 8 --explain step
-  gtp-plan --calibrate mine.json && gtp-plan llama3-8b --machine mine.json --gpus 8
+  torchrun --nproc-per-node 2 -m dtensor_gtp.plan --calibrate mine.json
+  gtp-plan llama3-8b --machine mine.json --gpus 8
 """
 
 
@@ -66,9 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--code", action="store_true", help="print code to paste for the first one")
     add("--explain", type=Path, metavar="NAME", help="write a timeline of its step: NAME.svg and NAME.trace.json")
     add("--json", type=Path, metavar="FILE", help="write everything; - for the terminal")
-    add(
-        "--calibrate", type=Path, metavar="FILE", help="measure this machine and write FILE; run it by torchrun on GPUs"
-    )
+    add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write FILE; run it by torchrun")
     return parser
 
 
@@ -79,8 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.calibrate is not None:
             from .calibrate import calibrate
 
-            calibrate(options.calibrate)
+            machine = calibrate(options.calibrate)
+            if int(os.environ.get("RANK", "0")) > 0:
+                return 0  # the first rank writes and plans
             if options.model is None:
+                print(f"wrote {options.calibrate}: {machine.name}. Not measured: {', '.join(machine.not_measured)}")
                 return 0
             options.machine = str(options.calibrate)
         return _plan(options)

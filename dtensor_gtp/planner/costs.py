@@ -61,12 +61,14 @@ class Costs:
         axes: The groups of a layout by the name of their axis.
         precision: What GEMMs of the blocks compute in: "bf16", "float8" or "float4".
         is_compiled: Whether blocks are compiled, so that elementwise kernels are fused.
+        is_rowwise: Whether float8 GEMMs have a scale for each row.
     """
 
     machine: Machine
     axes: tuple[tuple[str, Axis], ...] = ()
     precision: str = "bf16"
     is_compiled: bool = False
+    is_rowwise: bool = False
 
     def axis(self, name: str) -> Axis:
         return dict(self.axes).get(name, Axis(1, 1))
@@ -82,14 +84,21 @@ class Costs:
                 f"{self.machine.name} has no peak for GEMMs in {precision}, only in {kinds}. "
                 "Name another recipe, or one with :dequantize."
             )
-        share = _share(compute.gemm if precision == "bf16" else compute.float8_gemm, flops)
+        float8 = compute.float8_rowwise_gemm if self.is_rowwise else compute.float8_gemm
+        share = _share(compute.gemm if precision == "bf16" else float8, flops)
         return compute.kernel_us / 1e3 + flops / (peaks[precision] * share) * 1e-9
 
     def memory_ms(self, nbytes: float) -> float:
         """One kernel that reads and writes so many bytes."""
-        compute = self.machine.compute
-        rate = self.machine.hbm_gb_s * compute.hbm
-        return compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
+        return self._bytes_ms(nbytes, self.machine.compute.hbm)
+
+    def cast_ms(self, nbytes: float) -> float:
+        """One cast to a format of a recipe that reads and writes so many bytes."""
+        return self._bytes_ms(nbytes, self.machine.compute.cast)
+
+    def _bytes_ms(self, nbytes: float, share: float) -> float:
+        rate = self.machine.hbm_gb_s * share
+        return self.machine.compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
 
     def op_ms(self, op: Op, precision: str = "bf16") -> float:
         """One operation that is no collective."""

@@ -158,7 +158,7 @@ def _scaled(trace: Trace, batch: int) -> Trace:
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
     job = problem.job
     axes = tuple(layout.axes().items())
-    costs = Costs(problem.machine, axes, job.precision, job.is_compiled)
+    costs = Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise)
     return Setting(
         trace_of(problem, layout, part),
         costs,

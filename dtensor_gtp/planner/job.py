@@ -101,6 +101,11 @@ class Job:
         return "float8" if recipe is not None and recipe.has_gemms and recipe.compute != "dequantize" else "bf16"
 
     @property
+    def is_rowwise(self) -> bool:
+        """Whether operands of float8 GEMMs have a scale for each row."""
+        return self.recipe == "float8_rowwise"
+
+    @property
     def policy(self) -> SchedulePolicy:
         return SchedulePolicy(memory=self.memory)  # type: ignore[arg-type]  # checked above
 

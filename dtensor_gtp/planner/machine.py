@@ -1,8 +1,8 @@
 """A machine as the planner sees it: peaks, links, and the shares of them that real kernels reach.
 
-``peak`` fields are of data sheets. All other fields are measured, by ``--calibrate`` or by hand; in a preset they are
-carried over from another machine, and the answer says "not calibrated". The format of presets and of calibration files
-is the same JSON.
+Peaks are of data sheets. All other fields are measured, by ``--calibrate`` or by hand. Fields that were not measured on
+this machine are carried over from another one, and the answer says "not calibrated". Presets and calibration files are
+JSON of one format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from .errors import PlanError
 
 GIB = 2**30
-VERSION = 1
+VERSION = 2
 _PRESETS = Path(__file__).parent / "machines"
 
 
@@ -44,17 +44,21 @@ class Compute:
     Args:
         gemm: Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is
             interpolated over the logarithm of the operations.
-        float8_gemm: The same for GEMMs of 8 bits and fewer, casts not included.
+        float8_gemm: The same for GEMMs of 8 bits and fewer, casts not included; a scale for each matrix.
+        float8_rowwise_gemm: The same with a scale for each row.
         attention: Share of the bf16 peak that fused attention reaches, without what a causal mask leaves out.
         hbm: Share of the memory's bandwidth that elementwise kernels reach.
+        cast: The same of casts to formats of 8 bits and fewer, which read their input twice.
         fused: Share of the bytes of elementwise kernels that is left in compiled blocks.
         kernel_us: What each kernel takes beside: its begin, its end, and the gap before it.
     """
 
     gemm: tuple[tuple[float, float], ...]
     float8_gemm: tuple[tuple[float, float], ...]
+    float8_rowwise_gemm: tuple[tuple[float, float], ...]
     attention: float
     hbm: float
+    cast: float
     fused: float
     kernel_us: float
 
@@ -109,7 +113,7 @@ class Machine:
 
     Args:
         name: For people.
-        is_calibrated: Whether all but the peaks were measured on this machine.
+        not_measured: Fields that are not of this machine, by name; ``("all",)`` for a preset.
         memory_gib: Memory of a GPU that the process can allocate.
         reserve_gib: Of that, what CUDA, NCCL and the allocator's fragments take.
         hbm_gb_s: Peak bandwidth of the memory.
@@ -125,7 +129,7 @@ class Machine:
     """
 
     name: str
-    is_calibrated: bool
+    not_measured: tuple[str, ...]
     memory_gib: float
     reserve_gib: float
     hbm_gb_s: float
@@ -151,8 +155,19 @@ class Machine:
         return json.dumps({"version": VERSION} | asdict(self), indent=2) + "\n"
 
     def describe(self) -> str:
-        """Its name, and "not calibrated" if it was not."""
-        return self.name if self.is_calibrated else f"{self.name} (not calibrated)"
+        """Its name, and whether it was measured."""
+        preset = " (not calibrated)" if self.is_preset else " (partly calibrated)"
+        return self.name if self.is_calibrated else f"{self.name}{preset}"
+
+    @property
+    def is_preset(self) -> bool:
+        """Whether nothing was measured on this machine."""
+        return self.not_measured == ("all",)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether all but the peaks were measured on this machine."""
+        return not self.not_measured
 
 
 # By field: the least and the most that make sense. A file with another value was written in other units.
@@ -171,6 +186,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "hop_us": (0, 1e4),
     "attention": (0.001, 1),
     "hbm": (0.001, 1.5),
+    "cast": (0.001, 1.5),
     "fused": (0, 1),
     "kernel_us": (0, 1000),
     "op_us": (0, 1e4),
@@ -182,7 +198,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "jitter": (0, 0.5),
     "spread": (0, 0.9),
 }
-_FACTORS = (1, 10)  # of contention
+FACTORS = (1, 10)  # of contention
 
 
 def load_machine(text: str) -> Machine:
@@ -272,8 +288,10 @@ def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
     field_name = f"{prefix}{name}"
     if name == "name":
         _expect(isinstance(value, str), "a text", field_name, value, where)
-    elif name == "is_calibrated":
-        _expect(isinstance(value, bool), "true or false", field_name, value, where)
+    elif name == "not_measured":
+        is_names = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        _expect(is_names, "a list of names", field_name, value, where)
+        return tuple(value)
     elif name == "sources":
         is_texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
         _expect(is_texts, "an object of texts", field_name, value, where)
@@ -281,7 +299,7 @@ def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
         _expect(isinstance(value, dict), "an object of numbers", field_name, value, where)
         for kind, peak in value.items():
             _check_range(f"{name}.{kind}", peak, where, prefix)
-    elif name in ("gemm", "float8_gemm"):
+    elif name in ("gemm", "float8_gemm", "float8_rowwise_gemm"):
         is_pairs = isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value)
         _expect(is_pairs, "pairs of numbers", field_name, value, where)
         for number, share in value:
@@ -289,8 +307,8 @@ def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
             _expect(_is_number(share) and 0 < share <= 1, "shares above 0 and up to 1", field_name, share, where)
         return tuple(sorted((float(number), float(share)) for number, share in value))
     elif prefix == "contention.":
-        is_factor = _is_number(value) and _FACTORS[0] <= value <= _FACTORS[1]
-        _expect(is_factor, f"a factor from {_FACTORS[0]} to {_FACTORS[1]}", field_name, value, where)
+        is_factor = _is_number(value) and FACTORS[0] <= value <= FACTORS[1]
+        _expect(is_factor, f"a factor from {FACTORS[0]} to {FACTORS[1]}", field_name, value, where)
     else:
         _check_range(name, value, where, prefix)
         if name.startswith("gpus_"):

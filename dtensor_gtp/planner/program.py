@@ -145,7 +145,8 @@ class Gathers:
         label = f"gather {_names(weights)}"
         is_copy = tasks.setting.backends(self._schedule, lane).gathers == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy and axis.size > 1 else tasks.host.collective_us)
-        cast_ms = costs.memory_ms(sum(_cast_nbytes(weight) for weight in weights))
+        make_ms = costs.cast_ms if weights[0].is_quantized else costs.memory_ms
+        cast_ms = make_ms(sum(_cast_nbytes(weight) for weight in weights))
         if axis.size == 1:
             return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {_names(weights)}")] * len(numbers)
         stream = Stream.EXPERT_GATHER if lane else Stream.GATHER
@@ -295,7 +296,7 @@ def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
     inputs, outputs = rows * weight.shape[-1], rows * weight.shape[-2]
     cast = {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
     # Read for the magnitude and for the cast, and written.
-    return [Work(costs.gemm_ms(flops, costs.precision) + costs.memory_ms(cast * 5), "", 3 * host)]
+    return [Work(costs.gemm_ms(flops, costs.precision) + costs.cast_ms(cast * 5), "", 3 * host)]
 
 
 def _exchange_rows(tasks: Tasks, item: Sharded) -> None:

@@ -161,7 +161,9 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
         "schedule: " + "; ".join(answer.reasons), WIDTH, initial_indent="  ", subsequent_indent="    "
     )
     if not result.machine.is_calibrated:
-        lines.append("  not calibrated: measure your machine by --calibrate FILE, and pass --machine FILE")
+        machine = result.machine
+        missing = "measure your machine by --calibrate FILE" if machine.is_preset else ", ".join(machine.not_measured)
+        lines += textwrap.wrap(f"not calibrated: {missing}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     return lines
 
 
@@ -206,6 +208,7 @@ def record_of(result: PlanResult) -> dict[str, Any]:
         "parameters": result.problem.numel(),
         "machine": result.machine.name,
         "is_calibrated": result.machine.is_calibrated,
+        "not_measured": list(result.machine.not_measured),
         "job": {name: dict(value) if name == "fixed" else value for name, value in vars(result.job).items()},
         "answers": [_record(answer) for answer in result.answers],
         "closest": None if result.closest is None else _record(result.closest),

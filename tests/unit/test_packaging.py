@@ -263,8 +263,8 @@ def test_only_the_compat_package_uses_private_torch_symbols() -> None:
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
-# The runtime's streams and events, and the stream on which a graph is recorded.
-OWN_STREAMS = {"dtensor_gtp/_comm/streams.py", "dtensor_gtp/graphs/recorder.py"}
+# The runtime's streams and events, the stream on which a graph is recorded, and those of the clock of a calibration.
+OWN_STREAMS = {"dtensor_gtp/_comm/streams.py", "dtensor_gtp/graphs/recorder.py", "dtensor_gtp/planner/clock.py"}
 
 
 def stream_makers(tree: ast.Module) -> set[str]:

@@ -1,0 +1,147 @@
+"""Times of repeated work on one device: of a GPU by its events, of a CPU by the clock.
+
+On a GPU the work is queued behind GEMMs that keep it busy. So the host's launches do not count, unless it is the host
+that is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+Work = Callable[[], object]
+
+_SAMPLES = 10
+_SUSTAINED_SECONDS = 0.4  # clocks of a GPU settle within it
+_MOST_SAMPLES = 2000
+_HEAD_START_DIM = 8192
+
+
+class Clock(ABC):
+    """Seconds of one call, medians of several samples."""
+
+    device: torch.device
+
+    @abstractmethod
+    def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
+        """Of the device.
+
+        Args:
+            work: What is timed. A collective must run as often on all ranks.
+            calls: So many are queued for one sample.
+            is_sustained: Whether to go on until clocks have settled, and take the second half. Each rank then has its
+                own number of samples, so ``work`` must not be a collective.
+        """
+
+    @abstractmethod
+    def time_host(self, work: Work) -> float:
+        """Until the call returns, while the device is idle."""
+
+    @abstractmethod
+    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        """As :meth:`time`, while ``other`` runs on another stream; None if this device has no streams."""
+
+    def new_stream(self) -> torch.Stream | None:
+        """A further stream of the device; None if it has none."""
+        return None
+
+
+def clock_of(device: torch.device) -> Clock:
+    return _EventClock(device) if device.type == "cuda" else _WallClock(device)
+
+
+class _WallClock(Clock):
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
+        work()
+        samples = []
+        for _ in range(_SAMPLES):
+            work()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                work()
+            samples.append((time.perf_counter() - begin) / calls)
+        return statistics.median(samples)
+
+    def time_host(self, work: Work) -> float:
+        return self.time(work)
+
+    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        return None
+
+
+class _EventClock(Clock):
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        shape = (_HEAD_START_DIM, _HEAD_START_DIM)
+        self._a, self._out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(2))
+
+    def new_stream(self) -> torch.Stream | None:
+        return torch.cuda.Stream(self.device)
+
+    def _head_start(self, num: int) -> None:
+        for _ in range(num):
+            torch.mm(self._a, self._a, out=self._out)
+
+    def _sample(self, work: Work, calls: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._head_start(2 + calls // 20)
+        work()  # after a collective all ranks begin together
+        begin.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        return _seconds(begin, end) / calls
+
+    def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
+        work()
+        torch.cuda.synchronize(self.device)
+        samples: list[float] = []
+        started = time.perf_counter()
+        while len(samples) < _SAMPLES or (
+            is_sustained and len(samples) < _MOST_SAMPLES and time.perf_counter() - started < _SUSTAINED_SECONDS
+        ):
+            samples.append(self._sample(work, calls))
+        return statistics.median(samples[len(samples) // 2 :] if is_sustained else samples)
+
+    def time_host(self, work: Work) -> float:
+        work()
+        samples = []
+        for _ in range(_SAMPLES):
+            torch.cuda.synchronize(self.device)
+            begin = time.perf_counter()
+            work()
+            samples.append(time.perf_counter() - begin)
+        torch.cuda.synchronize(self.device)
+        return statistics.median(samples)
+
+    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        samples = []
+        for _ in range(_SAMPLES):
+            torch.cuda.synchronize(self.device)
+            self._head_start(4 + (calls + other_calls) // 20)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                for _ in range(other_calls):
+                    other()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            work()
+            begin.record()
+            for _ in range(calls):
+                work()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            samples.append(_seconds(begin, end) / calls)
+        return statistics.median(samples)
+
+
+def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,179 @@
+"""What ``--calibrate`` measures, and the numbers of a machine that follow from it. Nothing here runs on a device."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from .machine import FACTORS, Machine
+
+
+class Sample(NamedTuple):
+    """One measurement: how much of something took how many seconds. What is counted depends on the kind: operations of
+    a GEMM, bytes that a kernel reads and writes or a rank receives, kernels, calls, weights."""
+
+    amount: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.amount / self.seconds
+
+
+class Beside(NamedTuple):
+    """Seconds of work alone, and of the same work beside other work."""
+
+    alone: float
+    beside: float
+
+    @property
+    def factor(self) -> float:
+        return min(max(self.beside / self.alone, FACTORS[0]), FACTORS[1])
+
+
+class Samples(NamedTuple):
+    """All measurements by kind; kinds that could not be measured are missing."""
+
+    by_kind: dict[str, list[Sample]]
+    beside: dict[str, Beside]
+
+    def add(self, kind: str, amount: float, seconds: float) -> None:
+        self.by_kind.setdefault(kind, []).append(Sample(amount, seconds))
+
+    def seconds(self, kind: str) -> float | None:
+        """Of one unit of a kind with one sample; None if it is missing."""
+        found = self.by_kind.get(kind)
+        return None if not found else statistics.median(sample.seconds / sample.amount for sample in found)
+
+
+class Groups(NamedTuple):
+    """How many ranks measured each link; 1 if it was not measured."""
+
+    fast: int = 1
+    network: int = 1
+
+
+def fitted(machine: Machine, samples: Samples, groups: Groups) -> Machine:
+    """``machine`` with all numbers that follow from the samples; its ``not_measured`` names the others."""
+    found: dict[str, Any] = {}
+    found |= _compute(machine, samples)
+    found |= _host(samples)
+    for name, size in (("fast", groups.fast), ("network", groups.network)):
+        found |= _link(machine, name, samples, size)
+    found |= _copies(machine, samples, groups.fast)
+    found |= {f"contention.{name}": beside.factor for name, beside in samples.beside.items()}
+    return _with(machine, found)
+
+
+_NESTED = ("fast", "copy", "network", "compute", "host", "contention")
+_OTHERS = ("reserve_gib", "jitter")
+_DATA_SHEET = ("gb_s",)  # a peak, of which a share is measured
+
+
+def _with(machine: Machine, found: Mapping[str, Any]) -> Machine:
+    missing = [name for name in _OTHERS if name not in found]
+    changes: dict[str, Any] = {name: found[name] for name in _OTHERS if name in found}
+    for part in _NESTED:
+        names = [field.name for field in fields(getattr(machine, part))]
+        values = {name: found[f"{part}.{name}"] for name in names if f"{part}.{name}" in found}
+        changes[part] = replace(getattr(machine, part), **values)
+        left = [f"{part}.{name}" for name in names if name not in values and name not in _DATA_SHEET]
+        missing += left if values else [part]
+    return replace(machine, **changes, not_measured=tuple(missing))
+
+
+def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kernel = samples.seconds("kernel")
+    if kernel is not None:
+        found["compute.kernel_us"] = kernel * 1e6
+    gap = machine.compute.kernel_us / 1e6 if kernel is None else kernel
+
+    def share(sample: Sample, peak: float, most: float) -> float:
+        # The planner adds the gap to each kernel.
+        return min(sample.amount / max(sample.seconds - gap, sample.seconds / 2) / peak, most)
+
+    kinds = (
+        ("gemm", "bf16 GEMM", "bf16"),
+        ("float8_gemm", "float8 tensorwise GEMM", "float8"),
+        ("float8_rowwise_gemm", "float8 rowwise GEMM", "float8"),
+    )
+    for name, kind, precision in kinds:
+        if (rows := samples.by_kind.get(kind)) and precision in machine.peak_tflops:
+            peak = machine.peak_tflops[precision] * 1e12
+            found[f"compute.{name}"] = tuple((row.amount, share(row, peak, 1.0)) for row in sorted(rows))
+    peaks = {
+        "attention": ("attention", machine.peak_tflops["bf16"] * 1e12, 1.0),
+        "hbm": ("memory", machine.hbm_gb_s * 1e9, 1.5),
+        "cast": ("cast", machine.hbm_gb_s * 1e9, 1.5),
+    }
+    for name, (kind, peak, most) in peaks.items():
+        if rows := samples.by_kind.get(kind):
+            found[f"compute.{name}"] = statistics.median(share(row, peak, most) for row in rows)
+    return found
+
+
+def _host(samples: Samples) -> dict[str, Any]:
+    """A sharded weight costs the host its use and three launches: two gathers and a reduction."""
+    found: dict[str, Any] = {}
+
+    def put(name: str, seconds: float) -> None:
+        found[f"host.{name}"] = max(seconds, 0.0) * 1e6
+
+    for name, kind in (("op_us", "host: op"), ("replay_us", "host: replay"), ("collective_us", "host: collective")):
+        if (seconds := samples.seconds(kind)) is not None:
+            put(name, seconds)
+    plain, sharded = samples.seconds("host: plain layer"), samples.seconds("host: sharded layer")
+    if plain is None or sharded is None:
+        return found
+    call = samples.seconds("host: collective") or 0.0
+    use = max(sharded - plain - 3 * call, 0.0)
+    put("use_us", use)
+    if (copied := samples.seconds("host: copied layer")) is not None:
+        put("copy_us", (copied - plain - use) / 3)
+    if (fully := samples.seconds("host: fully_shard layer")) is not None:
+        # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``peers``.
+        put("fsdp_use_us", (fully - plain - 3 * call) / 1.5)
+    return found
+
+
+def _link(machine: Machine, name: str, samples: Samples, size: int) -> dict[str, Any]:
+    """Gathers and reductions by size: the median rate of the largest ones, and the start of the smallest ones."""
+    kinds = [rows for kind in ("gather", "reduce") if (rows := samples.by_kind.get(f"{name}: {kind}"))]
+    if not kinds or size == 1:
+        return {}
+    rate, start = _line(kinds)
+    link = getattr(machine, name)
+    start_us = max(start * 1e6 - link.hop_us * (size - 1), 0.0)
+    return {f"{name}.share": min(rate / 1e9 / link.gb_s, 2.0), f"{name}.start_us": start_us}
+
+
+def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
+    """The rate of large messages and the time before the first byte, by the smallest and the two largest sizes."""
+
+    def of(function: Callable[[list[Sample]], float]) -> float:
+        return statistics.mean(function(sorted(rows)) for rows in kinds)
+
+    def rate(rows: list[Sample]) -> float:
+        small, large = rows[-2], rows[-1]
+        grown = large.seconds - small.seconds
+        # Noise of a small machine may hide the difference.
+        return (large.amount - small.amount) / grown if grown > large.seconds / 4 else large.rate
+
+    found = of(rate)
+    return found, max(of(lambda rows: rows[0].seconds - rows[0].amount / found), 0.0)
+
+
+def _copies(machine: Machine, samples: Samples, size: int) -> dict[str, Any]:
+    """A copy starts for each tensor and each peer, behind barriers of all peers."""
+    rows, tensors = samples.by_kind.get("copy: gather"), samples.by_kind.get("copy: tensors")
+    if not rows or not tensors or size == 1:
+        return {}
+    rate, _ = _line([rows])
+    few, many = min(tensors), max(tensors)
+    start = max((many.seconds - few.seconds) / (many.amount - few.amount) / (size - 1), 0.0)
+    barrier = max(few.seconds / (size - 1) - few.amount * start, 0.0)
+    share = min(rate / 1e9 / machine.copy.gb_s, 2.0)
+    return {"copy.share": share, "copy.start_us": start * 1e6, "copy.hop_us": barrier * 1e6}
