@@ -40,4 +40,22 @@ HOST = [
         "            self._drop_prefetched()",
         ("tests/distributed/test_gtp_shard_offload.py::TestOffload::test_copies_are_made",),
     ),
+    Bug(
+        "last reductions fail and leave gradients",
+        "_schedule/runtime.py",
+        "        with self._forgetting_on_failure():\n            self.grads.launch_waiting()",
+        "        if True:\n            self.grads.launch_waiting()",
+        (
+            "tests/distributed/test_gtp_shard_runtime.py::TestPasses::test_exception_at_the_end_of_backward_leaves_nothing_behind",
+        ),
+    ),
+    Bug(
+        "failed reduction hides the others",
+        "_comm/context.py",
+        "            except RuntimeError as error:\n",
+        "            except ZeroDivisionError as error:\n",
+        (
+            "tests/distributed/test_gtp_shard_runtime.py::TestPasses::test_exception_at_the_end_of_backward_leaves_nothing_behind",
+        ),
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,6 +21,8 @@ from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_
 from .reductions_in_flight import ReductionsInFlight
 from .send_ring import SendRing
 from .streams import Done
+
+logger = logging.getLogger(__name__)
 
 _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
@@ -202,9 +205,13 @@ class CommContext(ReductionsInFlight):
                     ring.grow(missing)
 
     def abandon(self) -> None:
-        """After an exception: wait for the launched reductions and forget their results."""
+        """After an exception: wait for the launched reductions and forget their results. One that has failed, e.g.
+        because a peer is gone, is logged: the exception matters more, and the others are still to be forgotten."""
         while self._reductions:
-            self._wait_for(self._reductions.popleft())
+            try:
+                self._wait_for(self._reductions.popleft())
+            except RuntimeError as error:
+                logger.warning("a reduction of the backward that is dropped has failed: %s", error)
         self._rewind_rings()
 
     def _rewind_rings(self) -> None:

@@ -6,7 +6,8 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -163,16 +164,23 @@ class Runtime(Gathering):
 
     def complete_gradients(self) -> None:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
-        self.grads.launch_waiting()
-        self.publish(self.params)
+        with self._forgetting_on_failure():
+            self.grads.launch_waiting()
+            if self.is_last_backward:
+                self.grads.complete(self.params)
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
-        if not self.is_last_backward:
-            return
+        if self.is_last_backward:
+            with self._forgetting_on_failure():
+                self.grads.complete(params)
+
+    @contextmanager
+    def _forgetting_on_failure(self) -> Iterator[None]:
+        """If this context raises, a later backward does not add to gradients of this one."""
         try:
-            self.grads.complete(params)
-        except BaseException:  # of a user's hook: a later backward must not add to these gradients
+            yield
+        except BaseException:  # also of a user's hook
             self._forget_gradients()
             raise
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -18,15 +19,20 @@ from runtime_common import (
     assert_idle,
     check_step,
     make_rows,
+    runtime_of,
     shard_copy,
     small_model,
     square_loss,
     square_step,
 )
+from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
+
+# Each gradient travels by itself, and none is waited for before the end of backward.
+SEVERAL_IN_FLIGHT = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=9)
 
 
 class TestPasses(GlooTest):
@@ -192,12 +198,12 @@ class TestPasses(GlooTest):
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
-    def check_recovery(self, fail: Callable[[Any, torch.Tensor, Any], Any], reshard: bool = True) -> None:
+    def check_recovery(self, fail: Callable[[Any, torch.Tensor, Any], Any], **options: Any) -> None:
         """``fail(model, rows, assert_raises)``; a step before it and steps after it must be right."""
         mesh = self.gtp_mesh()
         torch.manual_seed(4)
         reference = small_model()
-        model = shard_copy(reference, mesh, reshard_after_forward=reshard)
+        model = shard_copy(reference, mesh, **options)
 
         def assert_raises() -> Any:
             return self.assertRaisesRegex(RuntimeError, "on purpose|cannot be multiplied|size of tensor")
@@ -241,7 +247,21 @@ class TestPasses(GlooTest):
                         with assert_raises():
                             loss.backward()
 
-                self.check_recovery(fail, reshard)
+                self.check_recovery(fail, reshard_after_forward=reshard)
+
+    def test_exception_at_the_end_of_backward_leaves_nothing_behind(self) -> None:
+        """When all local gradients are there: in the launch of the last reductions, or where they are waited for."""
+        for owner, method in (("grads", "launch_waiting"), ("comm", "_wait_for")):
+
+            def fail(model: Any, x: torch.Tensor, assert_raises: Any, owner: str = owner, method: str = method) -> None:
+                loss = square_loss(model, x)
+                with mock.patch.object(getattr(runtime_of(model), owner), method, side_effect=raise_on_purpose):
+                    with assert_raises():
+                        loss.backward()
+                assert_idle(model)
+
+            self.check_recovery(fail)
+            self.check_recovery(fail, schedule=SEVERAL_IN_FLIGHT)
 
     def test_backward_after_a_failed_backward_is_a_new_one(self) -> None:
         """Without a forward in between: the graph of the second backward was there before the first one failed."""
@@ -319,7 +339,7 @@ def removed_afterwards(handle: Any) -> Iterator[None]:
         handle.remove()
 
 
-def raise_on_purpose() -> None:
+def raise_on_purpose(*args: Any) -> None:
     raise RuntimeError("on purpose")
 
 
