@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dtensor_gtp.elastic import ReplicaLayout, WeightSpec, box_of_rank, plan_replicas, segments_of
+from dtensor_gtp.elastic import ReplicaLayout, WeightSpec, plan_replicas
+from dtensor_gtp.elastic.plan import box_of_rank, segments_of
 
 LEFT, WIDTH, LANE, GAP = 130, 720, 34, 26
 FILLS = ("#dbe7f5", "#f6e3cf", "#dcefdc", "#ecdff0")

@@ -3,10 +3,10 @@
 from .attach import synchronize_replicas
 from .mesh import ElasticMesh, MemoryModel, RankMemory, ReplicaSavePlanner, check_memory, nonuniform_mesh
 from .parallel import BlockColwiseParallel, BlockRowwiseParallel
-from .plan import Box, Bucket, Move, Segment, SyncPlan, box_of_rank, plan_moves, plan_sync, segments_of
+from .plan import SyncPlan, plan_sync
 from .recovery import HeldState, StateLostError, handover_path, hold_state, leave_state, recover_state, take_state
 from .regroup import Survivors, num_waiting, regroup
-from .replicas import BatchShare, Replica, ReplicaLayout, WeightSpec, choose_sizes, plan_replicas, replicas_of
+from .replicas import BatchShare, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
 from .watch import RanksLostError, RankWatch, join
 
@@ -14,12 +14,9 @@ __all__ = [
     "BatchShare",
     "BlockColwiseParallel",
     "BlockRowwiseParallel",
-    "Box",
-    "Bucket",
     "ElasticMesh",
     "HeldState",
     "MemoryModel",
-    "Move",
     "RankMemory",
     "RankWatch",
     "RanksLostError",
@@ -27,14 +24,11 @@ __all__ = [
     "ReplicaLayout",
     "ReplicaSavePlanner",
     "ReplicaSync",
-    "Segment",
     "StateLostError",
     "Survivors",
     "SyncPlan",
     "WeightSpec",
-    "box_of_rank",
     "check_memory",
-    "choose_sizes",
     "clip_grad_norm_",
     "handover_path",
     "hold_state",
@@ -42,13 +36,11 @@ __all__ = [
     "leave_state",
     "nonuniform_mesh",
     "num_waiting",
-    "plan_moves",
     "plan_replicas",
     "plan_sync",
     "recover_state",
     "regroup",
     "replicas_of",
-    "segments_of",
     "synchronize_replicas",
     "take_state",
 ]

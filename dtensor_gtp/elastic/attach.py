@@ -40,6 +40,18 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
         TypeError, ValueError: ``module`` is not sharded over ``mesh.weights``, or an argument is out of range.
         NotImplementedError: ``fully_shard`` wraps it, other axes than gtp and tp cut it, or it uses copy engines.
         RuntimeError: Replicas have different models or policies. All of these are raised on all ranks.
+
+    Returns:
+        The :class:`ReplicaSync` of this rank.
+
+    Example:
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
+        >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
+        >>> sync = synchronize_replicas(model, mesh)
+        >>> sync.check_values()  # all replicas begin with the same weights
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> model.bias.grad.to_local()[0]  # the mean over the ranks
+        tensor(2.)
     """
     if not isinstance(mesh, ElasticMesh):
         raise TypeError(f"synchronize_replicas expects an ElasticMesh as mesh, but got {type(mesh).__name__}.")

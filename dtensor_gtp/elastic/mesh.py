@@ -26,8 +26,21 @@ from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, pla
 class ElasticMesh:
     """Replicas of unequal sizes. Made by :func:`nonuniform_mesh`; ``print(mesh)`` shows the replicas.
 
-    ``replica`` is this rank's replica: 2-D, axes (gtp, tp). ``world`` has all ranks, 1-D. ``generation`` names the
-    process groups of this mesh: the same on all ranks, another for each mesh.
+    Args:
+        layout: The replicas, with all ranks.
+        replica: This rank's replica: 2-D, axes (gtp, tp).
+        world: All ranks, 1-D.
+        generation: Names the process groups of this mesh: the same on all ranks, another for each mesh.
+
+    Example:
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
+        >>> print(mesh)
+        ElasticMesh: 2 replicas of 4 ranks
+          replica 0  gtp 1          ranks 0  2 of 3 ranks failed; gtp 3 -> 1
+          replica 1  gtp 3          ranks 1-3
+        (this is rank ...)
+        >>> mesh.weights.size() == mesh["gtp"].size() == (1, 3)[mesh.place.replica]
+        True
     """
 
     layout: ReplicaLayout
@@ -50,11 +63,26 @@ class ElasticMesh:
         return self.layout.places[dist.get_rank()]
 
     def rebalance_batch(self, global_batch: int) -> BatchShare:
-        """This rank's samples of the ``global_batch`` samples of all replicas together; the same on all ranks.
+        """This rank's samples of the ``global_batch`` samples of all replicas together.
 
         Replicas get shares in proportion to their ranks, and gtp ranks of one replica equal parts, up to one sample.
-        The sum is exact. Where ranks have unequal numbers, pass the share to :meth:`ReplicaSync.set_batch`. Raises
-        ValueError if there are fewer samples than ranks that see different data.
+        The sum is exact. Where ranks have unequal numbers, pass the share to :meth:`ReplicaSync.set_batch`.
+
+        Args:
+            global_batch: Samples of a step, the same number on all ranks.
+
+        Returns:
+            The :class:`BatchShare` of this rank.
+
+        Raises:
+            ValueError: There are fewer samples than ranks that see different data.
+
+        Example:
+            >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
+            >>> share = mesh.rebalance_batch(10)
+            >>> share.counts
+            ((3,), (3, 2, 2))
+            >>> batch = torch.arange(10)[share.rows]
         """
         return self.layout.batch_shares(global_batch)[dist.get_rank()]
 
@@ -93,6 +121,15 @@ def nonuniform_mesh(
     Raises:
         TypeError, ValueError: Arguments do not fit one another, the number of ranks, the blocks of a weight, or memory.
         RuntimeError: Ranks got different arguments. All of these are raised on all ranks.
+
+    Returns:
+        The :class:`ElasticMesh` of this rank.
+
+    Example:
+        >>> mesh = nonuniform_mesh("cpu", replicate=2, gtp=4, failed=[(0, g, 0) for g in range(4)])
+        >>> mesh.layout.num_ranks, len(mesh.layout.replicas)  # one replica is left
+        (4, 1)
+        >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
     """
 
     def check() -> ReplicaLayout:
@@ -148,6 +185,13 @@ class MemoryModel:
         gathered_nbytes, reduce_nbytes: Bytes of an element of a gathered weight, and of a gradient that is sent.
         prefetch_depth, prefetch_nbytes, max_inflight_reduce_scatters: As in ``policy.Schedule``.
         activation_nbytes: Activations of a rank at tensor-parallel size 1.
+
+    Example:
+        >>> layout = replicas_of([[0], [1, 2, 3]])
+        >>> weights = [WeightSpec("w", (4096, 4096))]
+        >>> model = MemoryModel(budget=16 << 30, shard_nbytes=12)
+        >>> [memory.shards >> 20 for memory in check_memory(layout, weights, model)]  # MiB
+        [192, 64]
     """
 
     budget: int
@@ -161,7 +205,20 @@ class MemoryModel:
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank, by purpose."""
+    """Bytes of one rank, by purpose.
+
+    Args:
+        shards: Parameters, gradients and optimizer state.
+        buffers: Gathered weights, and gradients that are being sent.
+        activations: What forward saves for backward.
+
+    Example:
+        >>> memory = RankMemory(shards=3 << 20, buffers=1 << 20, activations=0)
+        >>> memory.total >> 20
+        4
+        >>> print(memory)
+        4.0 MiB (shards 3.0 MiB, buffers 1.0 MiB, activations 0 B)
+    """
 
     shards: int
     buffers: int
@@ -169,6 +226,7 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The sum of all."""
         return sum(self)
 
     def __str__(self) -> str:
@@ -177,7 +235,26 @@ class RankMemory(NamedTuple):
 
 
 def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: MemoryModel) -> list[RankMemory]:
-    """The memory of every replica's fullest rank; ValueError if a replica is too small for it."""
+    """The memory of every replica's fullest rank.
+
+    Args:
+        layout: The replicas.
+        weights: All parameters.
+        model: What a rank must hold of them, and its budget.
+
+    Returns:
+        One :class:`RankMemory` for each replica.
+
+    Raises:
+        ValueError: A replica is too small for the budget.
+
+    Example:
+        >>> layout = replicas_of([[0], [1, 2, 3]])
+        >>> weights = [WeightSpec("w", (4096, 4096))]
+        >>> check_memory(layout, weights, MemoryModel(budget=256 << 20))
+        Traceback (most recent call last):
+        ValueError: nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but ...
+    """
     found = [_memory(layout, replica, weights, model) for replica in layout.replicas]
     for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
         if memory.total > model.budget:
@@ -209,11 +286,22 @@ def _memory(layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpe
 
 
 class ReplicaSavePlanner(DefaultSavePlanner):
-    """``dcp.save(state, planner=ReplicaSavePlanner(mesh))``, also for ``dcp.async_save``: on all ranks.
+    """Lets ``dcp.save`` and ``dcp.async_save`` write what replicas of unequal sizes hold. Pass it on all ranks.
 
-    Replicas of unequal sizes cut a weight at different rows, and ``torch.distributed.checkpoint`` (DCP) refuses chunks
-    that overlap. So only the ranks of the largest replica, which have least to write, write sharded tensors. All else
-    is written once for each key, as always. A load needs nothing. ``options`` are those of ``DefaultSavePlanner``.
+    Such replicas cut a weight at different rows, and ``torch.distributed.checkpoint`` (DCP) refuses chunks that
+    overlap. So only the ranks of the largest replica, which have least to write, write sharded tensors. All else is
+    written once for each key, as always. A load needs no planner.
+
+    Args:
+        mesh: The mesh of the job.
+        options: Those of ``DefaultSavePlanner``.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
+        >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
+        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10", planner=ReplicaSavePlanner(mesh))
+        >>> dcp.load(model.state_dict(), checkpoint_id="step10")
     """
 
     def __init__(self, mesh: ElasticMesh, **options: Any) -> None:

@@ -72,6 +72,16 @@ class BlockColwiseParallel(_BlockParallel):
     Raises:
         TypeError, ValueError: ``block_size`` is no positive int; by ``parallelize_module``: the module is no
             ``nn.Linear``, blocks do not fill the features, or are fewer than ranks.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))  # three heads of 32
+        >>> mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+        >>> plan = {"0": BlockColwiseParallel(32), "2": BlockRowwiseParallel(32)}
+        >>> model = parallelize_module(model, mesh["tp"], plan)
+        >>> model = gtp_shard(model, mesh["gtp"])
+        >>> model(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     def __init__(self, block_size: int, *, input_layouts: Placement | None = None) -> None:
@@ -93,6 +103,17 @@ class BlockRowwiseParallel(_BlockParallel):
     Args:
         block_size: As that of the layers before, in features of this layer's input.
         output_layouts: Placement of the output, ``Replicate()`` by default. The output is local.
+
+    Raises:
+        TypeError, ValueError: As for :class:`BlockColwiseParallel`.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = init_weight_mesh("cpu", dp=2, tp=2)
+        >>> out = parallelize_module(nn.Linear(96, 64), mesh["tp"], BlockRowwiseParallel(32))
+        >>> heads = torch.randn(2, out.weight.to_local().shape[1])  # two heads on one rank, one on the other
+        >>> out(heads).shape
+        torch.Size([2, 64])
     """
 
     def __init__(self, block_size: int, *, output_layouts: Placement | None = None) -> None:

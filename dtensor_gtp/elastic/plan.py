@@ -142,15 +142,31 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Which gradients are summed between whom: one bucket for each set of owners, in the order in which all ranks go
-    through them. Made by :func:`plan_sync`; ``print(plan)`` shows it."""
+    """Which gradients are summed between whom. Made by :func:`plan_sync`; ``print(plan)`` shows it.
+
+    Args:
+        layout: The replicas.
+        weights: All parameters.
+        buckets: One for each set of owners, in the order in which all ranks go through them.
+
+    Example:
+        >>> plan = plan_sync(replicas_of([[0], [1, 2]]), [WeightSpec("w", (6, 4)), WeightSpec("b", (6,), dim=None)])
+        >>> [(bucket.owners, plan.bucket_nbytes(bucket)) for bucket in plan.buckets]
+        [((0, 1), 48), ((0, 2), 48)]
+        >>> len(plan.of_rank(0)), plan.sync_nbytes(0)  # in float32
+        (2, 120)
+    """
 
     layout: ReplicaLayout
     weights: tuple[WeightSpec, ...]
     buckets: tuple[Bucket, ...]
 
     def of_rank(self, rank: int) -> tuple[Bucket, ...]:
-        """The buckets that ``rank`` is an owner of."""
+        """The buckets that ``rank`` is an owner of.
+
+        Args:
+            rank: Of the layout.
+        """
         return tuple(bucket for bucket in self.buckets if rank in bucket.owners)
 
     @cached_property
@@ -159,10 +175,19 @@ class SyncPlan:
         return tuple(weight for weight in self.weights if weight.dim is None)
 
     def bucket_nbytes(self, bucket: Bucket) -> int:
+        """Bytes of a bucket's gradients when they are sent.
+
+        Args:
+            bucket: One of ``buckets``.
+        """
         return sum(self.weights[index].nbytes * box.numel for index, box in bucket.segments)
 
     def sync_nbytes(self, rank: int) -> int:
-        """Bytes of gradient that ``rank`` sums with other replicas in each step: its shard, and what is whole."""
+        """Bytes of gradient that ``rank`` sums with other replicas in each step: its shard, and what is whole.
+
+        Args:
+            rank: Of the layout.
+        """
         shared = sum(self.bucket_nbytes(bucket) for bucket in self.of_rank(rank) if len(bucket.owners) > 1)
         return shared + sum(weight.nbytes * weight.numel for weight in self.whole)
 
@@ -191,7 +216,27 @@ class SyncPlan:
 
 
 def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
-    """Group the segments of ``weights``, all parameters in the same order on all ranks, by owners."""
+    """Decide which ranks sum which parts of which gradients.
+
+    Args:
+        layout: The replicas.
+        weights: All parameters, in the same order on all ranks.
+
+    Returns:
+        A :class:`SyncPlan`; print it.
+
+    Example:
+        >>> print(plan_sync(replicas_of([[0], [1, 2]]), [WeightSpec("w", (6, 4))]))
+        2 replicas of 3 ranks
+          replica 0  gtp 1          ranks 0  1 of 2 ranks failed; gtp 2 -> 1
+          replica 1  gtp 2          ranks 1-2
+        w (6, 4), gtp cuts dim 0
+          dim 0 0:3                owners 0 | 1
+          dim 0 3:6                owners 0 | 2
+        2 buckets
+          owners 0 | 1             1 segment, 48 B
+          owners 0 | 2             1 segment, 48 B
+    """
     segments: dict[Holders, list[tuple[int, Box]]] = {}
     known: dict[WeightSpec, list[Segment]] = {}
     for index, weight in enumerate(weights):

@@ -36,12 +36,32 @@ _LOG = logging.getLogger(__name__)
 
 
 class StateLostError(RuntimeError):
-    """A part of the state is on none of the ranks that are left: a checkpoint has to be loaded."""
+    """A part of the state is on none of the ranks that are left: a checkpoint has to be loaded.
+
+    Example:
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0, 1, 2, 3]])
+        >>> try:
+        ...     recover_state(None, {"model": nn.Linear(2, 2).state_dict()}, mesh)
+        ... except StateLostError as error:
+        ...     print(error)
+        recover_state expects ranks that hold state, but there are none. Load a checkpoint.
+    """
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """What one rank has of the state of a job after ``step`` optimizer steps. Made by :func:`hold_state`."""
+    """What one rank has of the state of a job. Made by :func:`hold_state`.
+
+    Args:
+        step: Optimizer steps that the rank has completed.
+        tensors: This rank's parts of DTensors, and where they lie in the logical tensors.
+        plain: All other values.
+
+    Example:
+        >>> held = hold_state({"step": 7, "weights": torch.ones(2)}, step=7)
+        >>> held.step, sorted(held.plain)
+        (7, [('step',), ('weights',)])
+    """
 
     step: int
     tensors: Parts
@@ -51,9 +71,22 @@ class HeldState:
 def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
     """Keep this rank's part of ``state``. No communication, and no copy of DTensors: they are those of the job.
 
-    Call it when the job has failed, before its process groups are destroyed. ``state`` is what would be saved: nested
-    dicts and lists with DTensors (see the checkpointing guide), numbers, plain tensors. ``step`` is the number of
-    optimizer steps that this rank has completed: count it right after ``optimizer.step()``.
+    Call it when the job has failed, before its process groups are destroyed.
+
+    Args:
+        state: What would be saved: nested dicts and lists with DTensors (see the checkpointing guide), numbers, plain
+            tensors.
+        step: Optimizer steps that this rank has completed: count it right after ``optimizer.step()``.
+
+    Returns:
+        A :class:`HeldState` for :func:`recover_state` or :func:`leave_state`.
+
+    Example:
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0, 1], [2, 3]])
+        >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
+        >>> held = hold_state({"model": model.state_dict(), "epoch": 3}, step=7)
+        >>> sorted(held.tensors)
+        [('model', 'bias'), ('model', 'weight')]
     """
     held = HeldState(step, {}, {})
     for keys, _, value in _leaves(state):
@@ -93,11 +126,23 @@ def recover_state(
         state: State of the job that was built on ``mesh``: as for ``dcp.load``, its tensors are written in place, other
             values are replaced. Ranks that have the step that is taken keep their values that are no DTensors; the
             others get those of the lowest of these ranks.
+        mesh: The new one.
         chunk_nbytes: Bytes that a rank exchanges at a time, about.
 
     Raises:
         ValueError: The held state is that of another model.
         StateLostError: A part of the state is on none of the ranks. Both are raised on all ranks.
+
+    Returns:
+        The number of optimizer steps of the state that was taken.
+
+    Example:
+        >>> old = nonuniform_mesh("cpu", replicas=[[0, 1], [2, 3]])
+        >>> held = hold_state({"model": gtp_shard(nn.Linear(64, 64), old.weights).state_dict()}, step=7)
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
+        >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
+        >>> recover_state(held, {"model": model.state_dict()}, mesh)
+        7
     """
     wanted = {keys: value for keys, _, value in _leaves(state) if isinstance(value, DTensor)}
     held = HeldState(_NEW, {}, {}) if held is None else held
@@ -242,9 +287,20 @@ def handover_path(environment: Mapping[str, str] | None = None, directory: Path 
 
     ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later: time enough to
     write what a rank holds to a file in host memory. The name holds the process of the launcher, which stays when
-    workers are started again, and the local rank. Files of launchers that are gone are removed. Outside of ``torchrun``
-    the result is None. By default ``environment`` is ``os.environ``, and ``directory`` is ``/dev/shm`` (memory) or the
-    folder of temporary files.
+    workers are started again, and the local rank. Files of launchers that are gone are removed.
+
+    Args:
+        environment: By default ``os.environ``.
+        directory: By default ``/dev/shm`` (memory), or the folder of temporary files where there is none.
+
+    Returns:
+        The path of the file, None outside of ``torchrun``.
+
+    Example:
+        >>> handover_path({"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "2"}).name
+        'dtensor_gtp-...-2.pt'
+        >>> handover_path({}) is None
+        True
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in environment:
@@ -259,7 +315,19 @@ def handover_path(environment: Mapping[str, str] | None = None, directory: Path 
 
 
 def leave_state(held: HeldState, path: Path) -> None:
-    """Write ``held`` such that :func:`take_state` finds all of it or nothing. Only this user may read the file."""
+    """Write ``held`` such that :func:`take_state` finds all of it or nothing. Only this user may read the file.
+
+    Args:
+        held: What :func:`hold_state` has returned.
+        path: That of :func:`handover_path`.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.pt"
+        >>> leave_state(hold_state({"epoch": 3}, step=7), path)
+        >>> take_state(path).plain
+        {('epoch',): 3}
+    """
     partial = path.with_suffix(".tmp")
     tensors = {keys: (box, part.contiguous()) for keys, (box, part) in held.tensors.items()}
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -268,7 +336,21 @@ def leave_state(held: HeldState, path: Path) -> None:
 
 
 def take_state(path: Path) -> HeldState | None:
-    """What was left there, which is removed; None if nothing was."""
+    """What a former process has left, which is removed.
+
+    Args:
+        path: That of :func:`handover_path`.
+
+    Returns:
+        What :func:`leave_state` was given; None if nothing was left.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.pt"
+        >>> leave_state(hold_state({"epoch": 3}, step=7), path)
+        >>> take_state(path).step, take_state(path)
+        (7, None)
+    """
     if not path.exists():
         return None
     # The state of a job may hold any Python value. A process of the same user and launcher has written the file.

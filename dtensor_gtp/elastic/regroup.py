@@ -27,10 +27,22 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Survivors:
-    """Who is left, in new ranks. ``rank`` is that of this process.
+    """Who is left, in new ranks.
 
-    ``replicas`` are for ``nonuniform_mesh(replicas=...)``; an empty one is gone. ``dead`` are old ranks that are gone,
-    and where they stood. ``joined`` are new ranks, which hold nothing. ``generation`` is for the next :func:`regroup`.
+    Args:
+        rank: That of this process.
+        replicas: For ``nonuniform_mesh(replicas=...)``; an empty one is gone.
+        dead: Old ranks that are gone, and where they stood.
+        joined: New ranks, which hold nothing.
+        generation: For the next :func:`regroup`.
+
+    Example:
+        >>> dead = {1: replicas_of([[0, 1], [2, 3]]).places[1]}
+        >>> survivors = Survivors(rank=0, replicas=((0,), (1, 2)), dead=dead, generation=1)
+        >>> print(survivors)
+        3 ranks are left, without rank 1 (replica 0, gtp 1, tp 0)
+        >>> survivors.num_ranks
+        3
     """
 
     rank: int
@@ -41,6 +53,7 @@ class Survivors:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks that are left, and those that joined."""
         return sum(map(len, self.replicas))
 
     def __str__(self) -> str:
@@ -91,8 +104,7 @@ def regroup(
 
     Call it on each rank on which a collective raised, after :func:`hold_state`; or on all ranks between two steps, to
     take in those that wait (:func:`num_waiting`). It destroys all process groups, so build meshes and sharded modules
-    anew on ``nonuniform_mesh(replicas=survivors.replicas)``. Ranks that are lost meanwhile are left out in turn. Raises
-    RuntimeError if the others went on without this rank.
+    anew on ``nonuniform_mesh(replicas=survivors.replicas)``. Ranks that are lost meanwhile are left out in turn.
 
     Args:
         layout, rank: Of before: ``mesh.layout``, and this process's rank in it.
@@ -104,6 +116,20 @@ def regroup(
         backend, timeout: For ``init_process_group``; the backend of before by default.
         num_replicas: Replicas to have, if ranks join: a joining rank goes to the smallest one, an empty one included.
         watch: Tells who is alive; only those are waited for. Watches over the new ranks afterwards.
+
+    Returns:
+        Who is left, and this process's new rank.
+
+    Raises:
+        RuntimeError: The others went on without this rank.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+        >>> layout = replicas_of([[0]])  # a job of one rank, which goes on alone
+        >>> survivors = regroup(layout, 0, store, generation=0, grace=timedelta(seconds=60), backend="gloo")
+        >>> survivors.replicas, survivors.generation
+        (((0,),), 1)
     """
     backend = backend or dist.get_backend()
     is_alive = None if watch is None else watch.is_alive
@@ -130,7 +156,19 @@ def regroup(
 
 
 def num_waiting(store: compat.Store) -> int:
-    """Processes that wait in :func:`join`. The number may change between two calls: let one rank ask for all."""
+    """Processes that wait in :func:`join`. The number may change between two calls: let one rank ask for all.
+
+    Args:
+        store: That of :func:`regroup` and :func:`join`.
+
+    Returns:
+        How many the next :func:`regroup` takes in.
+
+    Example:
+        >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+        >>> num_waiting(store)
+        0
+    """
     return len(_waiting_tickets(store))
 
 

@@ -25,6 +25,11 @@ class WeightSpec:
         tp_dim: The dim that tensor parallelism cuts, before gtp cuts the slice; None if it does not.
         tp_block_size: Rows of ``tp_dim`` that stay together on one tp rank, e.g. head_dim.
         nbytes: Bytes of an element of the gradient when it is sent.
+
+    Example:
+        >>> spec = WeightSpec("wq.weight", (4096, 4096), tp_dim=0, tp_block_size=128)
+        >>> spec.numel, spec.num_tp_blocks  # 32 heads
+        (16777216, 32)
     """
 
     name: str
@@ -37,6 +42,7 @@ class WeightSpec:
 
     @property
     def numel(self) -> int:
+        """Elements of the whole weight."""
         return math.prod(self.shape)
 
     @property
@@ -48,10 +54,19 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Replica:
-    """Ranks that hold one full copy of the weights, in row-major order of their (gtp, tp) grid. They ascend along both.
+    """Ranks that hold one full copy of the weights. They ascend along both axes of their grid.
 
     Weights are split and gathered over gtp, whose ranks see different data; tensor-parallel ranks see the same data.
-    ``reason`` says why the sizes are not those that were asked for; it is empty if they are.
+
+    Args:
+        ranks: In row-major order of the (gtp, tp) grid.
+        gtp, tp: Sizes of the grid.
+        reason: Why the sizes are not those that were asked for; empty if they are.
+
+    Example:
+        >>> replica = Replica(ranks=(0, 1, 2, 3), gtp=2, tp=2)
+        >>> replica.grid
+        ((0, 1), (2, 3))
     """
 
     ranks: tuple[int, ...]
@@ -82,8 +97,19 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Samples ``start`` to ``stop`` (half-open) of a global batch, which one rank works on. Ranks of one tp group have
-    the same. ``counts`` are the samples of every data rank: one tuple for each replica, by gtp coordinate."""
+    """Samples of a global batch that one rank works on. Ranks of one tp group have the same.
+
+    Args:
+        start, stop: The first sample, and the one after the last.
+        counts: Samples of every data rank: one tuple for each replica, by gtp coordinate.
+
+    Example:
+        >>> share = replicas_of([[0], [1, 2, 3]]).batch_shares(8)[1]
+        >>> share.num_samples, share.counts
+        (2, ((2,), (2, 2, 2)))
+        >>> torch.arange(8)[share.rows]
+        tensor([2, 3])
+    """
 
     start: int
     stop: int
@@ -91,6 +117,7 @@ class BatchShare:
 
     @property
     def num_samples(self) -> int:
+        """Samples of this rank."""
         return self.stop - self.start
 
     @property
@@ -102,7 +129,18 @@ class BatchShare:
 @dataclass(frozen=True)
 class ReplicaLayout:
     """All replicas, with the ranks 0 to ``num_ranks - 1``. Made by :func:`plan_replicas` or :func:`replicas_of`;
-    ``print(layout)`` shows them."""
+    ``print(layout)`` shows them.
+
+    Args:
+        replicas: In the order of their indices.
+
+    Example:
+        >>> layout = replicas_of([[0], [1, 2, 3]])
+        >>> layout.num_ranks, layout.num_data_ranks, layout.is_uniform
+        (4, 4, False)
+        >>> print(layout.places[2])
+        replica 1, gtp 1, tp 0
+    """
 
     replicas: tuple[Replica, ...]
 
@@ -130,9 +168,24 @@ class ReplicaLayout:
         }
 
     def batch_counts(self, global_batch: int) -> tuple[tuple[int, ...], ...]:
-        """Samples of each data rank: one tuple for each replica, by gtp coordinate. Each replica gets a number in
-        proportion to its ranks. Ranks of a replica differ by one sample at most, and the sum is exact. TypeError or
-        ValueError if ``global_batch`` is no int or smaller than the number of data ranks."""
+        """Samples of each data rank.
+
+        Each replica gets a number in proportion to its ranks. Ranks of a replica differ by one sample at most, and the
+        sum is exact.
+
+        Args:
+            global_batch: Samples of all replicas together.
+
+        Returns:
+            One tuple for each replica, by gtp coordinate.
+
+        Raises:
+            TypeError, ValueError: ``global_batch`` is no int, or smaller than the number of data ranks.
+
+        Example:
+            >>> replicas_of([[0], [1, 2, 3]]).batch_counts(9)
+            ((2,), (3, 2, 2))
+        """
         check_size("rebalance_batch", "global_batch", global_batch)
         if global_batch < self.num_data_ranks:
             raise ValueError(
@@ -153,7 +206,19 @@ class ReplicaLayout:
         return tuple(tuple(total // gtp + (row < total % gtp) for row in range(gtp)) for total, gtp in totals)
 
     def batch_shares(self, global_batch: int) -> dict[int, BatchShare]:
-        """The share of every rank, see :meth:`batch_counts`: consecutive samples, in the order of the replicas."""
+        """The share of every rank, see :meth:`batch_counts`: consecutive samples, in the order of the replicas.
+
+        Args:
+            global_batch: Samples of all replicas together.
+
+        Returns:
+            A :class:`BatchShare` by rank.
+
+        Example:
+            >>> shares = replicas_of([[0], [1, 2, 3]]).batch_shares(9)
+            >>> shares[1].rows
+            slice(2, 5, None)
+        """
         counts = self.batch_counts(global_batch)
         ends = accumulate(chain.from_iterable(counts))
         rows = [row for replica in self.replicas for row in replica.grid]
@@ -176,8 +241,24 @@ def plan_replicas(
     """The replicas that remain of ``replicate`` replicas of ``gtp * tp`` ranks when some ranks have failed.
 
     The ranks that are left are counted anew, in the order of their coordinates, as a launcher starts them. A replica
-    that lost all ranks is dropped. Arguments are those of :func:`nonuniform_mesh`. TypeError or ValueError if a size or
-    a coordinate is out of range, nothing is left, or no cut fits ``weights``.
+    that lost all ranks is dropped.
+
+    Args:
+        replicate, gtp, tp: Sizes before the failure.
+        failed: Coordinates (replica, gtp, tp) of ranks that are gone.
+        weights: What is to be sharded; tells where tensor parallelism may cut when it has to shrink.
+
+    Returns:
+        The :class:`ReplicaLayout` of the ranks that are left.
+
+    Raises:
+        TypeError, ValueError: A size or a coordinate is out of range, nothing is left, or no cut fits ``weights``.
+
+    Example:
+        >>> print(plan_replicas(replicate=2, gtp=4, failed=[(1, 2, 0)]))
+        2 replicas of 7 ranks
+          replica 0  gtp 4          ranks 0-3
+          replica 1  gtp 3          ranks 4-6  1 of 4 ranks failed; gtp 4 -> 3
     """
     sizes = {"replicate": replicate, "gtp": gtp, "tp": tp}
     for name, size in sizes.items():
@@ -208,10 +289,18 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
     Args:
         ranks: Ranks of each replica, in any order. Rows of ``tp`` consecutive ones form the tensor-parallel groups if
             ``tp`` divides their number.
-        tp, weights: Largest size of the tp axis, and what is to be sharded, see :func:`choose_sizes`.
+        tp: Largest size of the tp axis. A replica whose ranks it does not divide gets a smaller one.
+        weights: What is to be sharded; tells where tensor parallelism may cut when it has to shrink.
+
+    Returns:
+        The :class:`ReplicaLayout` of these ranks.
 
     Raises:
         TypeError, ValueError: Replicas overlap or leave ranks out, a rank is no int, or no cut fits ``weights``.
+
+    Example:
+        >>> [replica.grid for replica in replicas_of([[0, 1], [2, 3, 4, 5]], tp=2).replicas]
+        [((0, 1),), ((2, 3), (4, 5))]
     """
     check_size("nonuniform_mesh", "tp", tp)
     lists = [list(members) for members in ranks]

@@ -58,7 +58,20 @@ class Channel:
 
 
 class ReplicaSync:
-    """Sums the gradients of one module over replicas of unequal sizes. Made by :func:`synchronize_replicas`."""
+    """Sums the gradients of one module over replicas of unequal sizes. Made by :func:`synchronize_replicas`.
+
+    ``plan`` is the :class:`SyncPlan`, ``num_all_reduces`` counts the sums so far.
+
+    Example:
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
+        >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
+        >>> sync = synchronize_replicas(model, mesh)
+        >>> share = mesh.rebalance_batch(10)
+        >>> sync.set_batch(share)
+        >>> model(torch.ones(share.num_samples, 64)).mean(0).sum().backward()
+        >>> model.bias.grad.to_local()[0]  # of the mean over all ten samples
+        tensor(1.)
+    """
 
     def __init__(
         self, mesh: ElasticMesh, plan: SyncPlan, params: Sequence[ManagedParam], comm: CommContext, bucket_nbytes: int
@@ -108,8 +121,11 @@ class ReplicaSync:
 
         The gradient is that of ``sum(count * loss) / sum(count)`` over all ranks that see different data, until the
         next call. With gradient accumulation call it before the first microbatch, or before each if the shares change
-        and each backward reduces. ``share`` is what :meth:`ElasticMesh.rebalance_batch` returned, or a number, which is
-        then exchanged: collective over all ranks. 0 drops this rank's gradient.
+        and each backward reduces.
+
+        Args:
+            share: What :meth:`ElasticMesh.rebalance_batch` returned, or a number, which is then exchanged: collective
+                over all ranks. 0 drops this rank's gradient.
 
         Raises:
             ValueError: The numbers are negative, all 0, or differ along tp.
@@ -163,12 +179,14 @@ class ReplicaSync:
         return self._of_replica if factor is None else 1.0
 
     def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor:
+        """A full gradient with the weight of this rank's samples. Called by backward."""
         if factor is not None or self._of_rank == 1.0:
             return grad
         # Not in place: others may read it. A NaN times 0 would stay a NaN.
         return grad * self._of_rank if self._of_rank else torch.zeros_like(grad)
 
     def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None:
+        """Take a reduced gradient, which is sent when its bucket is full. Called by backward."""
         _scale(slot, share)
         parts = self._parts.get(weight, [])
         entry = _Entry(weight, slot, len(parts))
@@ -257,6 +275,7 @@ class ReplicaSync:
         return whole
 
     def finish(self) -> None:
+        """Send what is left, and wait for it. Called at the end of backward."""
         with self._comm.reducing():
             for channel in self._channels:
                 for dtype in list(channel.pending):
@@ -266,14 +285,18 @@ class ReplicaSync:
         self._keep.clear()
 
     def reset(self) -> None:
+        """Drop what was not sent. Called after a backward that raised."""
         for channel in self._channels:
             channel.pending.clear()
         self._keep.clear()
 
     @torch.no_grad()
     def check_values(self) -> None:
-        """Compare the parameters of all replicas, bit by bit. Collective over all ranks. If they differ, RuntimeError
-        on all ranks names the first parameter."""
+        """Compare the parameters of all replicas, bit by bit. Collective over all ranks.
+
+        Raises:
+            RuntimeError: They differ. All ranks name the first parameter that does.
+        """
         # Of each group, in the same order on all ranks: indices of parameters, and digests of what its ranks share.
         shared: dict[str, list[tuple[int, Tensor]]] = {}
         for index, (param, weight) in enumerate(zip(self._params, self.plan.weights, strict=True)):
@@ -305,8 +328,24 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas. Collective over all ranks.
 
     Each replica can compute the norm of the whole model, but in another order of sums. So all replicas take the norm of
-    the first one: else parameters would drift apart in the last bits. Arguments beside ``mesh`` (options:
-    ``norm_type``, ``error_if_nonfinite``, ``foreach``) and the result, the norm before clipping, are those of torch.
+    the first one: else parameters would drift apart in the last bits.
+
+    Args:
+        parameters: Those of the model, or one.
+        max_norm: The largest norm that is left.
+        mesh: That of the replicas.
+        options: ``norm_type``, ``error_if_nonfinite`` and ``foreach`` of torch's function.
+
+    Returns:
+        The norm before clipping, a scalar.
+
+    Example:
+        >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
+        >>> model = gtp_shard(nn.Linear(64, 64, bias=False), mesh.weights)
+        >>> sync = synchronize_replicas(model, mesh)
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> clip_grad_norm_(model.parameters(), 1.0, mesh)  # 64 x 64 ones
+        tensor(64.)
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     foreach = options.pop("foreach", None)

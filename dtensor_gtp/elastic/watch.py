@@ -41,7 +41,14 @@ _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|time
 
 
 class RanksLostError(RuntimeError):
-    """Ranks are gone: those in ``lost``. Take what is left with :func:`hold_state`, then :meth:`RankWatch.regroup`."""
+    """Ranks are gone: those in ``lost``. Take what is left with :func:`hold_state`, then :meth:`RankWatch.regroup`.
+
+    Example:
+        >>> places = replicas_of([[0, 1], [2, 3]]).places
+        >>> error = RanksLostError({3: places[3]}, {3: "was silent for 10 seconds"})
+        >>> list(error.lost), str(error)
+        ([3], 'rank 3 (replica 1, gtp 1, tp 0) was silent for 10 seconds. Hold the state and ...')
+    """
 
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
@@ -65,6 +72,21 @@ class RankWatch:
             start takes seconds. NCCL's collectives are aborted within this time; those of other backends end by the
             time limit of the process group.
         generation: How often there was a failure before.
+
+    Raises:
+        ValueError: ``limit`` is not positive.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)  # a launcher's outlives the ranks
+        >>> watch = RankWatch(replicas_of([[0]]), 0, store, limit=timedelta(seconds=60))
+        >>> with watch:
+        ...     loss = nn.Linear(4, 1)(torch.randn(2, 4)).sum()
+        ...     loss.backward()
+        ...     watch.commit()  # all ranks have their gradients; then optimizer.step()
+        >>> watch.is_alive(0)
+        True
+        >>> watch.close()
     """
 
     def __init__(
@@ -85,7 +107,13 @@ class RankWatch:
         self.move_to(layout, rank, generation)
 
     def move_to(self, layout: ReplicaLayout, rank: int, generation: int) -> None:
-        """Watch over other ranks from now on."""
+        """Watch over other ranks from now on.
+
+        Args:
+            layout: Where each rank stands.
+            rank: This process's rank in it.
+            generation: How often there was a failure before.
+        """
         if self._listener is not None:
             self._listener.stop()
         self.layout, self.rank, self.generation = layout, rank, generation
@@ -98,7 +126,11 @@ class RankWatch:
         self._is_lost = self._listener.is_lost
 
     def is_alive(self, rank: int) -> bool:
-        """Whether ``rank`` beat within the limit and nobody has reported it as silent or closed. For one thread."""
+        """Whether ``rank`` beat within the limit and nobody has reported it as silent or closed. For one thread.
+
+        Args:
+            rank: Of ``layout``.
+        """
         lost = f"lost/{rank}"
         if self._own.check([lost]) and self._own.get(lost).decode().startswith((_SILENT, _CLOSED)):
             return False
@@ -110,7 +142,10 @@ class RankWatch:
         Call it on all ranks right before ``optimizer.step()``, after all that communicates (``clip_grad_norm_``), where
         the state is to be recovered from memory. A failure may leave whole gradients on some ranks only (an aborted
         collective on a device leaves garbage and no error); if those updated, only parts of two steps would be left. So
-        the store holds one decision: all ranks that are left update, or none and all raise RanksLostError.
+        the store holds one decision: all ranks that are left update, or none and all raise.
+
+        Raises:
+            RanksLostError: A rank is gone, and none updates.
         """
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -135,7 +170,14 @@ class RankWatch:
     def regroup(
         self, *, grace: timedelta, backend: str | None = None, timeout: timedelta | None = None, num_replicas: int = 1
     ) -> Survivors:
-        """:func:`regroup` of the ranks that are left and of those that wait to join; they are watched over then."""
+        """:func:`regroup` of the ranks that are left and of those that wait to join; they are watched over then.
+
+        Args:
+            grace, backend, timeout, num_replicas: As for :func:`regroup`.
+
+        Returns:
+            Who is left, and this process's new rank.
+        """
         return regroup(
             self.layout, self.rank, self.store, generation=self.generation, grace=grace, backend=backend,
             timeout=timeout, num_replicas=num_replicas, watch=self,
@@ -247,6 +289,19 @@ def join(
         store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
         grace: How long to wait for that before TimeoutError, and as for :func:`regroup` if ranks are lost meanwhile.
         limit: Of the :class:`RankWatch` that is made for this rank and returned, if the others have one.
+
+    Returns:
+        Who is in the job now, with this process's rank; and the watch, None without ``limit``.
+
+    Raises:
+        TimeoutError: Nobody took this process in within ``grace``.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+        >>> join(store, grace=timedelta(seconds=0.1), backend="gloo")
+        Traceback (most recent call last):
+        TimeoutError: no rank of the job took this process in within 0.1 seconds.
     """
     waiting = waiting_store(store)
     ticket = waiting.add("tickets", 1)

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from expecttest import TestCase
 
-from dtensor_gtp.elastic import Box, HeldState, handover_path, leave_state, take_state
+from dtensor_gtp.elastic import HeldState, handover_path, leave_state, take_state
+from dtensor_gtp.elastic.plan import Box
 
 
 class TestHandover(TestCase):

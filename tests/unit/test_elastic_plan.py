@@ -15,14 +15,13 @@ from dtensor_gtp.elastic import (
     MemoryModel,
     ReplicaLayout,
     WeightSpec,
-    box_of_rank,
     check_memory,
-    choose_sizes,
     plan_replicas,
     plan_sync,
     replicas_of,
-    segments_of,
 )
+from dtensor_gtp.elastic.plan import box_of_rank, segments_of
+from dtensor_gtp.elastic.replicas import choose_sizes
 from dtensor_gtp.placement import chunk_size_and_offset
 
 # Rows that nothing divides, fewer rows than ranks, blocks, columns, tensor parallelism on either dim and on none.

@@ -8,16 +8,8 @@ import torch
 from counting import num_calls
 from expecttest import TestCase
 
-from dtensor_gtp.elastic import (
-    Box,
-    Move,
-    ReplicaLayout,
-    WeightSpec,
-    box_of_rank,
-    plan_moves,
-    plan_replicas,
-    replicas_of,
-)
+from dtensor_gtp.elastic import ReplicaLayout, WeightSpec, plan_replicas, replicas_of
+from dtensor_gtp.elastic.plan import Box, Move, box_of_rank, plan_moves
 
 WEIGHTS = (
     WeightSpec("rows", (11, 3)),
