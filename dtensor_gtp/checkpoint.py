@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,9 +32,15 @@ from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
 
 _LOG = logging.getLogger(__name__)
-_PLANE_KEY = re.compile(
-    rf"(?P<weight>.+)_(?P<recipe>{'|'.join(RECIPES)})\.(?P<plane>{'|'.join((*PLANE_NAMES, 'amax'))})"
-)
+
+
+def _plane_key(recipes: Iterable[str]) -> re.Pattern[str]:
+    """Matches the keys of planes of these recipes, given by name."""
+    names, planes = "|".join(map(re.escape, recipes)), "|".join((*PLANE_NAMES, "amax"))
+    return re.compile(rf"(?P<weight>.+)_(?P<recipe>{names})\.(?P<plane>{planes})")
+
+
+_PLANE_KEY = _plane_key(RECIPES)
 
 
 def load(
@@ -132,6 +138,11 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     def __init__(self, model: nn.Module | None = None, allow_partial_load: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._model = model
+        # Also recipes that a user has written.
+        natives = [native_of(param) for param in ([] if model is None else model.parameters())]
+        own = {native.recipe.name: native.recipe for native in natives if native is not None}
+        self._recipes = {name: cls() for name, cls in RECIPES.items()} | own
+        self._plane_key = _plane_key(self._recipes)
         self._regions: dict[str, _Region] = {}  # by the key of the weight
 
     def set_up_planner(
@@ -143,11 +154,11 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         self._regions.clear()
         stored = metadata.state_dict_metadata
         for key, value in list(self.state_dict.items()):
-            match = _PLANE_KEY.fullmatch(key)
+            match = self._plane_key.fullmatch(key)
             weight = match["weight"] if match else key
             if key in stored or not isinstance(value, Tensor):
                 continue
-            source = _recipe_of(stored, weight)
+            source = _recipe_of(stored, weight, self._recipes)
             if source is None and weight not in stored:
                 continue  # it is missing: torch raises
             del self.state_dict[key]
@@ -181,7 +192,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: Any) -> Tensor:
         """The tensor that an item is read into."""
-        match = _PLANE_KEY.fullmatch(index.fqn)
+        match = self._plane_key.fullmatch(index.fqn)
         for weight in (index.fqn, match["weight"] if match else index.fqn):
             region = self._regions.get(weight)
             if region is not None and index.fqn in region.tensors:
@@ -213,9 +224,9 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             torch.autograd.graph.increment_version(target)
 
 
-def _recipe_of(stored: Mapping[str, Any], weight: str) -> Recipe | None:
-    """The recipe of the planes in which a checkpoint or state dict holds a weight; None if it holds no planes of it."""
-    return next((cls() for name, cls in RECIPES.items() if f"{weight}_{name}.elements" in stored), None)
+def _recipe_of(stored: Mapping[str, Any], weight: str, recipes: Mapping[str, Recipe]) -> Recipe | None:
+    """The one of these recipes in whose planes a checkpoint or state dict holds a weight; None if it has none of it."""
+    return next((recipe for name, recipe in recipes.items() if f"{weight}_{name}.elements" in stored), None)
 
 
 def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[str, Any]) -> _Region:
@@ -283,9 +294,10 @@ def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> d
     params = dict(module.named_parameters(remove_duplicate=False))
     result = {key: value for key, value in state_dict.items() if not _PLANE_KEY.fullmatch(key)}
     weights = {match["weight"] for key in state_dict if (match := _PLANE_KEY.fullmatch(key))}
+    recipes = {name: cls() for name, cls in RECIPES.items()}
     with Progress(_LOG, "dequantization of a state dict", len(weights)) as progress:
         for weight in progress.over(weights):
-            recipe, param = _recipe_of(state_dict, weight), params.get(weight)
+            recipe, param = _recipe_of(state_dict, weight, recipes), params.get(weight)
             if param is None or recipe is None:
                 raise ValueError(
                     f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has "

@@ -368,4 +368,18 @@ NUMBERS = [
         "for stage in range(3):",
         ("tests/unit/test_random_casts.py::TestRotation::test_matrix",),
     ),
+    Bug(
+        "planes of a user's recipe are not loaded",
+        "quant/state_dict.py",
+        "dict.fromkeys((own.name, *RECIPES))",
+        "RECIPES",
+        ("tests/distributed/test_native_checkpoint.py::TestNativeCheckpoint::test_a_recipe_of_the_user",),
+    ),
+    Bug(
+        "a load resets the arguments of a recipe",
+        "quant/state_dict.py",
+        "            return own if name == own.name else RECIPES[name](), planes",
+        "            return RECIPES.get(name, type(own))(), planes",
+        ("tests/distributed/test_native_checkpoint.py::TestNativeCheckpoint::test_a_recipe_of_the_user",),
+    ),
 ]

@@ -49,7 +49,7 @@ class StateDictHooks:
         native = native_of(param)
         if param is None or native is None:
             return
-        found, value = _take_planes(state_dict, key), state_dict.get(key)
+        found, value = _take_planes(state_dict, key, native.recipe), state_dict.get(key)
         weight = None if value is param else value
         if found is not None and (weight is None or not _is_own(found[1], native)):
             try:
@@ -156,13 +156,14 @@ def _placement(placement: Placement, size: int, world: int, plane: PlaneSpec, di
     return placement if -(-plane.size(dim, size) // world) == steps else GTPShard(own, block_size=steps)
 
 
-def _take_planes(state_dict: dict[str, Any], key: str) -> tuple[Recipe, dict[str, Tensor]] | None:
-    """Remove the planes of the weight ``key`` from a state dict; None if there are none."""
-    for name, cls in RECIPES.items():
+def _take_planes(state_dict: dict[str, Any], key: str, own: Recipe) -> tuple[Recipe, dict[str, Tensor]] | None:
+    """Remove the planes of the weight ``key`` from a state dict; None if there are none. Under the name of the weight's
+    ``own`` recipe they are of that recipe, with its arguments: it may be one that a user has written."""
+    for name in dict.fromkeys((own.name, *RECIPES)):
         prefix = f"{key}_{name}."
         planes = {plane: state_dict.pop(prefix + plane) for plane in STORED_NAMES if prefix + plane in state_dict}
         if planes:
-            return cls(), planes
+            return own if name == own.name else RECIPES[name](), planes
     return None
 
 

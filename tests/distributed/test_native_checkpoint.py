@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, checkpoint, gtp_shard, quantize_
-from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import (
+    MXFP8,
+    NVFP4,
+    Direction,
+    Float8Blockwise,
+    Float8Rowwise,
+    Float8Tensorwise,
+    PlaneSpec,
+    Quantized,
+    Recipe,
+)
 from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 from dtensor_gtp.quant.native import native_of
 
@@ -71,6 +82,28 @@ def in_float32(shard: ShardFn) -> ShardFn:
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(value).clone() for name, value in model.state_dict().items()}
+
+
+@dataclass(frozen=True)
+class Int8Rows(Recipe):
+    """A recipe as a user writes one: whole numbers, with one scale for each row."""
+
+    levels: int = 127  # a checkpoint does not say it
+    name = "int8_rows"
+    rowwise = (PlaneSpec(torch.int8, 1, 1), PlaneSpec(torch.float32, 1, None))
+    amax_dims = (-1,)
+
+    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+        amax = self.amax(weight) if amax is None else amax
+        assert amax is not None
+        scale = (amax / self.levels).clamp(min=1e-30)
+        return Quantized(((weight.float() / scale).round().to(torch.int8), scale), None)
+
+    def dequantize(
+        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
+    ) -> torch.Tensor:
+        elements, scale = quantized.planes
+        return (elements * scale).to(dtype)
 
 
 class TestNativeCheckpoint(GlooTest):
@@ -122,6 +155,26 @@ class TestNativeCheckpoint(GlooTest):
         mesh, tp = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp"))
         for recipe in (Float8Tensorwise(), Float8Rowwise()):
             self._check(recipe, on_tp(recipe, tp), [on_gtp(recipe, mesh), on_fsdp(recipe, mesh)])
+
+    def test_a_recipe_of_the_user(self) -> None:
+        """By dcp, by ``load_state_dict`` with and without ``assign``, from high precision; with the same arguments."""
+        mesh, recipe = self.gtp_mesh(), Int8Rows(levels=100)
+        shard = on_gtp(recipe, mesh)
+        self._check(recipe, shard, [shard, on_fsdp(recipe, mesh)])
+        saved = shard(net(1))
+        state = {name: value.clone() for name, value in saved.state_dict().items()}
+        for assign in (False, True):
+            model = shard(net(2))
+            model.load_state_dict(state, assign=assign)
+            self.assert_same(model.state_dict(), saved.state_dict(), assign)
+            native = native_of(model.layers[0].up.weight)
+            assert native is not None
+            self.assertEqual(native.recipe, recipe)
+        with shared_directory() as path:
+            dcp.save(fsdp(net(1), mesh).state_dict(), checkpoint_id=path)
+            model = shard(net(2))
+            checkpoint.load(model.state_dict(), model=model, checkpoint_id=path)
+            self.assert_same(model.state_dict(), saved.state_dict())
 
     def test_full_state_dicts(self) -> None:
         """Out to rank 0 and back, from rank 0 and from every rank; planes, and high-precision values."""
