@@ -1,9 +1,11 @@
-"""The pictures of docs/guides/meshes.md are what the placements say today, and can be read."""
+"""The pictures of two pages are what the placements and the plan say today, and can be read."""
 
 import importlib.util
 import itertools
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,9 +17,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("draw_parallelism", DOCS / "draw_parallelism.py")
+@contextmanager
+def imported(name: str) -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,25 +30,54 @@ def script() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with imported("draw_parallelism") as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def others(script: ModuleType) -> Iterator[ModuleType]:
+    with imported("draw_others") as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
 def weights(script: ModuleType) -> dict[str, Any]:
     return {picture.name: script.weight_of(picture) for picture in script.PICTURES}
 
 
 @pytest.fixture(scope="module")
-def drawn(script: ModuleType, weights: dict[str, Any]) -> dict[str, str]:
-    return {f"{picture.name}.svg": script.draw(picture, weights[picture.name]) for picture in script.PICTURES}
+def drawn(script: ModuleType, others: ModuleType, weights: dict[str, Any]) -> dict[str, str]:
+    placements = {f"{picture.name}.svg": script.draw(picture, weights[picture.name]) for picture in script.PICTURES}
+    return placements | others.pictures()
 
 
-def test_files_are_what_the_script_draws(drawn: dict[str, str]) -> None:
+def test_files_are_what_the_scripts_draw(drawn: dict[str, str]) -> None:
     files = {path.name: path.read_text() for path in (DOCS / "images").glob("*.svg")}
     assert files.keys() == drawn.keys()
     for name, svg in drawn.items():
-        assert files[name] == svg, f"docs/images/{name} is stale: run python docs/draw_parallelism.py"
+        assert files[name] == svg, f"docs/images/{name} is stale: run docs/draw_parallelism.py and docs/draw_others.py"
 
 
-def test_page_shows_every_picture(drawn: dict[str, str]) -> None:
-    page = (DOCS / "guides" / "meshes.md").read_text()
-    assert [name for name in drawn if f"(../images/{name})" not in page] == []
+def test_pages_show_every_picture(drawn: dict[str, str]) -> None:
+    pages = [DOCS / "guides" / "meshes.md", DOCS / "explanation" / "gtp_and_others.md"]
+    text = "".join(page.read_text() for page in pages)
+    assert [name for name in drawn if f"(../images/{name})" not in text] == []
+
+
+def test_what_the_page_on_others_says(others: ModuleType) -> None:
+    """A module is gathered whole by fully_shard, weight after weight by GTP, nothing by TP, and a slice by both."""
+    played = {library.name: others.play(library, 0) for library in others.LIBRARIES}
+    at_use = {name: rank.moments[others.USE].gathered[: others.LAYERS] for name, rank in played.items()}
+    assert at_use == {
+        "FSDP2 (ZeRO-3)": (True, True, True, True),
+        "HSDP 2 x 2": (True, True, True, True),
+        "TP": (False, False, False, False),
+        "GTP": (False, False, True, True),
+        "GTP 2 x TP 2": (False, False, True, True),
+    }
+    rows = {name: len(rank.moments[others.USE].used.rows) for name, rank in played.items()}
+    assert rows == {"FSDP2 (ZeRO-3)": 64, "HSDP 2 x 2": 64, "TP": 16, "GTP": 64, "GTP 2 x TP 2": 32}
 
 
 def test_every_element_is_held_by_all_copies(script: ModuleType, weights: dict[str, Any]) -> None:
@@ -103,4 +134,4 @@ def test_pictures_can_be_read_on_light_and_dark_pages(drawn: dict[str, str]) -> 
         assert background.attrib["fill"] == "#ffffff", name
         assert all(background.attrib[side] == root.attrib[side] for side in ("width", "height")), name
         assert root.attrib["fill"] == "#1f2328", name
-        assert "rank 3 holds" in (root.findtext(f"{SVG}desc") or ""), name
+        assert re.search(r"rank \d holds", root.findtext(f"{SVG}desc") or ""), name
