@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -309,8 +310,10 @@ class ReplicaSavePlanner(DefaultSavePlanner):
         sizes = [len(replica.ranks) for replica in mesh.layout.replicas]
         self._is_writer = mesh.place.replica == sizes.index(max(sizes))
 
-    def set_up_planner(self, *args: Any, **options: Any) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
         """Leave out what another replica writes."""
-        super().set_up_planner(*args, **options)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if not self._is_writer:
             self.state_dict = {key: value for key, value in self.state_dict.items() if not isinstance(value, DTensor)}
