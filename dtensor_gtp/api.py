@@ -71,7 +71,8 @@ def gtp_shard(
         shard_placement_fn: Called once for each parameter. It returns a :class:`GTPShard` (or torch's ``Shard``) to
             shard the parameter so, a ``Replicate`` to keep it whole, or None for the default. A pair of one of these
             and a mesh puts the parameter on that mesh, and its gradient is averaged over that one's ranks; so does
-            torch's ``ShardPlacementResult``.
+            torch's ``ShardPlacementResult``. A module class chooses its own default by a method
+            ``default_gtp_placement(name) -> Placement``.
         mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is the dtype of the
             gather and of compute, ``reduce_dtype`` that of gradient reduction; inputs and outputs of ``module`` are
             cast. Without a ``reduce_dtype`` gradients are reduced in ``param_dtype`` (``fully_shard`` of torch 2.15:

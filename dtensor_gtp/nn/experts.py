@@ -95,6 +95,9 @@ class GroupedMLP(nn.Module):
 class GroupedExperts(nn.Module):
     """Routed experts: tokens go to their experts, wherever these are, and come back as a weighted sum.
 
+    Call ``gtp_shard`` on ``mlp`` rather than on this module under a ``param_dtype``: inputs of the sharded module are
+    cast, and the weights of the sum should not be.
+
     Args:
         mlp: The experts.
         dispatcher: Brings tokens to them; by default for experts that are all on this rank.

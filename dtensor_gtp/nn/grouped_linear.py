@@ -44,7 +44,14 @@ class GroupedLinear(nn.Module):
     Raises:
         ValueError: A size is below 1, or ``scale_bias`` without ``bias``.
 
-    The arithmetic is ``torch.nn.functional.grouped_mm``; in float64, which that lacks, a loop over the groups.
+    The arithmetic is ``torch.nn.functional.grouped_mm``; in float64, which that lacks, a loop over the groups. Operands
+    whose rows are no multiple of 16 bytes are copied to be padded. A CPU checks that the counts fit the rows; elsewhere
+    layers that are built with ``DTENSOR_GTP_DEBUG=splits`` assert it on the device. Weights of a parameter for each
+    group are copied together at each use without ``gtp_shard``, on a mesh of one rank, with a recipe, in compiled code
+    and under autocast.
+
+    ``gtp_shard`` sends gradients rank by rank, so those of weights cut on dim 1 are copied first. Whole experts
+    need no copy: ``shard_placement_fn=lambda param: GTPShard(0) if param.ndim == 3 else None``.
 
     Example:
         >>> layer = GroupedLinear(num_groups=3, in_features=16, out_features=8)

@@ -36,7 +36,6 @@ OLD_PAGES = [
     "docs/contributing.md",
     "docs/fault_tolerance.md",
     "docs/low_precision.md",
-    "docs/moe.md",
     "docs/performance.md",
     "docs/planner.md",
     "docs/versions.md",
