@@ -255,6 +255,20 @@ RUNTIME = [
         ("tests/unit/test_copy_engine.py::test_gradients_in_the_ring",),
     ),
     Bug(
+        "a later round of a large gather writes over the first",
+        "_comm/copy_engine.py",
+        "part.target + begin * row_nbytes",
+        "part.target",
+        ("tests/unit/test_copy_engine.py::test_large_gathers_take_rounds",),
+    ),
+    Bug(
+        "rounds of a large gather do not take turns in the stage",
+        "_comm/copy_engine.py",
+        "half = self._num_rounds % 2",
+        "half = self._num_rounds // 2 % 2",
+        ("tests/unit/test_copy_engine_streams.py::test_gathers_of_ranks_that_get_on_in_any_order",),
+    ),
+    Bug(
         "more reductions in flight than allowed",
         "_comm/reductions_in_flight.py",
         "len(self._reductions) >= self._max_inflight",

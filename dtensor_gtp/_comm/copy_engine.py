@@ -1,19 +1,19 @@
 """Gathers by the GPUs' copy engines, through symmetric memory: they take no SM from a GEMM.
 
 [Note: rules of the copy engine]
-Each rank has one *stage*: memory that its peers on the same host can read, in two halves that gathers use in turn. A
-gather is, in the order of the stream:
+Each rank has one *stage*: memory that its peers on the same host can read, in two halves that rounds use in turn. A
+gather is one round, or several if it is larger than half of the stage. A round is, in the order of the stream:
 
-1. a barrier: all ranks have read what earlier gathers left in the stages;
+1. a barrier: all ranks have read what earlier rounds left in the stages;
 2. a cast of the rank's own rows into its half, one kernel for each dtype;
 3. a barrier: all stages are filled;
 4. a copy of every peer's half into the output, and on another stream a copy of this rank's own half.
 
 The cast is a kernel: behind a GEMM it waits for SMs, and the copies wait with it. So it runs ahead, on a stream of
-casts. That stream waits for the compute that made the shard, and for the first barrier of the gather *before*: after
+casts. That stream waits for the compute that made the shard, and for the first barrier of the round *before*: after
 that barrier nobody reads this half. In three cases it is not known that this barrier precedes the cast, which then runs
-between the barriers: in the first gather of a pass, when a CUDA graph begins or ends, and in eager code after a graph
-has used the stage (the host does not see replays). The half depends only on the number of the gather in its pass.
+between the barriers: in the first round of a pass, when a CUDA graph begins or ends, and in eager code after a graph
+has used the stage (the host does not see replays). The half depends only on the number of the round in its pass.
 Quantized data and their statistics are made on the stream of casts, too; a cast between the barriers waits for it.
 
 What follows:
@@ -23,9 +23,9 @@ What follows:
 - *Shards* may be written by an optimizer, freed, replaced or loaded while peers read. They read the stage, which the
   owner filled after everything that its compute stream was given before. [Note: streams and memory] holds for the
   memory of the shard itself.
-- *CUDA graphs*: a gather contains both barriers, and the first gather of a pass relies on no earlier one. So a pass can
+- *CUDA graphs*: a round contains both barriers, and the first round of a pass relies on no earlier one. So a pass can
   be recorded, replayed any number of times and mixed with eager ones. All ranks must replay alike.
-- *The stage grows* for a larger gather, but not in a CUDA graph: all ranks wait for their streams, then meet, before
+- *The stage grows* for a larger round, but not in a CUDA graph: all ranks wait for their streams, then meet, before
   the old stage is freed. A stage that a graph uses is kept as long as the backend.
 - *A process that ends or hangs* leaves its peers' streams waiting. The launcher must end them: the watchdog of a later
   NCCL collective did not within a minute. Memory that a peer has mapped of an ended process stays valid.
@@ -42,6 +42,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,32 +143,63 @@ class CastingBackend(ABC):
         """
 
 
-class CopyEngine(PeerCopies, CastingBackend):
-    """Gathers of one communicator, see [Note: rules of the copy engine]."""
+class _Part(NamedTuple):
+    """Rows of one tensor that are gathered in one round."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    shard: Tensor  # this rank's rows, perhaps fewer than those of others
+    dtype: torch.dtype  # of the output
+    target: int  # address in the output, of the rows of rank 0
+    stride: int  # bytes in the output from one rank to the next
+    nbytes: int  # of the rows of one rank
+
+
+class CopyEngine(PeerCopies, CastingBackend):
+    """Gathers of one communicator, see [Note: rules of the copy engine].
+
+    Args:
+        group: Its ranks.
+        device: The GPU of this rank.
+        round_nbytes: What a rank sends at once, but a row at least: half of the stage. A larger gather takes several
+            rounds, so that one weight (a head) does not decide the size of the stage. None: as much as a gather has.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, round_nbytes: int | None = None) -> None:
         super().__init__(group, device)
-        self._num_gathers = 0
-        # Of the last gather: the event after its first barrier and its casts, and the CUDA graph that recorded it.
+        self._round_nbytes = round_nbytes
+        self._num_rounds = 0  # of this pass
+        # Of the last round: the event after its first barrier and its casts, and the CUDA graph that recorded it.
         self._last_passed: torch.Event | None = None
         self._last_recording: int | None = None
 
     def begin_pass(self) -> None:
-        self._num_gathers = 0
+        self._num_rounds = 0
         self._last_passed = None
 
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
         # By addresses: each view of a tensor takes the host microseconds, for each weight.
-        sizes = [output.nbytes // self._num_ranks for output in outputs]
-        places = offsets(sizes)
-        stage = self._reserve(2 * places[-1])
-        half = self._num_gathers % 2 * (stage.nbytes // (2 * ALIGNMENT) * ALIGNMENT)
+        parts = []
+        for output, shard in zip(outputs, shards, strict=True):
+            nbytes = output.nbytes // self._num_ranks
+            parts.append(_Part(shard, output.dtype, output.data_ptr(), nbytes, nbytes))
+        most = self._round_nbytes
+        if most is None or sum(part.nbytes for part in parts) + ALIGNMENT * len(parts) <= most:
+            self._gather(parts, ready)
+            return
+        num_rows = [output.shape[0] // self._num_ranks for output in outputs]
+        for some in _rounds(parts, num_rows, most):
+            self._gather(some, ready)
+
+    def _gather(self, parts: list[_Part], ready: torch.Event | None) -> None:
+        """One round."""
+        places = offsets([part.nbytes for part in parts])
+        stage = self._reserve(2 * max(places[-1], self._round_nbytes or 0))
+        half = self._num_rounds % 2 * (stage.nbytes // (2 * ALIGNMENT) * ALIGNMENT)
         begins = [half + at for at in places[:-1]]
-        self._num_gathers += 1
+        self._num_rounds += 1
         casts = [
-            (stage.view(self.rank, begin, shard.shape, output.dtype), shard)
-            for begin, shard, output in zip(begins, shards, outputs, strict=True)
-            if shard.shape[0]
+            (stage.view(self.rank, begin, part.shard.shape, part.dtype), part.shard)
+            for begin, part in zip(begins, parts, strict=True)
+            if part.shard.shape[0]
         ]
         stream = None if self.cast_stream is None else torch.accelerator.current_stream(self._device.index)
         packed, are_cast = self._cast_ahead(ready, casts)
@@ -179,16 +211,16 @@ class CopyEngine(PeerCopies, CastingBackend):
         if stream is not None:
             self._last_passed, self._last_recording = stream.record_event(), self._recording()
         stage.barrier(1)
-        triples = zip(begins, outputs, sizes, strict=True)
-        parts = [compat.Fetch(begin, output.data_ptr(), nbytes, nbytes) for begin, output, nbytes in triples]
+        pairs = list(zip(begins, parts, strict=True))
+        fetches = [compat.Fetch(begin, part.target, part.stride, part.nbytes) for begin, part in pairs]
         own = [
-            part
-            for part, shard in zip(parts, shards, strict=True)
-            if part.target + self.rank * part.stride != shard.data_ptr()
+            fetch
+            for fetch, part in zip(fetches, parts, strict=True)
+            if part.target + self.rank * part.stride != part.shard.data_ptr()
         ]
         own_copied = self._copy_own_beside(stage, own)
         try:
-            stage.fetch([(rank, rank) for rank in self._peers()], parts)
+            stage.fetch([(rank, rank) for rank in self._peers()], fetches)
         finally:
             if stream is not None and own_copied is not None:
                 stream.wait_event(own_copied)
@@ -240,6 +272,28 @@ class CopyEngine(PeerCopies, CastingBackend):
         for group, copy in ((by_bytes, compat.copy_bytes), (by_torch, compat.copy_all)):
             if group:
                 copy([target for target, _ in group], [source for _, source in group])
+
+
+def _rounds(parts: list[_Part], num_rows: list[int], most_nbytes: int) -> Iterator[list[_Part]]:
+    """Cut what is gathered at rows, on all ranks alike, into rounds of at most ``most_nbytes`` or one row."""
+    some: list[_Part] = []
+    left = most_nbytes
+    for part, rows in zip(parts, num_rows, strict=True):
+        begin = 0
+        while begin < rows:
+            row_nbytes = part.nbytes // rows
+            number = min(max(left, 0) // row_nbytes, rows - begin) if row_nbytes else rows - begin
+            if not number and some:
+                yield some
+                some, left = [], most_nbytes
+                continue
+            number = max(number, 1)
+            nbytes, target = number * row_nbytes, part.target + begin * row_nbytes
+            some.append(_Part(part.shard[begin : begin + number], part.dtype, target, part.stride, nbytes))
+            left -= offsets([nbytes])[-1]
+            begin += number
+    if some:
+        yield some
 
 
 @contextmanager

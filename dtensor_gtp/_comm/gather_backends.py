@@ -20,6 +20,8 @@ from .copy_engine import CopyEngine
 from .send_ring import SendRing
 
 T = TypeVar("T")
+# Bytes that all ranks together send in a round of copy engines, even if weights are gathered one by one.
+_LEAST_ROUND = 32 << 20
 # A large gradient that travels alone: 4096 x 14336 elements in 16 bits.
 _GRADIENT_NBYTES = 128 << 20
 
@@ -82,13 +84,17 @@ def choose_gather_backend(
     asked = schedule.gather_backend
     if asked == "process_group":
         return ProcessGroupBackend(groups[0], device), asked, "asked for"
-    if asked == "auto":
-        try:
-            return _make_on_all_ranks(CopyEngine, groups, device, "copy_engine"), "copy_engine", "one host"
-        except RuntimeError as error:
-            return ProcessGroupBackend(groups[0], device), "process_group", str(error)
-    factory: type[GatherBackend] = asked if isinstance(asked, type) else CopyEngine
-    return _make_on_all_ranks(factory, groups, device, factory.__name__), asked, "asked for"
+    if isinstance(asked, type):
+        return _make_on_all_ranks(asked, groups, device, asked.__name__), asked, "asked for"
+    round_nbytes = max(schedule.coalesce_nbytes, _LEAST_ROUND) // groups[0].size()
+    factory = partial(CopyEngine, round_nbytes=round_nbytes)
+    try:
+        engine = _make_on_all_ranks(factory, groups, device, "copy_engine")
+        return engine, "copy_engine", "one host" if asked == "auto" else "asked for"
+    except RuntimeError as error:
+        if asked != "auto":
+            raise
+        return ProcessGroupBackend(groups[0], device), "process_group", str(error)
 
 
 def choose_reduce_scatter(

@@ -17,7 +17,10 @@ from ..policy import Schedule, SchedulePolicy
 _MOST_AHEAD = 512 << 20
 # Less than this saves no memory worth having, and costs launches.
 _LEAST_AHEAD = 32 << 20
-_GRADIENTS_TOGETHER = 128 << 20
+# Bytes of gradients that travel together, and how many such groups before compute waits for the oldest.
+_REDUCTIONS = (128 << 20, 2)
+# With copy engines half the launches, each of which costs the host more than one of NCCL. As many bytes are in flight.
+_REDUCTIONS_BY_COPIES = (256 << 20, 1)
 _KEPT_OF_FREE = 8
 
 
@@ -39,8 +42,10 @@ class Facts:
 def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, ...]]:
     """The schedule that ``policy`` asks for, and the reasons for all that it leaves open.
 
-    ``"balanced"`` gathers one block ahead, as ``fully_shard`` does, half a block in one launch. Whether there are copy
-    engines is known only when each communicator is made (see ``gather_backends``), so ``"auto"`` may remain.
+    ``"balanced"`` gathers one block ahead, as ``fully_shard`` does: in one launch with copy engines, else in two.
+    Whether there are copy engines is known only when each communicator is made (see ``gather_backends``), so ``"auto"``
+    may remain. Their symmetric memory takes the place of a head that waits for its backward: ``fully_shard`` holds head
+    and embedding there.
     """
     given = dict(policy._numbers)
     if len(given) == len(fields(Schedule)):
@@ -49,14 +54,16 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     # Their symmetric memory is the largest part of what a step takes beside activations.
     no_copies = "memory='least'" if is_least else facts.no_copy_engines
     ahead = min(max(facts.block_nbytes, _LEAST_AHEAD), _MOST_AHEAD // 2 if is_least else _MOST_AHEAD)
-    together = min(max(facts.block_nbytes // 2, _LEAST_AHEAD), ahead)
+    num_launches = 1 if no_copies is None else 2
+    together = min(max(facts.block_nbytes // num_launches, _LEAST_AHEAD), ahead)
+    grads_together, inflight = _REDUCTIONS_BY_COPIES if no_copies is None else _REDUCTIONS
     why_ahead = f"the largest block has {format_nbytes(facts.block_nbytes)}"
     if policy.prefetch_nbytes is not None:
         ahead, why_ahead = policy.prefetch_nbytes, "asked for"
     kept, why_kept = _kept(policy, facts)
     reasons = [
         f"gathered ahead {format_nbytes(ahead)}: {why_ahead}",
-        f"{format_nbytes(together)} in one launch: half of the largest block, within bounds",
+        f"{format_nbytes(together)} in one launch: the largest block in {num_launches}, within bounds",
         f"kept until backward up to {format_nbytes(kept)}: {why_kept}",
     ]
     gathers, reduces = policy.gather_backend, policy.reduce_scatter
@@ -70,9 +77,10 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
         prefetch_depth=min(Schedule.prefetch_depth, ahead),  # 0 bytes ahead: no uses ahead either
         prefetch_nbytes=ahead,
         coalesce_nbytes=together,
-        coalesce_grad_nbytes=min(together, _GRADIENTS_TOGETHER),
+        coalesce_grad_nbytes=min(together, grads_together),
+        max_inflight_reduce_scatters=inflight,
         keep_nbytes=kept,
-        keep_last=not is_least,
+        keep_last=policy.memory == "most_speed" or (no_copies is not None and not is_least),
         # With copy engines the other order was as fast, and frees a head before its gradient is made.
         wgrad_first=no_copies is not None and not is_least,
         gather_backend=gathers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -74,6 +75,18 @@ def raw_stream(device: torch.device) -> int:
     return stream_handle(torch.cuda.current_device() if device.index is None else device.index)
 
 
+@functools.lru_cache(maxsize=1 << 13)
+def _batch(copies: tuple[Copy, ...]) -> tuple[Any, ...]:
+    """What ``cuMemcpyBatchAsync`` takes before the stream. Most buffers have the same addresses in each step, and the
+    host would take longer to make the arrays than for the call."""
+    number = len(copies)
+    address, size = ctypes.c_uint64 * number, ctypes.c_size_t * number
+    targets, sources, sizes = zip(*copies, strict=True)
+    attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
+    arrays = address(*targets), address(*sources), size(*sizes), ctypes.c_size_t(number)
+    return *arrays, ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
+
+
 def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
     """Give the stream of this handle, which is the current one, these copies, of different memory each.
 
@@ -89,13 +102,7 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
                 raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
         return
     if len(copies) > 1 and stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
-        number = len(copies)
-        address, size = ctypes.c_uint64 * number, ctypes.c_size_t * number
-        targets, sources, sizes = zip(*copies, strict=True)
-        attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
-        arrays = address(*targets), address(*sources), size(*sizes), ctypes.c_size_t(number)
-        of_all = ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
-        code = driver.cuMemcpyBatchAsync_v2(*arrays, *of_all, handle)
+        code = driver.cuMemcpyBatchAsync_v2(*_batch(tuple(copies)), handle)
         if not code:
             return
         if code != _NOT_SUPPORTED:

@@ -212,8 +212,8 @@ def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Sc
 
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
-    """What copy engines need: for gathers twice this rank's rows of the largest launch, for reductions the largest
-    gradient and the groups in flight beside it."""
+    """What copy engines need: for gathers twice this rank's rows of a launch, since larger ones take rounds, for
+    reductions the largest gradient and the groups in flight beside it."""
     weights = setting.sharded()
     total = 0
     for lane in {item.lane for item in weights}:
@@ -221,9 +221,8 @@ def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
         if not items:
             continue
         backends = setting.backends(schedule, lane)
-        largest = max(item.wired for item in items)
         if backends.gathers == "copy_engine":
-            total += 2 * max(largest, schedule.coalesce_nbytes) // items[0].axis.size
+            total += 2 * schedule.coalesce_nbytes // items[0].axis.size
         if backends.reduces == "copy_engine":
             sent = max(item.sent for item in items)
             total += sent + schedule.max_inflight_reduce_scatters * schedule.coalesce_grad_nbytes

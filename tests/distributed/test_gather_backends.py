@@ -310,7 +310,9 @@ class TestGatherBackends(GlooTest):
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
             for engine, name in ((OnFile, "copy_engine"), (FailsOnLastRank, "process_group")):
-                with mock.patch.object(backends, "CopyEngine", engine):
+                with mock.patch.object(
+                    backends, "CopyEngine", lambda *args, engine=engine, round_nbytes: engine(*args)
+                ):
                     backend, name_chosen, why = backends.choose_gather_backend(
                         Schedule(gather_backend="auto"), groups, torch.device("cpu")
                     )

@@ -20,15 +20,26 @@ GPUS = Facts(None, block_nbytes=436 * MiB, free_nbytes=64 * GiB)
 CPUS = Facts("a mesh of 'cpu' has no copy engines", block_nbytes=436 * MiB, free_nbytes=0)
 
 
-def test_one_block_ahead_in_two_launches() -> None:
-    schedule = choose(SchedulePolicy(), GPUS)[0]
-    assert (schedule.prefetch_nbytes, schedule.coalesce_nbytes) == (436 * MiB, 218 * MiB)
-    assert schedule.keep_nbytes == 0
+def test_one_block_ahead() -> None:
+    """In one launch with copy engines, in two with kernels. The bytes of gradients in flight are the same."""
+    by_copies, by_kernels = (choose(SchedulePolicy(), facts)[0] for facts in (GPUS, CPUS))
+    assert (by_copies.prefetch_nbytes, by_copies.coalesce_nbytes) == (436 * MiB, 436 * MiB)
+    assert (by_kernels.prefetch_nbytes, by_kernels.coalesce_nbytes) == (436 * MiB, 218 * MiB)
+    assert (by_copies.coalesce_grad_nbytes, by_copies.max_inflight_reduce_scatters) == (256 * MiB, 1)
+    assert (by_kernels.coalesce_grad_nbytes, by_kernels.max_inflight_reduce_scatters) == (128 * MiB, 2)
+    assert by_copies.keep_nbytes == by_kernels.keep_nbytes == 0
+
+
+def test_symmetric_memory_takes_the_place_of_the_head() -> None:
+    """Between forward and backward ``fully_shard`` holds embedding and head. Who has memory to spend holds the head."""
+    assert not choose(SchedulePolicy(), GPUS)[0].keep_last
+    assert choose(SchedulePolicy(), CPUS)[0].keep_last
+    assert choose(SchedulePolicy(memory="most_speed"), GPUS)[0].keep_last
 
 
 @pytest.mark.parametrize(("block", "ahead", "together"), [(1000, 32, 32), (100 * MiB, 100, 50), (2 * GiB, 512, 512)])
 def test_windows_have_bounds(block: int, ahead: int, together: int) -> None:
-    schedule = choose(SchedulePolicy(), dataclasses.replace(GPUS, block_nbytes=block))[0]
+    schedule = choose(SchedulePolicy(), dataclasses.replace(CPUS, block_nbytes=block))[0]
     assert (schedule.prefetch_nbytes, schedule.coalesce_nbytes) == (ahead * MiB, together * MiB)
 
 

@@ -155,6 +155,37 @@ def test_gathers_of_several_tensors() -> None:
     assert ranks.num_stages == [4] * NUM_RANKS
 
 
+def test_large_gathers_take_rounds() -> None:
+    """Cut at rows wherever a round ends, between tensors and within one. The last ranks may have fewer rows."""
+    ranks, most = Ranks(), 64
+    num_rounds = [0] * NUM_RANKS
+
+    class Counting(Engine):
+        def _gather(self, parts: Any, ready: Any) -> None:
+            assert sum(part.nbytes for part in parts) <= most or len(parts) == 1
+            num_rounds[self.rank] += 1
+            super()._gather(parts, ready)
+
+    def job(group: Group) -> None:
+        backend = Counting(group, CPU, most)
+        for turn, shapes in enumerate([*SHARDS, [((3, 100), torch.float32)]]):
+            full = [value(rank, shape, dtype, turn) for rank in range(NUM_RANKS) for shape, dtype in shapes]
+            wants = [torch.cat(full[index :: len(shapes)]) for index in range(len(shapes))]
+            outputs = [torch.full_like(want, 111) for want in wants]
+            shards = [want.chunk(NUM_RANKS)[group.rank()] if want.numel() else want for want in wants]
+            is_last = group.rank() == NUM_RANKS - 1
+            backend.all_gather(outputs, [shard[: len(shard) - 1] if is_last else shard for shard in shards])
+            for output, want in zip(outputs, wants, strict=True):
+                filled = len(want) - 1 if len(want) else 0
+                assert torch.equal(output[:filled], want[:filled]), f"rank {group.rank()}, turn {turn}"
+
+    ranks.run(job)
+    # 60, 14 + 3 + 2 x 48, 20 rounds of ten rows of 6 bytes, 1, 8 rounds of eight rows, and one for each long row.
+    assert num_rounds == [1 + 3 + 20 + 1 + 8 + 3] * NUM_RANKS
+    # The first one, two rounds, and twice a row that is longer than a round.
+    assert ranks.num_stages == [3] * NUM_RANKS
+
+
 class Ring(SendRing):
     def _allocate(self, nbytes: int) -> Any:
         if getattr(self, "_last", None) is not None:

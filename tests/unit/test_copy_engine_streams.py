@@ -130,9 +130,9 @@ class Stage:
 
 
 class Engine(CopyEngine):
-    def __init__(self, machine: Machine, rank: int) -> None:
+    def __init__(self, machine: Machine, rank: int, round_nbytes: int | None) -> None:
         self._machine = machine
-        super().__init__(mock.Mock(rank=lambda: rank, size=lambda: NUM_RANKS), CPU)
+        super().__init__(mock.Mock(rank=lambda: rank, size=lambda: NUM_RANKS), CPU, round_nbytes)
         self.cast_stream = machine.stream()  # type: ignore[assignment]
 
     def _allocate(self, nbytes: int) -> Any:
@@ -164,10 +164,10 @@ class Rank:
     shard in forward, on the stream of casts, where the last forward's has been. If ``records``, a graph records the
     second step, another one the third; each is replayed once."""
 
-    def __init__(self, machine: Machine, rank: int, packs: bool, records: bool) -> None:
+    def __init__(self, machine: Machine, rank: int, packs: bool, records: bool, round_nbytes: int | None) -> None:
         self.machine, self.rank, self.records = machine, rank, records
         self.packed = [torch.empty(NUMEL) for _ in range(NUM_WEIGHTS)] if packs else None
-        self.engine = Engine(machine, rank)
+        self.engine = Engine(machine, rank, round_nbytes)
         self.compute, self.gathers = machine.stream(), machine.stream()
         self.shards = [self._value(weight, 0) for weight in range(NUM_WEIGHTS)]
         # As an allocator has it: what is freed is the next to be used, in the order of the compute stream.
@@ -239,13 +239,14 @@ class Rank:
 
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.long)], ids=["some", "many"]
-)
-def test_gathers_of_ranks_that_get_on_in_any_order(packs: bool, records: bool, seeds: range) -> None:
+@pytest.mark.parametrize("round_nbytes", [None, 3 * 8], ids=["whole", "in rounds"])
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.long)], ids=["some", "many"])
+def test_gathers_of_ranks_that_get_on_in_any_order(
+    packs: bool, records: bool, seeds: range, round_nbytes: int | None
+) -> None:
     for seed in seeds:
         machine = Machine()
         with on_machine(machine):
             for rank in range(NUM_RANKS):
-                Rank(machine, rank, packs, records).train(4)
+                Rank(machine, rank, packs, records, round_nbytes).train(4)
         machine.run(random.Random(seed))
