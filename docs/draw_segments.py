@@ -1,4 +1,4 @@
-"""Draws docs/segments.svg from a real plan: ``python docs/draw_segments.py`` writes it anew.
+"""Draws docs/images/segments.svg from a real plan: ``python docs/draw_segments.py`` writes it anew.
 
 Two replicas of four ranks, one of which has lost a rank; a weight that may be cut anywhere and one that is cut at
 heads. For each weight: the rows of every rank of replica 0 above, those of replica 1 below, and between them the
@@ -71,4 +71,4 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12)
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("segments.svg").write_text(draw())
+    Path(__file__).with_name("images").joinpath("segments.svg").write_text(draw())

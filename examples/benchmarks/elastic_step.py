@@ -52,7 +52,7 @@ _LEARNING_RATE = 1e-5
 _GRACE_S = 2.0
 _DEFAULT_LAYERS = {"llama8b-width": 32, "tiny": 2}
 _DEFAULT_SEQ_LEN = {"llama8b-width": 4096, "tiny": 32}
-# The goals of docs/fault_tolerance.md.
+# What a run on 8 GPUs, as 4 + 4 and then 4 + 3, should reach.
 _MAX_OVERHEAD, _MIN_EFFICIENCY, _MAX_RECOVERY_S = 0.03, 0.95, 10.0
 _GOALS = {
     "overhead": f"<= {_MAX_OVERHEAD} of a step over uniform",

@@ -56,7 +56,7 @@ LIMIT = timedelta(seconds=3)
 GRACE = timedelta(days=365)
 # Ends what hangs. By the machine's clock, unlike those above.
 HANG = timedelta(seconds=300)
-# What docs/fault_tolerance.md asks for where NCCL communicates.
+# What docs/guides/fault_tolerance.md asks for where NCCL communicates.
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
@@ -294,7 +294,7 @@ def run_rank(setup: Setup, rank: int | None, place: int, pacemaker: Connection) 
     if setup.device == "cuda":
         take_gpu(place)
         os.environ.update(WATCHDOG)
-        torch.zeros(1, device="cuda")  # as docs/fault_tolerance.md asks for, before the watch is made
+        torch.zeros(1, device="cuda")  # as RankWatch asks for, before the watch is made
     if setup.num_steps is None or setup.device == "cuda":
         torch.set_default_dtype(torch.float64)  # over many steps another order of sums would show
     try:

@@ -34,7 +34,6 @@ OLD_PAGES = [
     "docs/benchmarks.md",
     "docs/changelog.md",
     "docs/contributing.md",
-    "docs/fault_tolerance.md",
     "docs/low_precision.md",
     "docs/performance.md",
     "docs/planner.md",

@@ -413,4 +413,4 @@ class TestPicture(TestCase):
     def test_the_picture_in_the_docs_is_that_of_the_plan(self) -> None:
         docs = Path(__file__).parents[2] / "docs"
         drawn = runpy.run_path(str(docs / "draw_segments.py"))["draw"]()
-        self.assertEqual(drawn, (docs / "segments.svg").read_text())
+        self.assertEqual(drawn, (docs / "images" / "segments.svg").read_text())
