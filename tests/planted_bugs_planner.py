@@ -13,6 +13,13 @@ PLANNER = [
         ("tests/unit/test_planner_simulation.py::test_a_gather_waits_for_what_compute_was_given",),
     ),
     Bug(
+        "backward uses weights in no time of the host",
+        "planner/program.py",
+        'use_us / 2)\n                tasks.compute(product(tasks, item, "wgrad")',
+        'use_us * 0)\n                tasks.compute(product(tasks, item, "wgrad")',
+        ("tests/unit/test_planner_simulation.py::test_a_weight_is_used_in_forward_and_in_backward",),
+    ),
+    Bug(
         "two collectives share a link without a loss",
         "planner/simulate.py",
         "        return factor * (1 + (c.wire - 1) * sharing)",

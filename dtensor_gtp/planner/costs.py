@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .errors import PlanError
 from .machine import Link, Machine
 from .recorder import Kind, Op
+from .simulate import Load
 
 _PER_GB_S = 1e-6  # milliseconds for a byte at 1 GB/s
 
@@ -151,17 +152,30 @@ class Costs:
         return Wire(False, rate, _start_ms(network, math.log2(max(domains, 2))))
 
     def gather_ms(self, nbytes: float, axis: Axis) -> float:
-        """An all-gather that makes ``nbytes`` on each rank, or a reduce-scatter of as many."""
+        """An all-gather that makes ``nbytes`` on each rank."""
         if axis.size == 1:
             return 0
         wire = self.wire(axis)
         return wire.start_ms + nbytes * (axis.size - 1) / axis.size / wire.gb_s * _PER_GB_S
 
-    def together_ms(self, nbytes: float, axis: Axis, num_tensors: int, *, is_copy: bool) -> float:
+    def scatter_ms(self, nbytes: float, axis: Axis) -> float:
+        """A reduce-scatter of ``nbytes`` on each rank."""
+        return self.gather_ms(nbytes, axis)
+
+    def load(self, axis: Axis, *, is_copy: bool) -> Load:
+        """What a collective occupies."""
+        if is_copy:
+            return Load.COPY
+        return Load.NCCL if self.wire(axis).is_fast else Load.NETWORK
+
+    def together_ms(
+        self, nbytes: float, axis: Axis, num_tensors: int, *, is_copy: bool, is_reduction: bool = False
+    ) -> float:
         """The same of several tensors in one launch. Copy engines make a copy for each tensor and peer, one after the
         other, behind a barrier."""
         if not is_copy:
-            return self.gather_ms(nbytes, axis) * (self.machine.contention.grouped if num_tensors > 1 else 1)
+            one = self.scatter_ms(nbytes, axis) if is_reduction else self.gather_ms(nbytes, axis)
+            return one * (self.machine.contention.grouped if num_tensors > 1 else 1)
         link, peers = self.machine.copy, axis.size - 1
         rate = link.gb_s * link.share
         starts = link.start_us * peers * num_tensors + link.hop_us * peers

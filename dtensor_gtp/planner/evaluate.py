@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -220,8 +219,7 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     total = _with_bubble(total, other, problem, layout)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
-    # All ranks wait for the slowest of them: the expected maximum of as many normal times.
-    straggling = (total.ms + optimizer) * machine.jitter * math.sqrt(2 * math.log(job.gpus))
+    straggling = (total.ms + optimizer) * machine.straggling(job.gpus)
     if straggling:
         total.exposed["stragglers"] = straggling
     step_ms = total.ms + optimizer + straggling
@@ -292,5 +290,5 @@ def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
     """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
     num = layout.num_microbatches(problem.job)
     chunks = virtual_stages(problem.config, layout) if problem.config is not None else 1
-    straggling = 1 + problem.machine.jitter * math.sqrt(2 * math.log(problem.job.gpus))
-    return one_ms * (num + (layout.pp - 1) / chunks) * straggling
+    straggling = problem.machine.straggling(problem.job.gpus)
+    return one_ms * (num + (layout.pp - 1) / chunks) * (1 + straggling)

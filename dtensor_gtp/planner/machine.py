@@ -8,6 +8,7 @@ JSON of one format.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -69,7 +70,7 @@ class Host:
 
     Args:
         op_us: For one operation of torch in forward and backward, a view or a kernel.
-        use_us: For one use of a sharded weight, without the calls of the process group.
+        use_us: For one use of a sharded weight, in forward or in backward, without the calls of the process group.
         fsdp_use_us: The same under ``fully_shard``, for each parameter.
         collective_us: For one call of the process group.
         copy_us: For one launch of copy engines.
@@ -149,6 +150,11 @@ class Machine:
     @property
     def memory_nbytes(self) -> int:
         return int(self.memory_gib * GIB)
+
+    def straggling(self, ranks: int) -> float:
+        """By what share of a step the slowest of so many ranks is late: all wait for it. The expected maximum of as
+        many normal times."""
+        return self.jitter * math.sqrt(2 * math.log(ranks))
 
     def as_json(self) -> str:
         """What :func:`load_machine` reads."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .program import Program, Tasks, load_of, product
+from .program import Program, Tasks, product
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded
 from .simulate import Load, Stream
 
@@ -69,7 +69,7 @@ class _FullyShard:
         cast = tasks.add(Stream.GATHER, Load.KERNEL, tasks.costs.memory_ms(nbytes), after, f"copy in {unit.name}")
         tasks.receive("gtp", unit.gathered * (self.axis.size - 1) / self.axis.size)
         ms = tasks.costs.gather_ms(unit.gathered, self.axis)
-        load = load_of(tasks, self.axis, is_copy=False)
+        load = tasks.costs.load(self.axis, is_copy=False)
         self.gathers[unit.name] = tasks.add(Stream.GATHER, load, ms, [cast], f"gather {unit.name}", "gathers")
 
     def wait(self, unit: _Unit) -> None:
@@ -90,8 +90,8 @@ class _FullyShard:
         ms = tasks.costs.memory_ms(unit.full + unit.sent)
         copied = tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"copy in gradients of {unit.name}")
         tasks.receive("gtp", unit.sent * (self.axis.size - 1) / self.axis.size)
-        load = load_of(tasks, self.axis, is_copy=False)
-        ms = tasks.costs.gather_ms(unit.sent, self.axis)
+        load = tasks.costs.load(self.axis, is_copy=False)
+        ms = tasks.costs.scatter_ms(unit.sent, self.axis)
         tasks.add(Stream.SCATTER, load, ms, [copied], f"reduce {unit.name}", "reductions")
         nbytes = unit.shard_numel * (self.setting.reduce_nbytes + PARAM_NBYTES)
         done = tasks.add(Stream.SCATTER, Load.KERNEL, tasks.costs.memory_ms(nbytes), (), f"sum {unit.name}")
@@ -115,7 +115,9 @@ class _FullyShard:
         for item in reversed(head):
             self._backward(item)
         for number in reversed(range(len(units))):
-            if not keeps:
+            if keeps:  # its hooks look for what there is to do
+                self.tasks.spend(len(units[number].weights) * self.tasks.host.fsdp_use_us / 4)
+            else:
                 self.gather(units[number])
                 self.wait(units[number])
                 if number:

@@ -15,7 +15,7 @@ from .._schedule.order_of_gathers import Plan, Window
 from .._schedule.order_of_reductions import fits, may_wait
 from .._schedule.order_of_uses import Chain
 from ..policy import Schedule
-from .costs import Axis, Work
+from .costs import Work
 from .recorder import Op
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 from .simulate import Load, Stream, Task
@@ -81,7 +81,7 @@ class Tasks:
             if not work.axis:
                 self.add(Stream.COMPUTE, Load.COMPUTE, work.ms, label=label)
                 continue
-            load = Load.NCCL if self.costs.wire(self.costs.axis(work.axis)).is_fast else Load.NETWORK
+            load = self.costs.load(self.costs.axis(work.axis), is_copy=False)
             self.receive(work.axis, work.nbytes)
             self.add(Stream.COMPUTE, load, work.ms, label=f"{label}: {work.axis}", cause=work.axis)
 
@@ -156,7 +156,7 @@ class Gathers:
         nbytes = sum(weight.wired for weight in weights)
         tasks.receive("expert_gtp" if lane else "gtp", nbytes * (axis.size - 1) / axis.size)
         ms = costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy)
-        task = tasks.add(stream, load_of(tasks, axis, is_copy=is_copy), ms, [cast], label, "gathers")
+        task = tasks.add(stream, tasks.costs.load(axis, is_copy=is_copy), ms, [cast], label, "gathers")
         return [task] * len(numbers)
 
 
@@ -202,8 +202,8 @@ class Reductions:
         after = tasks.fork()
         if axis.size > 1:
             tasks.receive("expert_gtp" if weights[0].lane else "gtp", nbytes * (axis.size - 1) / axis.size)
-            ms = tasks.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy)
-            after = [tasks.add(Stream.SCATTER, load_of(tasks, axis, is_copy=is_copy), ms, after, label, "reductions")]
+            ms = tasks.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
+            after = [tasks.add(Stream.SCATTER, tasks.costs.load(axis, is_copy=is_copy), ms, after, label, "reductions")]
         shard = sum(weight.shard_numel for weight in weights)
         # The sum of what copy engines brought; else the reduced rows are cast to the dtype of the parameter.
         read = nbytes if is_copy else shard * tasks.setting.reduce_nbytes
@@ -223,7 +223,7 @@ class Reductions:
             tasks.spend(tasks.host.collective_us)
             ms = tasks.costs.reduce_ms(shard, replicas)
             label = f"all-reduce {_names(weights)}"
-            done = tasks.add(stream, load_of(tasks, replicas, is_copy=False), ms, [done], label, "replicas")
+            done = tasks.add(stream, tasks.costs.load(replicas, is_copy=False), ms, [done], label, "replicas")
         self._inflight.append(done)
 
 
@@ -247,7 +247,12 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
         ms = setting.costs.reduce_ms(small, axis)
         tasks.wait(
             tasks.add(
-                Stream.SCATTER, load_of(tasks, axis, is_copy=False), ms, tasks.fork(), "whole parameters", "reductions"
+                Stream.SCATTER,
+                tasks.costs.load(axis, is_copy=False),
+                ms,
+                tasks.fork(),
+                "whole parameters",
+                "reductions",
             )
         )
     tasks.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
@@ -267,7 +272,7 @@ def _forward(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: S
 
 def _use(tasks: Tasks, gathers: Gathers, number: int, item: Sharded, *, is_kept: bool) -> None:
     """A use in forward, or in a forward that backward computes again."""
-    tasks.spend(tasks.host.use_us / 2)
+    tasks.spend(tasks.host.use_us)
     _wait_for(tasks, gathers, number, is_kept=is_kept)
     tasks.compute(product(tasks, item, "forward"), f"use {item.name}")
 
@@ -306,7 +311,7 @@ def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
     tasks.spend(tasks.host.use_us + 2 * tasks.host.collective_us)
     tasks.add(Stream.COMPUTE, Load.COMPUTE, costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
     tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
-    load = load_of(tasks, item.axis, is_copy=False)
+    load = costs.load(item.axis, is_copy=False)
     ms = costs.gather_ms(nbytes, item.axis)
     tasks.add(Stream.COMPUTE, load, ms, label=f"exchange {item.name}", cause="lookup")
 
@@ -327,11 +332,11 @@ def _backward(
         parts = ("wgrad", "dgrad") if schedule.wgrad_first else ("dgrad", "wgrad")
         for part in parts:
             if part == "dgrad" and item.weight.has_dgrad:
-                tasks.spend(tasks.host.use_us / 4)
+                tasks.spend(tasks.host.use_us / 2)
                 _wait_for(tasks, gathers, number, is_kept=False)
                 tasks.compute(product(tasks, item, "dgrad"), f"dgrad {item.name}")
             if part == "wgrad":
-                tasks.spend(tasks.host.use_us / 4)
+                tasks.spend(tasks.host.use_us / 2)
                 tasks.compute(product(tasks, item, "wgrad"), f"wgrad {item.name}")
                 reductions.submit(item)
 
@@ -352,7 +357,7 @@ def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None
     nbytes = item.axis.size * tasks.setting.tokens * dim * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + tasks.host.collective_us)
     tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
-    load, ms = load_of(tasks, item.axis, is_copy=False), costs.gather_ms(nbytes, item.axis)
+    load, ms = costs.load(item.axis, is_copy=False), costs.gather_ms(nbytes, item.axis)
     done = tasks.add(Stream.GATHER, load, ms, tasks.fork(), f"exchange {item.name}", "lookup")
     tasks.wait(done)
     sums = costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
@@ -365,12 +370,6 @@ def _cast_nbytes(item: Sharded) -> float:
     if not item.is_quantized:
         return item.shard_numel * (PARAM_NBYTES + COMPUTE_NBYTES)
     return item.shard_numel * (2 * PARAM_NBYTES + item.wired / item.weight.numel)
-
-
-def load_of(tasks: Tasks, axis: Axis, *, is_copy: bool) -> Load:
-    if is_copy:
-        return Load.COPY
-    return Load.NCCL if tasks.costs.wire(axis).is_fast else Load.NETWORK
 
 
 def _names(weights: Sequence[Sharded]) -> str:

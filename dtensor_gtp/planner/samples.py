@@ -116,7 +116,7 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 
 def _host(samples: Samples) -> dict[str, Any]:
-    """A sharded weight costs the host its use and three launches: two gathers and a reduction."""
+    """A sharded weight costs the host two uses and three launches: two gathers and a reduction."""
     found: dict[str, Any] = {}
 
     def put(name: str, seconds: float) -> None:
@@ -129,10 +129,10 @@ def _host(samples: Samples) -> dict[str, Any]:
     if plain is None or sharded is None:
         return found
     call = samples.seconds("host: collective") or 0.0
-    use = max(sharded - plain - 3 * call, 0.0)
-    put("use_us", use)
+    uses = max(sharded - plain - 3 * call, 0.0)
+    put("use_us", uses / 2)
     if (copied := samples.seconds("host: copied layer")) is not None:
-        put("copy_us", (copied - plain - use) / 3)
+        put("copy_us", (copied - plain - uses) / 3)
     if (fully := samples.seconds("host: fully_shard layer")) is not None:
         # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``peers``.
         put("fsdp_use_us", (fully - plain - 3 * call) / 1.5)

@@ -15,6 +15,7 @@ from dtensor_gtp.planner.model import ModelConfig
 from dtensor_gtp.planner.peers import build_compute, build_fully_shard
 from dtensor_gtp.planner.program import build
 from dtensor_gtp.planner.setting import Setting
+from dtensor_gtp.planner.simulate import Load
 from dtensor_gtp.planner.timing import Timeline, timeline_of
 from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
@@ -37,16 +38,44 @@ def _trace_of(config: ModelConfig, seq_len: int) -> Trace:
     return repeated(record_reference(config, 1, seq_len), config, Part(tuple(config.kinds)))
 
 
+class FakeCosts(Costs):
+    """Of one process that acts as one of several, whose collectives communicate nothing.
+
+    A gather copies this rank's shard to the place of every rank: the shard is read from memory once and then from the
+    cache of the GPU. A reduce-scatter copies this rank's part. Both are kernels beside compute.
+    """
+
+    def gather_ms(self, nbytes: float, axis: Axis) -> float:
+        return self.memory_ms(nbytes * (1 + 1 / axis.size))
+
+    def scatter_ms(self, nbytes: float, axis: Axis) -> float:
+        return self.memory_ms(2 * nbytes / axis.size)
+
+    def load(self, axis: Axis, *, is_copy: bool) -> Load:
+        return Load.KERNEL
+
+
 def setting_of(
-    machine: Machine, config: ModelConfig, ranks: int, mode: str, seq_len: int, schedule: dict[str, Any]
+    machine: Machine,
+    config: ModelConfig,
+    ranks: int,
+    mode: str,
+    seq_len: int,
+    schedule: dict[str, Any],
+    *,
+    is_fake: bool = False,
 ) -> Setting:
-    """How a rank runs a step of ``mode``, a name as the benchmark's tables have it, with one sequence."""
+    """How a rank runs a step of ``mode``, a name as the benchmark's tables have it, with one sequence. ``is_fake``: one
+    process acts as one of so many."""
     base, _, rest = mode.partition("@")
     name = rest.partition("-")[0]
     plain, _, compute = name.partition(":")
     recipe = resolve_recipe(plain) if plain else None
     precision = "float8" if recipe is not None and not compute and recipe.has_gemms else "bf16"
-    costs = Costs(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode)
+    if is_fake:  # it has no peers to copy from, and collectives of several tensors are copies of each
+        machine = replace(machine, gpus_per_host=1, contention=replace(machine.contention, grouped=1))
+    kind = FakeCosts if is_fake else Costs
+    costs = kind(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode, name == "float8_rowwise")
     memory = MEMORY.get(Mode.parse(mode).base)
     if memory is not None:
         policy = SchedulePolicy(memory=memory)
@@ -68,3 +97,12 @@ def predict_timeline(setting: Setting, mode: str) -> Timeline | None:
     else:
         return None
     return timeline_of(program, setting.costs.machine)
+
+
+def step_ms(setting: Setting, mode: str, ranks: int) -> float | None:
+    """Time of the step, in which each of so many ranks waits for the slowest; None for modes that are not known."""
+    timeline = predict_timeline(setting, mode)
+    if timeline is None:
+        return None
+    is_alone = mode.startswith("compute") or isinstance(setting.costs, FakeCosts)
+    return timeline.ms * (1 + setting.costs.machine.straggling(1 if is_alone else ranks))

@@ -57,7 +57,7 @@ from modes import (
     recipe_modes,
 )
 from peers import has_megatron
-from predict_step import find_machine, predict_timeline, setting_of
+from predict_step import find_machine, setting_of, step_ms
 from report import Measurement, describe, environment, markdown_table, memory_lines, rows, step_table, write_json
 
 FORWARD_BACKWARD, FULL_STEP = "forward+backward", "full step"
@@ -215,7 +215,7 @@ def measure(
         trace_steps(step, world, path, device_only=arguments.trace_device_only)
     predicted = explain_peak(model, optimizer, mode, workload, seq_len, world)
     tokens, activations = workload.batch * seq_len, most_activations(workload, seq_len)
-    ms = predict_ms(mode, workload, seq_len, world, arguments.machine) if phase == FORWARD_BACKWARD else None
+    ms = predict_ms(mode, workload, seq_len, world, arguments) if phase == FORWARD_BACKWARD else None
     first_ms = first.ms if is_new else None
     return Measurement(
         mode, seq_len, phase, samples, tokens, memory, loss, first.grad_norm, predicted, activations, ms, first_ms
@@ -246,16 +246,18 @@ class FirstStep:
             self.grad_norm = gradient_norm(self._model, self._world)
 
 
-def predict_ms(mode: str, workload: Workload, seq_len: int, world: World, machine_name: str | None) -> float | None:
+def predict_ms(
+    mode: str, workload: Workload, seq_len: int, world: World, arguments: argparse.Namespace
+) -> float | None:
     """What the planner says of a forward and backward of one sequence; None where it knows mode or machine not."""
-    machine = find_machine(machine_name, world.device)
+    machine = find_machine(arguments.machine, world.device)
     if machine is None or workload.batch > 1:
         return None
     c = workload.config
     sizes = c.dim, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_dim, c.vocab_size
-    setting = setting_of(machine, ModelConfig("benchmark", *sizes), world.size, mode, seq_len, workload.schedule)
-    timeline = predict_timeline(setting, mode)
-    return None if timeline is None else timeline.ms
+    config, is_fake = ModelConfig("benchmark", *sizes), arguments.fake_ranks is not None
+    setting = setting_of(machine, config, world.size, mode, seq_len, workload.schedule, is_fake=is_fake)
+    return step_ms(setting, mode, world.size)
 
 
 def run_mode(

@@ -26,7 +26,7 @@ from dtensor_gtp.planner.setting import Setting
 from dtensor_gtp.planner.timing import timeline_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
-from predict_step import predict_timeline, setting_of
+from predict_step import setting_of, step_ms
 
 DATA = Path(__file__).parent / "planner_data" / "measured_steps.json"
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
@@ -76,10 +76,10 @@ def config() -> ModelConfig:
     return ModelConfig("benchmark", **content()["model"])
 
 
-def predicted_ms(setting: Setting, mode: str) -> float:
-    timeline = predict_timeline(setting, mode)
-    assert timeline is not None
-    return timeline.ms
+def predicted_ms(setting: Setting, mode: str, ranks: int = 1) -> float:
+    ms = step_ms(setting, mode, ranks)
+    assert ms is not None
+    return ms
 
 
 def predicted_gib(setting: Setting, mode: str, ranks: int) -> float:
@@ -117,10 +117,10 @@ def predictions(names: Container[str] | None = None) -> Iterator[Row]:
         machine, ranks = machine_of(job, jobs), job["ranks"]
         for row in job["rows"]:
             mode, seq_len, options = row["mode"], row["seq_len"], row.get("schedule", {})
-            setting = setting_of(machine, config(), ranks, mode, seq_len, options)
+            setting = setting_of(machine, config(), ranks, mode, seq_len, options, is_fake=job.get("is_fake", False))
             gib = row.get("peak_gib")
             predicted = None if gib is None else predicted_gib(setting, mode, ranks)
-            ms, is_kept = predicted_ms(setting, mode), "keep_nbytes" in options
+            ms, is_kept = predicted_ms(setting, mode, ranks), "keep_nbytes" in options
             yield Row(job["name"], mode, seq_len, row["ms"], ms, gib, predicted, row.get("used", False), is_kept)
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import planner_accuracy as accuracy
 import pytest
 
-# One job, of which nothing but compute was used to fit a constant.
-JOB = "4 x H200, `5037fb7`"
+# Jobs of which nothing but compute was used to fit a constant: over a wire, and without one.
+JOBS = {"4 x H200, `5037fb7`": 7, "1 x H100 as one of 8, `bcdcd01`": 7}
 
 
 def page() -> str:
     return accuracy.PAGE.read_text()
 
 
-def test_one_job_of_the_table_is_as_the_page_has_it() -> None:
-    rows = list(accuracy.predictions({JOB}))
+@pytest.mark.parametrize("job", JOBS)
+def test_one_job_of_the_table_is_as_the_page_has_it(job: str) -> None:
+    rows = list(accuracy.predictions({job}))
     for line in accuracy.table(rows).splitlines():
         assert line in page()
     unused = [row for row in rows if not row.is_used]
-    assert len(unused) == 7
+    assert len(unused) == JOBS[job]
     assert max(abs(row.error) for row in unused) < 0.1
 
 

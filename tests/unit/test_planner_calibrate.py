@@ -94,8 +94,8 @@ def measured(known: Machine) -> Samples:
     samples.add("host: collective", 1, host.collective_us / 1e6)
     plain, launches = 40.0, 3 * host.collective_us
     samples.add("host: plain layer", 16, 16 * plain / 1e6)
-    samples.add("host: sharded layer", 16, 16 * (plain + host.use_us + launches) / 1e6)
-    samples.add("host: copied layer", 16, 16 * (plain + host.use_us + 3 * host.copy_us) / 1e6)
+    samples.add("host: sharded layer", 16, 16 * (plain + 2 * host.use_us + launches) / 1e6)
+    samples.add("host: copied layer", 16, 16 * (plain + 2 * host.use_us + 3 * host.copy_us) / 1e6)
     samples.add("host: fully_shard layer", 16, 16 * (plain + 1.5 * host.fsdp_use_us + launches) / 1e6)
     for name, factor in vars(known.contention).items():
         samples.beside[name] = Beside(2e-3, 2e-3 * factor)

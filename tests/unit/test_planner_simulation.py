@@ -158,3 +158,18 @@ def test_recomputation_uses_weights_again() -> None:
     names = [weights[use].name.removeprefix("layers.3.").removesuffix(".weight") for use in step.backward.uses[:13]]
     again = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w3"]
     assert names == ["output", *again, "ffn.w2", *again[:3:-1], "attention.wo", "attention.wv", "attention.wk"][:13]
+
+
+def test_a_weight_is_used_in_forward_and_in_backward() -> None:
+    """The host's time for a use, as ``--host-time`` measures it, is charged for both."""
+    setting = tiny(policy=fixed_policy())
+    machine = setting.costs.machine
+    times = []
+    for use_us in (0.0, 100.0):
+        slower = replace(machine, host=replace(machine.host, use_us=use_us))
+        given = replace(setting, costs=replace(setting.costs, machine=slower))
+        times.append(build(given, given.choice(0)[0]).host_ms)
+    with_both = [item for item in setting.sharded() if item.weight.has_dgrad]
+    tables = len(setting.sharded()) - len(with_both)
+    assert tables == 1  # the embedding has no gradient of its input
+    assert times[1] - times[0] == pytest.approx(0.1 * (2 * len(with_both) + 1.5 * tables))
