@@ -8,6 +8,12 @@ each with the same initial weights and the same tokens; the model of one is free
 repeats the turns, so that a slow drift of the machine reaches all of them. The loss and the gradient norm of the first
 step are recorded with the times: modes that compute the same thing agree on them.
 
+Times are medians over the timed steps, of each the slowest process's, by CUDA events; the host waits for the device
+after each step, unless ``--free-running``. ``x FSDP2`` and its like are ratios of times: below 1 is faster. Memory is
+described at ``harness.Memory``; "above activations" is the peak less the state and what activations alone need.
+"predicted ms" is what ``gtp-plan`` says. An error in one mode is printed and the others go on; the exit status is then
+1.
+
 ``--host-time`` measures something else, the host's time per use of a weight: see ``host_time.py``.
 """
 

@@ -10,6 +10,8 @@ it:
 - ``<!-- extra: LIBRARY -->``: the page is skipped where the library is missing, and is in the long tier.
 - ``<!-- long -->``: the page is in the long tier.
 
+``<!-- table: NAME -->`` and ``<!-- headline -->`` are marks of docs/draw_tables.py, and direct nothing here.
+
 ``python tests/distributed/pages.py PAGE`` runs a page that has no ranks.
 """
 
@@ -29,16 +31,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 # Pages written before their code blocks were run. The list only shrinks.
-OLD_PAGES = [
-    "README.md",
-    "docs/benchmarks.md",
-    "docs/changelog.md",
-    "docs/contributing.md",
-    "docs/low_precision.md",
-    "docs/performance.md",
-    "docs/planner.md",
-    "docs/versions.md",
-]
+OLD_PAGES = ["README.md", "docs/low_precision.md", "docs/performance.md", "docs/planner.md"]
 _PROGRAMS = ("python", "bash")
 _OUTPUT = ("", "text", "json")
 _BASH_LIMIT_S = 300  # it only ends what hangs
@@ -128,7 +121,7 @@ def read(path: Path) -> Page:
                 not_run = mark[2]
             else:
                 marks[mark[1]] = mark[2] or "yes"
-        elif "<!--" in line and not re.search(r": (begin|end) -->$", line):
+        elif "<!--" in line and not re.search(r"(: (begin|end)|<!-- table: [\w-]+|<!-- /?headline) -->$", line):
             raise refuse(f"no such mark: {line.strip()}")
         at += 1
     is_long = bool(marks["long"] or marks["extra"])

@@ -193,7 +193,7 @@ GIB = 2**30
 TOGETHER = 4 << 20
 
 # torch 2.11.0+cu130, 2026-11-20. 8 H200s, to the byte: forward and backward, then the full step.
-# One H200 as one of two ranks: the table in docs/benchmarks.md.
+# One H200 as one of two ranks, whose collectives communicate nothing.
 MEASURED = {
     8: [
         Measured("gtp-fp32", 2048, (9850373632, 9851496884), "in backward of output.weight"),

@@ -1,0 +1,370 @@
+"""Draws the tables of figures of the pages from what was measured, docs/data/*.json.
+
+    python docs/draw_tables.py            # writes the tables into the pages
+    python docs/draw_tables.py --check    # exits with 1 if a table of a page is another one
+
+A table stands below ``<!-- table: NAME -->``, up to the next empty line; the one that several pages show stands between
+``<!-- headline -->`` and ``<!-- /headline -->``. A test runs the check, so that no page shows a figure that nobody
+measured. Ratios are computed here, and only between rows of one job: another job had another machine.
+
+A file of docs/data is one job: machine, date, revision, versions, command, rows. It is what a benchmark wrote with
+``--json`` (then it has ``results``), or what was noted of it (``rows``). Rows that the planner's test predicts are not
+repeated: ``rows_of`` names their job in tests/unit/planner_data/measured_steps.json. Two files are no jobs: ``aims``,
+whose values are ratios of rows of jobs, and ``history``, what was tried.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).resolve().parent
+DATA = DOCS / "data"
+MEASURED = DOCS.parent / "tests" / "unit" / "planner_data" / "measured_steps.json"
+MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n(?:.+\n)*|<!-- headline -->\n(?:.*\n)*?<!-- /headline -->\n")
+HEADLINE = "headline"
+_GIB = 2**30
+FSDP2 = "fsdp2-bf16"
+GRAPH, LOOKUP, FLOAT8 = "gtp-bf16-lookup-graph", "gtp-bf16-lookup", "gtp-bf16-lookup@float8_tensorwise:dequantize-graph"
+COMPILED, FLOAT8_COMPILED = "gtp-bf16-lookup-compiled-graph", "gtp-bf16-lookup@float8_tensorwise-compiled-graph"
+
+Row = dict[str, Any]
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+@cache
+def content(name: str) -> dict[str, Any]:
+    """The file of a job."""
+    loaded: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
+    return loaded
+
+
+def date_of(job: str) -> str:
+    file = content(job)
+    return str(file["date"] if "date" in file else file["environment"]["date"].partition("T")[0])
+
+
+@cache
+def rows(job: str) -> list[Row]:
+    """The rows of a job, of whatever kind its file is. Memory in GiB."""
+    file = content(job)
+    found: list[Row] = list(file.get("rows", ()))
+    if "rows_of" in file:
+        jobs = json.loads(MEASURED.read_text())["jobs"]
+        (shared,) = (measured for measured in jobs if measured["name"] == file["rows_of"])
+        found += shared["rows"]
+    return found + [_from_benchmark(result) for result in file.get("results", ())]
+
+
+def _from_benchmark(result: Row) -> Row:
+    """A row as train_step.py writes it."""
+    row = {key: result[key] for key in ("mode", "seq_len", "ms", "first_ms")}
+    memory = {"peak_gib": "peak_bytes", "above_gib": "peak_above_activations_bytes", "reserved_gib": "reserved_bytes"}
+    row |= {key: None if result[source] is None else result[source] / _GIB for key, source in memory.items()}
+    return row
+
+
+def figure(job: str, field: str, is_kept: bool = False, **match: Any) -> float | None:
+    """One figure of a job, None if it was not measured.
+
+    Args:
+        job: the file.
+        field: of the row.
+        is_kept: of the row that keeps 8 GiB of weights from forward to backward.
+        match: what the row has in other fields, such as ``mode`` and ``seq_len``.
+    """
+    for row in rows(job):
+        kept = "keep_nbytes" in row.get("schedule", {})
+        if kept == is_kept and row.get(field) is not None and all(row.get(k) == v for k, v in match.items()):
+            return float(row[field])
+    return None
+
+
+# --- tables of steps --------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A line of a table: what the reader sees, and where its figures are.
+
+    Args:
+        peer: the mode of the same job that ``x`` is relative to; empty: no ``x``.
+    """
+
+    label: str
+    job: str
+    mode: str
+    peer: str = FSDP2
+    is_kept: bool = False
+
+
+class Steps(NamedTuple):
+    """A table of steps: a column for each length, with ``ms (x)``, and one for memory.
+
+    Args:
+        memory: the field of memory at T=2048 and 8192; empty: no such column.
+    """
+
+    lines: tuple[Line, ...]
+    seq_lens: tuple[int, ...]
+    memory: str = "peak_gib"
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Without spaces around the bars: what is drawn need not be pretty as text."""
+    cells = [header, ["---"] * len(header), *lines]
+    return "".join(f"|{'|'.join(line)}|\n" for line in cells)
+
+
+def draw_steps(table: Steps) -> str:
+    memory = [f"{table.memory.replace('_gib', ' GiB')}, T=2048, 8192"] if table.memory else []
+    header = ["ms (x)", *(f"T={seq_len}" for seq_len in table.seq_lens), *memory]
+    return markdown(header, (_step_cells(line, table) for line in table.lines))
+
+
+def _step_cells(line: Line, table: Steps) -> list[str]:
+    cells = [line.label]
+    for seq_len in table.seq_lens:
+        ms = figure(line.job, "ms", line.is_kept, mode=line.mode, seq_len=seq_len)
+        peer = figure(line.job, "ms", mode=line.peer, seq_len=seq_len)
+        cells.append("" if ms is None else f"{ms:.1f}" + (f" ({peer / ms:.2f})" if peer is not None else ""))
+    if not table.memory:
+        return cells
+    memory = [figure(line.job, table.memory, line.is_kept, mode=line.mode, seq_len=T) for T in (2048, 8192)]
+    return [*cells, ", ".join(f"{gib:.2f}" for gib in memory if gib is not None)]
+
+
+def caption(jobs: Iterable[str]) -> str:
+    """Date, revision and files of the jobs; the files have the versions and the commands."""
+    files: dict[str, list[str]] = {}
+    for job in dict.fromkeys(jobs):
+        files.setdefault(f"{date_of(job)}, `{content(job)['revision']}`", []).append(f"[{job}](data/{job}.json)")
+    return "; ".join(f"{when}: {', '.join(names)}" for when, names in files.items()) + "\n"
+
+
+_HEADLINE = (
+    Line("`gtp_shard(model, mesh)`", "2xh100", "gtp"),
+    Line("the same with `capture_step`", "2xh100", "gtp-graph"),
+    Line("`fully_shard`", "2xh100", FSDP2),
+    Line("megatron-fsdp", "2xh100", "megatron-bf16"),
+    Line("compute", "2xh100", "compute"),
+)
+_C = "fsdp2-bf16-compiled"
+STEPS = {
+    HEADLINE: Steps(_HEADLINE, (2048, 8192)),
+    "2xh100": Steps(
+        (
+            *_HEADLINE,
+            Line('`memory="least"`', "2xh100_memory", "gtp-least"),
+            Line('`memory="most_speed"`', "2xh100_memory", "gtp-most_speed"),
+            Line("compiled, captured", "2xh100_compiled", "gtp-compiled-graph", _C),
+            Line("compiled, captured, float8", "2xh100_compiled", "gtp@float8_tensorwise-compiled-graph", _C),
+            Line("torchao float8", "2xh100_compiled", "torchao-bf16-compiled", _C),
+        ),
+        (512, 2048, 8192),
+    ),
+    "8xh200": Steps(
+        (
+            Line("captured", "8xh200", GRAPH),
+            Line("8 GiB kept", "8xh200", GRAPH, is_kept=True),
+            Line("float8 gathers", "8xh200", FLOAT8),
+            Line("`fully_shard`", "8xh200", FSDP2),
+            Line("megatron-fsdp", "8xh200_peers", "megatron-bf16"),
+            Line("compute", "8xh200", "compute"),
+            Line("compiled, captured", "8xh200_compiled", COMPILED, _C),
+            Line("compiled, captured, float8", "8xh200_compiled", FLOAT8_COMPILED, _C),
+        ),
+        (512, 2048, 8192),
+        "",
+    ),
+    "4xh200": Steps(
+        (
+            Line("captured", "4xh200", GRAPH),
+            Line("float8 gathers", "4xh200", FLOAT8),
+            Line("`fully_shard`", "4xh200", FSDP2),
+            Line("compute", "4xh200", "compute"),
+            Line("compiled, captured", "4xh200_compiled", COMPILED, _C),
+            Line("compiled, captured, float8", "4xh200_compiled", FLOAT8_COMPILED, _C),
+            Line("torchao float8", "4xh200_compiled", "torchao-bf16-compiled", _C),
+        ),
+        (2048, 8192),
+        "",
+    ),
+    "2xh200": Steps(
+        (
+            Line("eager", "2xh200", LOOKUP),
+            Line("captured", "2xh200", GRAPH),
+            Line("captured, 8 GiB kept", "2xh200", GRAPH, is_kept=True),
+            Line("`fully_shard`", "2xh200", FSDP2),
+            Line("`fully_shard`, weights kept", "2xh200", "fsdp2-bf16-kept"),
+            Line("compute", "2xh200", "compute"),
+        ),
+        (512, 2048, 8192),
+        "reserved_gib",
+    ),
+    "1xh100": Steps(
+        (
+            Line("`gtp_shard(model, mesh)`", "1xh100", "gtp"),
+            Line("captured", "1xh100", "gtp-graph"),
+            Line("`fully_shard`", "1xh100", FSDP2),
+            Line("compute", "1xh100", "compute"),
+        ),
+        (2048, 8192),
+    ),
+}
+
+
+# --- other tables -----------------------------------------------------------------------------------------------------
+
+
+def draw_host_time() -> str:
+    """Ours beside ``fully_shard``; a column for each machine."""
+    machines = list(dict.fromkeys(row["where"] for row in rows("host_time")))
+    found = {(row["where"], row["dtype"]): row for row in rows("host_time")}
+    cells = []
+    for dtype in ("fp32", "bf16"):
+        pairs = [(found[where, dtype]["gtp"], found[where, dtype].get("fully_shard")) for where in machines]
+        texts = [f"{ours:.0f}" + ("" if peer is None else f" ({peer:.0f})") for ours, peer in pairs]
+        cells.append([dtype, *texts])
+    return markdown(["us a use (`fully_shard`)", *machines], cells)
+
+
+def draw_casts() -> str:
+    """Fused ms, and how many times as fast as the reference; then a linear layer relative to bf16."""
+    casts = ("activation", "shard: quantize", "weight: dequantize", "both for wgrad")
+    cells = []
+    for recipe in dict.fromkeys(row["recipe"] for row in content("1xh200_casts")["linear"]):
+        found = {row["cast"]: row for row in rows("1xh200_casts") if row["recipe"] == recipe}
+        texts = []
+        for cast in casts:
+            row = found.get(cast)
+            texts.append("" if row is None else f"{row['fused_ms']:.3f} ({row['reference_ms'] / row['fused_ms']:.1f})")
+        linear = [row["fused"] for row in content("1xh200_casts")["linear"] if row["recipe"] == recipe]
+        cells.append([recipe, *texts, *(f"{value:.2f}" for value in linear)])
+    return markdown(["ms (x)", *casts, "linear, T=2048", "T=8192"], cells)
+
+
+def draw_moe() -> str:
+    """The fastest mode for each block."""
+    cells = []
+    for row in rows("4xh200_moe"):
+        best = min(row[mode] for mode in ("gtp", "gtp-whole", "gtp-whole-graph"))
+        times = [f"{best:.1f} ({row['fsdp2'] / best:.2f})", f"{row['fsdp2']:.1f}", f"{row['compute']:.1f}"]
+        cells.append([f"{row['block']}, {row['tokens']}", *times])
+    return markdown(["ms (x)", "`gtp_shard`", "`fully_shard`", "compute"], cells)
+
+
+def draw_elastic() -> str:
+    """A column for each state of the replicas."""
+    steps = [row for row in rows("4xh200_elastic") if "replicas" in row]
+    texts = [f"{row['ms']:.1f} ({row['tokens_per_s'] / steps[0]['tokens_per_s']:.3f})" for row in steps]
+    return markdown(
+        ["ms (tokens/s)", *(f"{row['mode']}, {row['replicas'].replace(' ', '')}" for row in steps)], [["step", *texts]]
+    )
+
+
+def draw_cpu() -> str:
+    """Compiled relative to eager, run by run; a column for each mode."""
+    times = {(row["mode"], row["run"]): row["ms"] for row in rows("cpu_compiled")}
+    modes = [mode for mode, run in times if run == 1 and not mode.endswith("-compiled")]
+    texts = [
+        ", ".join(f"{times[f'{mode}-compiled', run] / times[mode, run]:.2f}" for run in (1, 2, 3)) for mode in modes
+    ]
+    return markdown(["compiled / eager, on a CPU", *modes], [["three runs", *texts]])
+
+
+def draw_aims() -> str:
+    """Aim, goal, what was reached, and why no more. Each value is computed from its job's rows."""
+    cells = []
+    for aim in content("aims")["aims"]:
+        reached = ", ".join(f"{value_of(ratio)} ({ratio['where']})" for ratio in aim["reached"])
+        cells.append([aim["aim"], aim["goal"], reached, aim["missing"]])
+    return markdown(["aim", "goal", "reached", "why"], cells)
+
+
+def value_of(ratio: dict[str, Any]) -> str:
+    """A figure of a job, over another one if there is ``over``."""
+    value = figure(ratio["job"], ratio["field"], **ratio["of"])
+    assert value is not None, ratio
+    if "over" in ratio:
+        over = figure(ratio["job"], ratio.get("over_field", ratio["field"]), **ratio["over"])
+        assert over is not None, ratio
+        value *= ratio.get("times", 1) / over
+    return f"{value:.{ratio.get('digits', 2)}f}"
+
+
+def draw_history() -> str:
+    """What was tried, and figures before and after."""
+    cells = []
+    for row in content("history")["tried"]:
+        figures = f"{row['before']} to {row['after']}" if "before" in row else row["after"]
+        cells.append([row["what"], row["paid"], figures + row["unit"], row["where"]])
+    return markdown(["what", "paid?", "before and after", "where"], cells)
+
+
+TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
+    "host-time": (draw_host_time, ("host_time",)),
+    "casts": (draw_casts, ("1xh200_casts",)),
+    "moe": (draw_moe, ("4xh200_moe",)),
+    "elastic": (draw_elastic, ("4xh200_elastic",)),
+    "cpu": (draw_cpu, ("cpu_compiled",)),
+    "aims": (draw_aims, ()),
+    "history": (draw_history, ()),
+}
+
+
+def draw(name: str) -> str:
+    """The table NAME below its jobs, or the headline's without them.
+
+    Raises:
+        ValueError: if there is no such table.
+    """
+    if name == HEADLINE:
+        return draw_steps(STEPS[HEADLINE])
+    if name in STEPS:
+        return caption(line.job for line in STEPS[name].lines) + draw_steps(STEPS[name])
+    if name not in TABLES:
+        raise ValueError(f"draw expects one of {', '.join((*STEPS, *TABLES))}, but got {name!r}.")
+    drawn, jobs = TABLES[name]
+    return (caption(jobs) if jobs else "") + drawn()
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def pages() -> list[Path]:
+    return [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def redrawn(text: str) -> str:
+    """The text of a page with each of its tables drawn anew."""
+
+    def table(match: re.Match[str]) -> str:
+        if match["name"] is None:
+            return f"<!-- headline -->\n\n{draw(HEADLINE)}\n<!-- /headline -->\n"
+        return f"<!-- table: {match['name']} -->\n{draw(match['name'])}"
+
+    return MARKED.sub(table, text)
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    for page in pages():
+        text = page.read_text()
+        if redrawn(text) != text:
+            stale.append(page)
+            if "--check" not in arguments:
+                page.write_text(redrawn(text))
+    for page in stale:
+        print(f"{page.relative_to(DOCS.parent)}: tables {'differ' if '--check' in arguments else 'drawn anew'}")
+    return int(bool(stale) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
