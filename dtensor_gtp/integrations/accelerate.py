@@ -38,21 +38,30 @@ STATE_FOLDER = "sharded_state"  # below a checkpoint, what torch.distributed.che
 
 
 class GTPAccelerator(Accelerator):
-    """An ``Accelerator`` whose ``prepare`` does not wrap models after ``gtp_shard``. Use it in the place of the stock
-    one; it treats models that are not sharded as that does.
+    """An ``Accelerator`` whose ``prepare`` does not wrap models after ``gtp_shard``. Needs ``accelerate``.
 
-    Shard the model first, over all processes, and make the optimizer afterwards::
-
-        accelerator = GTPAccelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
-        gtp_shard(model, init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    Use it in the place of the stock one; it treats models that are not sharded as that does. Shard the model first,
+    over all processes, and make the optimizer afterwards.
 
     - ``accumulate`` and ``no_sync`` communicate no gradients until the last microbatch.
     - With a ``param_dtype`` in the ``mp_policy`` of ``gtp_shard``, ``mixed_precision`` adds no autocast.
     - ``get_state_dict`` returns whole tensors on the host of rank 0, and an empty dict on other ranks. ``save_model``
       writes them. Call both on all ranks.
     - ``save_state`` and ``load_state`` work on any number of ranks. Of a PEFT model they store what is trained.
+
+    Example:
+        >>> accelerator = GTPAccelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> for _ in range(2):
+        ...     with accelerator.accumulate(model):  # no_sync(model) for the first
+        ...         accelerator.backward(model(torch.randn(2, 64)).square().mean())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> state = accelerator.get_state_dict(model)  # whole on rank 0
+        >>> folder = accelerator.save_state("checkpoint")
+        >>> accelerator.load_state("checkpoint")
     """
 
     _models: list[Any]
@@ -61,7 +70,11 @@ class GTPAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As ``Accelerator.prepare_model``, without DDP around a sharded model.
+        """As ``Accelerator.prepare_model``, without DDP around a sharded model. Called by ``prepare``.
+
+        Args:
+            model: With or without weights that ``gtp_shard`` has sharded.
+            device_placement, evaluation_mode: Of models that are not sharded, as in the stock method.
 
         Raises:
             NotImplementedError: The model is sharded over other ranks than all processes.
@@ -85,18 +98,31 @@ class GTPAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward communicates no gradients of ``model``: they are summed locally until a backward outside of this."""
+        """Backward communicates no gradients of ``model``: they are summed locally until a backward outside of this.
+
+        Args:
+            model: What ``prepare`` has returned.
+        """
         with super().no_sync(model), without_gradient_sync(model):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict in whole tensors on the host of rank 0; an empty one on other ranks. Collective."""
+        """The state dict in whole tensors on the host of rank 0; an empty one on other ranks. Collective.
+
+        Args:
+            model: What ``prepare`` has returned.
+            unwrap: Leave out what the accelerator has wrapped around the model.
+        """
         if not outermost(model):
             return super().get_state_dict(model, unwrap)
         return whole_state_dict(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Path:
-        """As ``Accelerator.save_state``; shards go to ``sharded_state`` below the folder. Collective."""
+        """As ``Accelerator.save_state``; shards go to ``sharded_state`` below the folder. Collective.
+
+        Args:
+            output_dir: The folder, and further arguments as in the stock method.
+        """
         with self._without_sharded() as (models, optimizers):
             folder = Path(super().save_state(output_dir, *args, **kwargs))
         if models:
@@ -104,8 +130,13 @@ class GTPAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As ``Accelerator.load_state``, on any number of ranks. Ranks that the saving job did not have continue with
-        the random numbers of those that it had, counted round. Collective."""
+        """As ``Accelerator.load_state``, on any number of ranks. Collective.
+
+        Ranks that the saving job did not have continue with the random numbers of those that it had, counted round.
+
+        Args:
+            input_dir: The folder, and further arguments as in the stock method.
+        """
         folders: list[Path] = []
         with self._without_sharded() as (models, optimizers):
             hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(Path(folder)))
@@ -140,7 +171,8 @@ class GTPAccelerator(Accelerator):
 def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """A state dict in whole tensors on the host of rank 0, for files that know no shards. Collective.
 
-    Names of one tied parameter have one tensor, as they have in the model, so that it is written once.
+    Needs ``accelerate``. Names of one tied parameter have one tensor, as they have in the model, so that it is written
+    once.
 
     Args:
         model: With or without parameters of ``gtp_shard``.
@@ -148,6 +180,12 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
 
     Returns:
         An empty dict on ranks other than 0.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> state = whole_state_dict(model)
+        >>> if torch.distributed.get_rank() == 0:
+        ...     torch.save(state, "model.pt")
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
     whole: dict[str, Any] = get_model_state_dict(model, options=options)

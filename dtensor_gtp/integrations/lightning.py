@@ -14,18 +14,11 @@ with needs_extra("lightning"):
 
 
 class GTPStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy`` whose mesh has all processes on the axis ``data_parallel`` and that accumulates
-    gradients without communication::
+    """A Lightning strategy for modules that call ``gtp_shard`` in ``configure_model``. Needs ``lightning``.
 
-        class Model(LightningModule):
-            def configure_model(self):
-                if self.net is None:  # Lightning calls this several times
-                    self.net = gtp_shard(make_net(), self.device_mesh["data_parallel"])
-
-        Trainer(strategy=GTPStrategy()).fit(Model())
-
-    Checkpoints are folders that any number of processes loads; with ``save_distributed_checkpoint=False``, files of
-    whole tensors.
+    It is a ``ModelParallelStrategy`` whose mesh has all processes on the axis ``data_parallel`` and that accumulates
+    gradients without communication. Checkpoints are folders that any number of processes loads; with
+    ``save_distributed_checkpoint=False``, files of whole tensors.
 
     Args:
         tensor_parallel_size: Processes on the axis ``tensor_parallel`` of the mesh. The others share the data.
@@ -33,6 +26,21 @@ class GTPStrategy(ModelParallelStrategy):
 
     Raises:
         ValueError: (at the start of a run) ``tensor_parallel_size`` does not divide the number of processes.
+
+    Example:
+        >>> import lightning
+        >>> class Model(lightning.LightningModule):
+        ...     net = None
+        ...     def configure_model(self):
+        ...         if self.net is None:  # Lightning calls this several times
+        ...             self.net = gtp_shard(nn.Linear(64, 64), self.device_mesh["data_parallel"])
+        ...     def training_step(self, batch):
+        ...         return self.net(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters())
+        >>> trainer = lightning.Trainer(strategy=GTPStrategy(), accelerator="cpu", devices=4)
+        >>> trainer.strategy
+        <dtensor_gtp.integrations.lightning.GTPStrategy object at ...>
     """
 
     def __init__(self, tensor_parallel_size: int = 1, **options: Any) -> None:

@@ -18,12 +18,9 @@ with needs_extra("torchtitan"):
 
 
 def with_gtp(config: Any) -> Any:
-    """A configuration of torchtitan's trainer whose model is sharded by ``gtp_shard``.
+    """A configuration of torchtitan's trainer whose model is sharded by ``gtp_shard``. Needs ``torchtitan``.
 
-    In a function of a config registry::
-
-        def llama3_8b_gtp() -> Trainer.Config:
-            return with_gtp(llama3_8b())
+    Call it in a function of a config registry.
 
     Args:
         config: A ``Trainer.Config`` of Llama 3. It is changed in place: the ``parallelize_fn`` becomes
@@ -31,6 +28,13 @@ def with_gtp(config: Any) -> Any:
 
     Returns:
         ``config``.
+
+    Example:
+        >>> from torchtitan.models.llama3.config_registry import llama3_debugmodel
+        >>> def llama3_debugmodel_gtp():
+        ...     return with_gtp(llama3_debugmodel())
+        >>> llama3_debugmodel_gtp().model_spec.parallelize_fn is parallelize_llama
+        True
     """
     config.model_spec = replace(config.model_spec, parallelize_fn=parallelize_llama)
     config.parallelism.spmd_backend = "partial_dtensor"
@@ -48,17 +52,26 @@ def parallelize_llama(
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
-    """What a ``ModelSpec`` of torchtitan 0.3 has as ``parallelize_fn``: tensor parallelism and activation checkpointing
-    by torchtitan, then ``gtp_shard``, then ``torch.compile`` of each block.
+    """What a ``ModelSpec`` of torchtitan 0.3 has as ``parallelize_fn``. Needs ``torchtitan``.
 
-    Gradients are summed over ranks, not averaged, because torchtitan divides its loss by the tokens of all ranks.
+    Tensor parallelism and activation checkpointing come from torchtitan, then ``gtp_shard``, then ``torch.compile`` of
+    each block. Gradients are summed over ranks, not averaged, because torchtitan divides its loss by the tokens of all
+    ranks.
 
     Args:
         model: Torchtitan's Llama 3, on the meta device or not.
         parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: As torchtitan passes them.
 
+    Returns:
+        ``model``, sharded.
+
     Raises:
         NotImplementedError: A configuration that this does not support.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from torchtitan.models.llama3 import model_registry
+        >>> spec = replace(model_registry("debugmodel"), parallelize_fn=parallelize_llama)
     """
     _refuse(parallel_dims, training, parallelism)
     if parallel_dims.tp_enabled:

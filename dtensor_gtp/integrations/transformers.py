@@ -23,18 +23,27 @@ with needs_extra("transformers"):
 
 
 class GTPTrainer(Trainer):
-    """A ``transformers.Trainer`` that trains a model after ``gtp_shard`` without DDP. Use it in the place of the stock
-    one, with the sharded model; the trainer makes the optimizer::
+    """A ``transformers.Trainer`` that trains a model after ``gtp_shard`` without DDP. Needs ``transformers``.
 
-        gtp_shard(model, init_device_mesh(args.device.type, (args.world_size,)))
-        trainer = GTPTrainer(model=model, args=args, train_dataset=dataset)
-
-    Trainers that derive from ``Trainer`` come second: ``class GTPSFTTrainer(GTPTrainer, SFTTrainer)``.
+    Use it in the place of the stock one, with the sharded model; the trainer makes the optimizer. Trainers that derive
+    from ``Trainer`` come second: ``class GTPSFTTrainer(GTPTrainer, SFTTrainer)``.
 
     - ``save_model`` writes whole safetensors, of a PEFT model its adapters. Call it on all ranks.
     - A checkpoint holds them, too, and model, optimizer and scheduler by ``torch.distributed.checkpoint``. Any number
       of ranks resumes from it, at the same place of the data if a step has as many samples as before.
     - Else as :class:`dtensor_gtp.integrations.accelerate.GTPAccelerator`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
+        >>> sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes))
+        >>> args = TrainingArguments("out", use_cpu=True, max_steps=1, disable_tqdm=True)
+        >>> model = gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
+        >>> rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(32)]
+        >>> trainer = GTPTrainer(model=model, args=args, train_dataset=rows)
+        >>> trainer.remove_callback(PrinterCallback)
+        >>> trainer.train().global_step
+        1
     """
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -107,8 +107,20 @@ def recipe_groups(spec: compat.DTensorSpec, recipe: Recipe) -> tuple[str, ...]:
 
 
 class NativeWeight(StoredWeight):
-    """A quantized weight of ``shape``, or a part of one: rowwise planes, and the statistic if the recipe needs it to
-    dequantize. ``dtype`` is that of its dequantized values and of its gradient."""
+    """A quantized weight, or a part of one, in the place of a parameter in high precision. Made by :func:`quantize_`.
+
+    It consists of rowwise planes, and the statistic if the recipe needs it to dequantize. Its ``dtype`` is that of its
+    dequantized values and of its gradient.
+
+    Example:
+        >>> weight = quantize_(nn.Linear(128, 64), "mxfp8", storage="native").weight
+        >>> weight.shape, weight.dtype, weight.stored_nbytes
+        (torch.Size([64, 128]), torch.float32, 8448)
+        >>> list(weight.stored)
+        ['elements', 'scales']
+        >>> type(weight.dense()), weight.dequantized_to(torch.bfloat16).dtype
+        (<class 'torch.Tensor'>, torch.bfloat16)
+    """
 
     is_native = True
     # stored_* are what __tensor_flatten__ names.
@@ -145,10 +157,15 @@ class NativeWeight(StoredWeight):
         return sum(tensor.numel() * tensor.itemsize for tensor in self.stored.values())
 
     def dense(self) -> Tensor:
+        """The values in the dtype of the weight, as an ordinary tensor."""
         return self.dequantized_to(self.dtype)
 
     def dequantized_to(self, dtype: torch.dtype) -> Tensor:
-        """The values, computed in float32 and rounded once to ``dtype``."""
+        """The values, computed in float32 and rounded once.
+
+        Args:
+            dtype: Of the result.
+        """
         values = self.recipe.dequantize(self.quantized, self.info.matrix, Direction.ROWWISE, dtype)
         # torch 2.11 gathers contiguous tensors only, and the cast may have cut off padding.
         return values.contiguous().view(self.shape)

@@ -42,6 +42,13 @@ def nvfp4_operand(matrix: Tensor, dim: int, *, seed: Tensor | None = None, signs
         TypeError: ``matrix`` has another dtype.
 
     Source: arXiv 2509.25149, section 4.
+
+    Example:
+        >>> grad, seed = torch.randn(32, 64), torch.tensor([1])
+        >>> operand = nvfp4_operand(grad, -1, seed=seed)  # dgrad: rounded stochastically
+        >>> operand = nvfp4_operand(grad, -2, seed=seed, signs=0b1011001110001011)  # wgrad: transformed, too
+        >>> [tuple(plane.shape) for plane in operand.planes]
+        [(16, 64), (2, 64)]
     """
     if matrix.ndim < 2:
         raise ValueError(f"nvfp4_operand expects a matrix, but got a tensor of shape {tuple(matrix.shape)}.")
@@ -62,8 +69,26 @@ def nvfp4_operand(matrix: Tensor, dim: int, *, seed: Tensor | None = None, signs
 def nvfp4_values(
     quantized: Quantized, dim: int, shape: torch.Size, dtype: torch.dtype, *, signs: int | None = None
 ) -> Tensor:
-    """The values that an operand of ``shape`` stands for, with the transform undone; for tests and references. A GEMM
-    needs no inverse: between operands that are transformed alike it cancels."""
+    """The values that an operand stands for, with the transform undone; for tests and references.
+
+    A GEMM needs no inverse: between operands that are transformed alike it cancels.
+
+    Args:
+        quantized: What :func:`nvfp4_operand` has returned.
+        dim: The contraction, as it was given there.
+        shape: That of the operand.
+        dtype: Of the result.
+        signs: As they were given there.
+
+    Returns:
+        A tensor of ``shape``.
+
+    Example:
+        >>> matrix = torch.randn(32, 64)
+        >>> values = nvfp4_values(nvfp4_operand(matrix, -1), -1, matrix.shape, torch.float32)
+        >>> bool((values - matrix).abs().mean() < 0.1)
+        True
+    """
     if signs is None:
         return casts_for(quantized.planes[0]).dequantize(quantized, _block(dim), shape, dtype)
     padded = torch.Size(-(-size // BLOCK) * BLOCK if k - len(shape) == dim else size for k, size in enumerate(shape))

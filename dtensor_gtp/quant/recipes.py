@@ -31,6 +31,22 @@ class Recipe(ABC):
         compute: How linear layers multiply. ``"auto"`` (default): by GEMMs of the format where the hardware has them
             and shape and dtype allow, else with the dequantized weight. ``"dequantize"``: always the latter.
             ``"float8"``: by float8 GEMMs, or ValueError; on CPU by the reference arithmetic, with a warning.
+
+    Raises:
+        ValueError: ``compute`` is none of these, or the recipe has no float8 GEMMs.
+
+    Example:
+        >>> recipe, weight = MXFP8(), torch.randn(64, 128)
+        >>> quantized = recipe.quantize(weight, Direction.ROWWISE)
+        >>> [tuple(plane.shape) for plane in quantized.planes]  # elements, scales
+        [(64, 128), (64, 4)]
+        >>> values = recipe.dequantize(quantized, weight.shape, Direction.ROWWISE, torch.float32)
+        >>> recipe.num_bytes(weight.shape, Direction.ROWWISE), recipe.bytes_per_element()
+        (8448, 1.03125)
+        >>> recipe.scale_block(Direction.ROWWISE), recipe.block_of(-2)  # rows that a shard keeps together
+        ((1, 32), 32)
+        >>> recipe.has_columnwise, recipe.amax(weight), recipe.is_capable((9, 0))
+        (True, None, False)
     """
 
     compute: str = field(default="auto", kw_only=True)
@@ -57,61 +73,138 @@ class Recipe(ABC):
         return bool(self.columnwise)
 
     def gemms(self, *, on_hardware: bool) -> Float8GEMMs:
-        """The GEMMs of the format; raises NotImplementedError if it has none."""
+        """The GEMMs of the format. Called by linear layers.
+
+        Args:
+            on_hardware: Whether the GPU has them; else the reference arithmetic.
+
+        Raises:
+            NotImplementedError: The format has none.
+        """
         raise NotImplementedError(f"{self.name} has no GEMMs of its own.")
 
     def grouped_gemms(self, *, on_hardware: bool) -> Float8GEMMs | None:
-        """The GEMMs of a grouped layer; None if there are none."""
+        """The GEMMs of a grouped layer; None if there are none. Called by ``GroupedLinear``.
+
+        Args:
+            on_hardware: Whether the GPU has them; else the reference arithmetic.
+        """
         return None
 
     def is_capable(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of that compute capability has the GEMMs."""
+        """Whether a GPU has the GEMMs of the format.
+
+        Args:
+            capability: The compute capability, as ``torch.cuda.get_device_capability`` returns it.
+        """
         return False
 
     def direction(self, direction: Direction) -> Direction:
-        """The data that serves ``direction``."""
+        """The data that serves a direction: rowwise data for both if there is no other.
+
+        Args:
+            direction: What a GEMM needs.
+        """
         return direction if self.columnwise else Direction.ROWWISE
 
     def planes(self, direction: Direction) -> tuple[PlaneSpec, ...]:
-        """What a quantized weight consists of."""
+        """What a quantized weight consists of: the plane of elements, then that of scales.
+
+        Args:
+            direction: Which data.
+        """
         return (self.columnwise or self.rowwise) if direction is Direction.COLUMNWISE else self.rowwise
 
     def scale_block(self, direction: Direction) -> tuple[int, int]:
-        """Rows and columns of the weight that share a scale; 0 for all of them."""
+        """Rows and columns of the weight that share a scale; 0 for all of them.
+
+        Args:
+            direction: Which data.
+        """
         spec = (self.columnwise or self.rowwise)[-1] if direction is Direction.COLUMNWISE else self.rowwise[-1]
         return spec.rows or 0, spec.columns or 0
 
     def amax(self, weight: Tensor) -> Tensor | None:
-        """The statistic of a weight or of a part of it, float32; maxima of parts are the maximum of the whole."""
+        """The statistic that ranks must agree on before they quantize. That of a whole is the maximum over its parts.
+
+        Args:
+            weight: Shape ``(*, out_features, in_features)``, a whole weight or a part.
+
+        Returns:
+            Largest magnitudes, float32; None if the recipe needs none.
+        """
         return casts_for(weight).amax(weight, self.amax_dims) if self.amax_dims else None
 
     @abstractmethod
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
-        """Quantize ``weight`` of shape ``(*, out_features, in_features)``, or a part of whole blocks; float32, bfloat16
-        or float16. ``amax`` is the statistic over the whole weight if ``weight`` is a part of it."""
+        """Quantize a weight, or a part of whole blocks.
+
+        Args:
+            weight: Shape ``(*, out_features, in_features)``, float32, bfloat16 or float16.
+            direction: Which data.
+            amax: What :meth:`amax` gives for the whole weight, if ``weight`` is a part of it.
+
+        Returns:
+            The planes that :meth:`planes` describes.
+        """
 
     def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
-        """The weight of ``shape``, computed in float32 and rounded once to ``dtype``."""
+        """The values that quantized data stand for, computed in float32 and rounded once.
+
+        Args:
+            quantized: What :meth:`quantize` has returned.
+            shape: That of the weight.
+            direction: Which data these are.
+            dtype: Of the result.
+        """
         return casts_for(quantized.planes[0]).dequantize(quantized, self.scale_block(direction), shape, dtype)
 
     def block_of(self, dim: int, block_size: int = 1, *, is_native: bool = False) -> int:
-        """The smallest block size for a shard of ``dim`` (-2 are rows, -1 columns) that keeps its blocks, and those of
-        ``block_size``, whole. Native storage has rowwise data alone, so rows of mxfp8 and nvfp4 may be cut anywhere."""
+        """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of ``block_size``, whole.
+
+        Args:
+            dim: -2 are rows, -1 columns.
+            block_size: Rows or columns that stay together for another reason, such as a head.
+            is_native: Native storage has rowwise data alone, so rows of mxfp8 and nvfp4 may be cut anywhere.
+        """
         specs = self.rowwise if is_native else self.rowwise + self.columnwise
         return lcm(block_size, *(spec.period(dim) or 1 for spec in specs))
 
     def num_bytes(self, shape: torch.Size, direction: Direction) -> int:
-        """Bytes of the planes of a whole weight: what one gather of it sends, without ``amax``."""
+        """Bytes of the planes of a whole weight: what one gather of it sends, without ``amax``.
+
+        Args:
+            shape: That of the weight.
+            direction: Which data.
+        """
         return sum(spec.shape(shape).numel() * spec.dtype.itemsize for spec in self.planes(direction))
 
     def bytes_per_element(self, direction: Direction = Direction.ROWWISE) -> float:
-        """Bytes for each element of a large weight; scales of whole rows or weights count as 0."""
+        """Bytes for each element of a large weight; scales of whole rows or weights count as 0.
+
+        Args:
+            direction: Which data.
+        """
         specs = self.planes(direction)
         return sum(s.dtype.itemsize * s.packed / (s.rows * s.columns) for s in specs if s.rows and s.columns)
 
 
 def resolve_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name with its defaults, or the recipe itself; TypeError or ValueError if it is neither."""
+    """The recipe of a name.
+
+    Args:
+        recipe: One of :data:`RECIPES`, or a recipe.
+
+    Returns:
+        The recipe of that name with its defaults, or the recipe itself.
+
+    Raises:
+        TypeError, ValueError: ``recipe`` is neither.
+
+    Example:
+        >>> resolve_recipe("mxfp8")
+        MXFP8(compute='auto', scale_rounding='rceil')
+    """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
@@ -141,7 +234,13 @@ class Float8Blockwise(_Float8Recipe):
     """One scale for each block of 128 x 128, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 
     Args:
+        compute: As in :class:`Recipe`.
         high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. Default: False.
+
+    Example:
+        >>> quantized = Float8Blockwise().quantize(torch.randn(256, 128), Direction.ROWWISE)
+        >>> [(plane.dtype, tuple(plane.shape)) for plane in quantized.planes]
+        [(torch.float8_e4m3fn, (256, 128)), (torch.float32, (2, 1))]
     """
 
     name = "float8_blockwise"
@@ -160,8 +259,14 @@ class Float8Rowwise(_Float8Recipe):
     """One scale for each row.
 
     Args:
+        compute: As in :class:`Recipe`.
         high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. Default: True, as in
             torchao's ``rowwise_with_gw_hp``: wgrad in float8 needs other scales, so two more casts of transposes.
+
+    Example:
+        >>> quantized = Float8Rowwise().quantize(torch.randn(256, 128), Direction.ROWWISE)
+        >>> [(plane.dtype, tuple(plane.shape)) for plane in quantized.planes]
+        [(torch.float8_e4m3fn, (256, 128)), (torch.float32, (256, 1))]
     """
 
     high_precision_wgrad: bool = field(default=True, kw_only=True)
@@ -182,7 +287,14 @@ class Float8Tensorwise(_Float8Recipe):
     """One scale for the whole weight, as in torchao's recipe ``tensorwise``.
 
     Args:
+        compute: As in :class:`Recipe`.
         high_precision_wgrad: Compute wgrad from activations and gradients that are not quantized. Default: False.
+
+    Example:
+        >>> weight = torch.randn(256, 128)
+        >>> quantized = Float8Tensorwise().quantize(weight, Direction.ROWWISE)
+        >>> quantized.amax.shape  # the scale follows from the largest magnitude
+        torch.Size([1, 1])
     """
 
     name = "float8_tensorwise"
@@ -197,11 +309,20 @@ class Float8Tensorwise(_Float8Recipe):
 
 @dataclass(frozen=True)
 class MXFP8(Recipe):
-    """Power-of-two scales for each 32 elements.
+    """Power-of-two scales for each 32 elements, as in the OCP Microscaling Formats (MX) specification 1.0.
 
     Args:
+        compute: As in :class:`Recipe`.
         scale_rounding: ``"rceil"`` (default) takes the smallest scale with which no element saturates; ``"floor"`` is
-            the conversion of the OCP MX specification. Anything else raises ValueError.
+            the conversion of the specification.
+
+    Raises:
+        ValueError: ``scale_rounding`` is neither.
+
+    Example:
+        >>> quantized = MXFP8(scale_rounding="floor").quantize(torch.randn(64, 128), Direction.COLUMNWISE)
+        >>> [(plane.dtype, tuple(plane.shape)) for plane in quantized.planes]
+        [(torch.float8_e4m3fn, (64, 128)), (torch.float8_e8m0fnu, (2, 128))]
     """
 
     scale_rounding: str = "rceil"
@@ -220,7 +341,16 @@ class MXFP8(Recipe):
 
 @dataclass(frozen=True)
 class NVFP4(Recipe):
-    """4-bit elements, scales in two levels."""
+    """Pairs of 4-bit elements, a scale for each 16 of them, and one for the whole weight (arXiv 2509.25149).
+
+    Args:
+        compute: As in :class:`Recipe`.
+
+    Example:
+        >>> quantized = NVFP4().quantize(torch.randn(64, 128), Direction.ROWWISE)
+        >>> [(plane.dtype, tuple(plane.shape)) for plane in quantized.planes]
+        [(torch.uint8, (64, 64)), (torch.float8_e4m3fn, (64, 8))]
+    """
 
     name = "nvfp4"
     rowwise = (PlaneSpec(torch.uint8, 1, 16, packed=8), PlaneSpec(torch.float8_e4m3fn, 1, 16))
@@ -234,3 +364,9 @@ class NVFP4(Recipe):
 
 
 RECIPES = MappingProxyType({cls.name: cls for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise, MXFP8, NVFP4)})
+"""The classes of all recipes by name: what :func:`quantize_` takes as a string.
+
+Example:
+    >>> list(RECIPES)
+    ['float8_tensorwise', 'float8_rowwise', 'float8_blockwise', 'mxfp8', 'nvfp4']
+"""

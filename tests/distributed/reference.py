@@ -15,6 +15,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,8 +26,13 @@ import torch.nn as nn
 import dtensor_gtp
 
 PACKAGE = Path(dtensor_gtp.__file__).parent
-# Each needs the library of its name: an extra of the package.
-LIBRARIES = ("accelerate", "lightning", "torchtitan", "transformers")
+# Modules of integrations, and what they import.
+LIBRARIES = {
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
+    "torchtitan": ("torchtitan", "triton"),
+    "transformers": ("transformers", "accelerate"),
+}
 # Names from elsewhere: nothing to document here.
 FOREIGN = {"dtensor_gtp.MixedPrecisionPolicy": "torch's own class", "dtensor_gtp.__version__": "a string"}
 # Examples that do not run on CPU with torch alone. The text stands in the docstring, too.
@@ -72,8 +78,22 @@ class Entry(NamedTuple):
         return NEEDS.get(self.path.partition("(")[0], NEEDS.get(self.module, ""))
 
     @property
+    def lacks(self) -> str:
+        """Why its example cannot run here; empty if it can."""
+        if "a GPU" in self.needs:
+            return "" if torch.cuda.is_available() else f"{self.needs}: there is none"
+        packages = LIBRARIES.get(self.module.rpartition(".")[2], ())
+        missing = [package for package in packages if find_spec(package) is None]
+        return f"{self.needs}: {', '.join(missing)} not installed" if missing else ""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it imports large libraries."""
+        return self.module.rpartition(".")[2] in LIBRARIES
+
+    @property
     def is_on_ranks(self) -> bool:
-        return bool(_RANKS.search(self.example)) and not self.needs.startswith("Needs a GPU")
+        return bool(_RANKS.search(self.example)) and "a GPU" not in self.needs
 
 
 def public_modules() -> list[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from common import GlooTest, shared_directory
-from reference import LIBRARIES, NUM_RANKS, Entry, entries, run_example
+from reference import NUM_RANKS, Entry, entries, run_example
 
 import dtensor_gtp
 
@@ -27,14 +28,8 @@ class TestReferenceExamples(GlooTest):
 
 def made_of(entry: Entry) -> Callable[[GlooTest], None]:
     def test(self: GlooTest) -> None:
-        if entry.needs.startswith("Needs a GPU") and not torch.cuda.is_available():
-            self.skipTest(f"{entry.needs}: there is none")
-        for library in LIBRARIES:
-            if f"``{library}``" in entry.needs:
-                try:
-                    __import__(entry.module)
-                except ImportError as error:
-                    self.skipTest(str(error))
+        if entry.lacks:
+            self.skipTest(entry.lacks)
         before = Path.cwd()
         with shared_directory() as folder, mock.patch.object(dtensor_gtp, "init_weight_mesh", known_mesh):
             os.chdir(folder)  # examples write files
@@ -45,7 +40,7 @@ def made_of(entry: Entry) -> Callable[[GlooTest], None]:
             finally:
                 os.chdir(before)
 
-    return test
+    return pytest.mark.long(test) if entry.is_long else test
 
 
 def known_mesh(*args: Any, **sizes: Any) -> dtensor_gtp.WeightMesh:

@@ -13,16 +13,18 @@ from reference import FOREIGN, LIBRARIES, NEEDS, PACKAGE, Entry, entries, public
 import dtensor_gtp
 
 ENTRIES = entries()
-# Modules whose names have no examples yet.
-UNFINISHED = ("dtensor_gtp.integrations", "dtensor_gtp.quant")
-FINISHED = [entry for entry in ENTRIES if not entry.module.startswith(UNFINISHED)]
-IN_ONE_PROCESS = [entry for entry in ENTRIES if entry.example and not entry.is_on_ranks]
+IN_ONE_PROCESS = [
+    pytest.param(entry, id=entry.path, marks=[pytest.mark.long] * entry.is_long)
+    for entry in ENTRIES
+    if entry.example and not entry.is_on_ranks
+]
 # Classes that users do not make: a function returns them.
 MADE_BY_US = {
     "dtensor_gtp.CapturedBlocks": "capture_blocks",
     "dtensor_gtp.CapturedStep": "capture_step",
     "dtensor_gtp.UnshardHandle": "unshard",
     "dtensor_gtp.elastic.ReplicaSync": "synchronize_replicas",
+    "dtensor_gtp.quant.NativeWeight": "quantize_",
 }
 # Public for other modules of the package or for hooks of torch: users do not call them.
 CALLED_BY_OTHERS = {
@@ -38,12 +40,22 @@ CALLED_BY_OTHERS = {
     "dtensor_gtp.elastic.ReplicaSync.reset": "backward",
     "dtensor_gtp.elastic.ReplicaSync.share": "backward",
     "dtensor_gtp.elastic.ReplicaSync.weigh_full": "backward",
+    "dtensor_gtp.integrations.accelerate.GTPAccelerator.prepare_model": "prepare",
+    "dtensor_gtp.integrations.lightning.GTPStrategy.block_backward_sync": "Trainer",
+    "dtensor_gtp.integrations.lightning.GTPStrategy.setup_environment": "Trainer",
+    "dtensor_gtp.integrations.transformers.GTPTrainer.create_accelerator_and_postprocess": "Trainer",
     "dtensor_gtp.nn.GroupedLinear.check_gtp_placement": "gtp_shard",
     "dtensor_gtp.nn.GroupedLinear.check_input": "forward",
     "dtensor_gtp.nn.GroupedLinear.default_gtp_placement": "gtp_shard",
     "dtensor_gtp.nn.GroupedLinear.gtp_fused_mixin": "gtp_shard",
     "dtensor_gtp.nn.GroupedLinear.names_of": "gtp_shard",
     "dtensor_gtp.optim.MasterOptimizer.add_param_group": "torch.optim.Optimizer",
+    "dtensor_gtp.quant.NativeWeight.like": "ops of the weight",
+    "dtensor_gtp.quant.NativeWeight.narrowed": "ops of the weight",
+    "dtensor_gtp.quant.NativeWeight.write": "ops of the weight",
+    "dtensor_gtp.quant.Recipe.direction": "gathers",
+    "dtensor_gtp.quant.Recipe.gemms": "linear layers",
+    "dtensor_gtp.quant.Recipe.grouped_gemms": "GroupedLinear",
 }
 
 
@@ -52,7 +64,7 @@ def test_the_modules_are_those_that_have_a_page() -> None:
     assert {f"dtensor_gtp.integrations.{library}" for library in LIBRARIES} <= set(public_modules())
 
 
-@pytest.mark.parametrize("entry", FINISHED, ids=lambda entry: entry.path)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.path)
 def test_a_docstring_says_what_the_name_is(entry: Entry) -> None:
     assert re.match(r"[A-Z`*:]", entry.text), "no docstring"
     assert not re.match(rf"{entry.name}\(", entry.text), "a docstring that dataclass has generated"
@@ -64,7 +76,7 @@ def test_a_docstring_says_what_the_name_is(entry: Entry) -> None:
 
 def test_each_method_stands_in_an_example() -> None:
     shown = "\n".join(entry.example for entry in ENTRIES)
-    methods = {entry.path for entry in FINISHED if entry.kind == "method"}
+    methods = {entry.path for entry in ENTRIES if entry.kind == "method"}
     assert CALLED_BY_OTHERS.keys() <= methods
     names = {path: path.rpartition(".")[2] for path in methods - CALLED_BY_OTHERS.keys()}
     assert {path for path, name in names.items() if name != "forward" and not re.search(rf"\b{name}\b", shown)} == set()
@@ -87,14 +99,11 @@ def test_environment_variables_are_in_the_docstring_of_the_package() -> None:
     assert read == set(re.findall(r"DTENSOR_GTP_[A-Z]+", dtensor_gtp.__doc__ or ""))
 
 
-@pytest.mark.parametrize("entry", IN_ONE_PROCESS, ids=lambda entry: entry.path)
+@pytest.mark.parametrize("entry", IN_ONE_PROCESS)
 def test_example_runs(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
-    if entry.needs.startswith("Needs a GPU") and not torch.cuda.is_available():
-        pytest.skip(f"{entry.needs}: there is none")
-    for library in LIBRARIES:
-        if f"``{library}``" in entry.needs:
-            pytest.importorskip(f"dtensor_gtp.integrations.{library}", exc_type=ImportError)
-    if entry.needs.startswith("Needs a GPU"):  # on one rank of NCCL
+    if entry.lacks:
+        pytest.skip(entry.lacks)
+    if "a GPU" in entry.needs:  # on one rank of NCCL
         for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0)):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("MASTER_ADDR", "localhost")
