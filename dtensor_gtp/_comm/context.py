@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .collectives import Groups, has_replicas
-from .copy_engine import CastingBackend, PeerCopies
+from .copy_engine import CastingBackend, CopyEngine, PeerCopies
 from .debug import DebugFlags, check_order
 from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
 from .reductions_in_flight import ReductionsInFlight
@@ -57,8 +57,11 @@ class CommContext(ReductionsInFlight):
         kind: ReduceScatterKind = "ring" if schedule.reduce_scatter == "auto" else schedule.reduce_scatter
         if gather.size() > 1:
             device = self.device
-            scatter = compat.twin_group(gather, device, "gtp_scatter")
             backend, name, why = choose_gather_backend(schedule, [gather, *replicate], device)
+            # Gathers would wait for reductions in one communicator. Copy engines gather without it, and to make another
+            # one takes NCCL a tenth of a second.
+            if not isinstance(backend, CopyEngine):
+                scatter = compat.twin_group(gather, device, "gtp_scatter")
             self._gather_backends[gather.group_name] = backend
             if isinstance(backend, CastingBackend):
                 backend.cast_stream = self._new_stream()

@@ -17,9 +17,9 @@ exchange ends with a barrier, so by then all peers have read it. It is, in the o
 The kernel that adds reads this rank's own addend in its place (see [Note: kernels after an exchange]).
 
 Waiting gradients that cannot travel with the next one are launched before that one gets a place. If a gradient has no
-room beside those that it travels with, all of them get new places at the launch, in a ring that grows if it must. After
-each backward the ring grows to the size that would have avoided that, up to ``enough_nbytes``: gradients of the first
-backward are copied, the second has room. [Note: rules of the copy engine] holds for growth and CUDA graphs. Each
+room beside those that it travels with, all of them get new places at the launch, in a ring that grows if it must: the
+first time to what the sizes of all weights ask for. After each backward the ring grows to the size that would have
+avoided that, up to ``enough_nbytes``. [Note: rules of the copy engine] holds for growth and CUDA graphs. Each
 backward starts at the first place, so addresses repeat from step to step.
 """
 
@@ -68,6 +68,16 @@ class SendRing(PeerCopies):
         self._offered: Tensor | None = None
         # Bytes of this backward: of all gradients, of the largest, and the size that would have avoided ``lay_out``.
         self._submitted_nbytes = self._largest_nbytes = self._wanted_nbytes = 0
+        self._expected_nbytes = 0
+
+    def expect(self, sizes: Sequence[int]) -> None:
+        """Before the first backward: it will have gradients of these sizes in bytes, so that the ring grows once."""
+        aligned = [offsets([nbytes], _ALIGNMENT)[-1] for nbytes in sizes]
+        self._expected_nbytes = min(self._enough_with(max(aligned, default=0)), sum(aligned))
+
+    def _enough_with(self, largest_nbytes: int) -> int:
+        """The size up to which the ring grows so that more is in flight."""
+        return self._enough_nbytes + largest_nbytes * (largest_nbytes > self._enough_nbytes // 2)
 
     @property
     def _nbytes(self) -> int:
@@ -125,7 +135,7 @@ class SendRing(PeerCopies):
         ends = offsets([full.numel() * dtype.itemsize for full in fulls], _ALIGNMENT)
         self._wanted_nbytes = max(self._wanted_nbytes, self._head + ends[-1])
         if ends[-1] > self._nbytes:
-            self.grow(ends[-1])
+            self.grow(max(ends[-1], self._expected_nbytes))
         self._head = ends[-1]
         self._waiting.clear()
         return [self._new_place(begin, end) for begin, end in pairwise(ends)]
@@ -150,9 +160,7 @@ class SendRing(PeerCopies):
     @property
     def missing_nbytes(self) -> int:
         """The size that the ring should have had in this backward; 0 if it has that size."""
-        is_large = self._largest_nbytes > self._enough_nbytes // 2
-        enough = self._enough_nbytes + self._largest_nbytes * is_large
-        wanted = max(min(enough, self._submitted_nbytes), self._wanted_nbytes)
+        wanted = max(min(self._enough_with(self._largest_nbytes), self._submitted_nbytes), self._wanted_nbytes)
         return wanted if wanted > self._nbytes else 0
 
     def exchange(self, received: Tensor, sizes: Sequence[int], places: Sequence[Place]) -> None:

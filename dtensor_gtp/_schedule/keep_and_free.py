@@ -13,6 +13,7 @@ from .. import _torch_compat as compat
 from .._comm.collectives import Groups
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags, poison
+from .._comm.send_ring import SendRing
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
@@ -99,13 +100,20 @@ class KeepAndFree:
         self.use_schedule(schedule)
         for param in progress.over(self.params):
             param.groups = self.comm.groups(param.mesh, schedule)
-        for weight in self.weights:
-            if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
-                weight.ring = self.comm.send_ring(weight.groups)
+        self._set_rings()
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))
         self.is_initialized = True
+
+    def _set_rings(self) -> None:
+        sizes: dict[SendRing, list[int]] = {}
+        for weight in self.weights:
+            if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
+                weight.ring = self.comm.send_ring(weight.groups)
+                sizes.setdefault(weight.ring, []).append(weight.sent_nbytes * weight.param.requires_grad)
+        for ring, expected in sizes.items():
+            ring.expect(expected)
 
     def chosen_policy(self) -> SchedulePolicy | None:
         """What was asked for and chosen, as a policy that leaves nothing open; None before the first forward."""

@@ -231,6 +231,27 @@ def add(
     out.copy_(torch.cat([rows[:rank], row[None], rows[rank:]]).float().sum(0) * factor)
 
 
+def test_a_ring_that_expects_sizes_grows_once() -> None:
+    """At the first gradient, to what all of them want: all in flight, or the largest beside what is enough."""
+    sizes = {(3, 5): 15, (200,): 200, (7,): 7}
+    for enough, want in ((100, 100 + 2048), (1 << 20, 512 + 2048 + 512)):
+        ranks = Ranks()
+
+        def job(group: Group, enough: int = enough, want: int = want) -> None:
+            ring = Ring(group, CPU, enough)
+            ring.expect([2 * NUM_RANKS * numel for numel in sizes.values()])
+            for _ in range(2):
+                for index, shape in enumerate(sizes):
+                    rows = (NUM_RANKS * shape[0], *shape[1:])
+                    full = value(group.rank(), rows, torch.bfloat16, index)
+                    exchange(ring, [full], [ring.take(full, torch.bfloat16)], torch.distributed.ReduceOp.SUM)
+                ring.end_backward()
+                assert ring._nbytes == want
+
+        ranks.run(job)
+        assert ranks.num_stages == [2] * NUM_RANKS
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("enough_nbytes", "kernel"), [(0, None), (4000, None), (4000, add), (1 << 20, None)])
 def test_gradients_in_the_ring(
