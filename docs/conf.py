@@ -1,0 +1,61 @@
+"""Sphinx builds the site from the pages of this folder and from the docstrings of the package.
+
+The pages are markdown that also reads well on GitHub. ``docs/reference`` lists the public names; what it says of them
+is in their docstrings.
+"""
+
+from __future__ import annotations
+
+import dtensor_gtp
+
+project = "dtensor_gtp"
+release = dtensor_gtp.__version__
+copyright = "the dtensor_gtp contributors"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+myst_heading_anchors = 4  # by GitHub's rule, so that links to headings work there and here
+copybutton_exclude = ".linenos, .gp, .go"  # no prompts, no output
+
+# --- docstrings -------------------------------------------------------------------------------------------------------
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+# dtensor_gtp.integrations: documented alike whether these libraries are installed or not.
+autodoc_mock_imports = ["accelerate", "lightning", "torchtitan", "transformers"]
+autosummary_generate = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+add_module_names = False
+
+# --- the look ---------------------------------------------------------------------------------------------------------
+
+html_theme = "pydata_sphinx_theme"
+html_title = "dtensor_gtp"
+html_theme_options = {
+    "navbar_end": ["theme-switcher"],
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "show_prev_next": True,
+    "navigation_with_keys": False,
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "github-dark",
+}
+html_copy_source = False
+html_show_sourcelink = False

@@ -1,0 +1,78 @@
+"""The API reference lists every public name of every public module, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "dtensor_gtp"
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def public_modules() -> dict[str, list[str]]:
+    """Module to its ``__all__``. The text is read: some modules import only where their library is installed."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+                found[name] = ast.literal_eval(node.value)
+    return found
+
+
+MODULES = public_modules()
+
+
+def page(module: str) -> str:
+    return (REFERENCE / f"{module.removeprefix('dtensor_gtp.')}.rst").read_text()
+
+
+def described(module: str) -> set[str]:
+    """Names whose docstrings the page of a module shows."""
+    return set(re.findall(r"^\.\. auto(?:class|data|exception|function):: (\w+)$", page(module), re.M))
+
+
+def pointed_at(module: str) -> set[str]:
+    """Names of the package's root that the page points at."""
+    return set(re.findall(r"^ +~dtensor_gtp\.(\w+)$", page(module), re.M))
+
+
+def tabled(module: str) -> set[str]:
+    """Names in the tables of the page."""
+    tables = re.findall(r"^\.\. autosummary::\n((?: .*\n|\n)+)", page(module), re.M)
+    return {name for table in tables for name in re.findall(r"^ +(?:~dtensor_gtp\.)?(\w+)$", table, re.M)}
+
+
+def test_public_modules_are_found() -> None:
+    assert {"dtensor_gtp", "dtensor_gtp.nn", "dtensor_gtp.integrations.accelerate"} <= set(MODULES)
+    assert len(MODULES) >= 15
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_public_name_is_described(module: str) -> None:
+    names = set(MODULES[module])
+    if module == "dtensor_gtp":
+        assert described(module) == names - {"elastic"}  # which has a page
+    else:
+        shared = names & set(MODULES["dtensor_gtp"])
+        assert described(module) == names - shared
+        assert pointed_at(module) == shared
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_tables_have_each_name(module: str) -> None:
+    if tabled(module):
+        assert tabled(module) == set(MODULES[module]) - {"__version__"}
+    else:
+        assert len(MODULES[module]) == 1
+
+
+def test_each_page_is_of_a_module_and_in_the_index() -> None:
+    pages = {path.stem for path in REFERENCE.glob("*.rst")} - {"index"}
+    assert pages == {module.removeprefix("dtensor_gtp.") for module in MODULES}
+    listed = re.findall(r"^   ([\w.]+)$", (REFERENCE / "index.rst").read_text(), re.M)
+    assert sorted(listed) == sorted(pages)
