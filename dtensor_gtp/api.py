@@ -83,7 +83,11 @@ def gtp_shard(
         offload_policy: torch's own. ``CPUOffloadPolicy(pin_memory=True)`` keeps shards, whole parameters and gradients
             on the host, and with them what the optimizer keeps, which steps there. Shards are copied to the device
             ahead of each gather, on a stream of their own; reduced gradients are copied back as they are complete.
-            Refused with quantized weights, CUDA graphs, an outer ``fully_shard`` and unequal replicas.
+            After each forward and backward the host waits for the copies. Gathers go through the process group, and
+            embeddings are gathered. Start the process group with ``backend="cpu:gloo,cuda:nccl"``, because
+            ``clip_grad_norm_``, ``GradScaler`` and ``full_tensor`` communicate on the host. From the meta device call
+            ``to_empty(device="cpu")``. ``pin_memory=False`` costs the overlap. Refused with quantized weights, CUDA
+            graphs, an outer ``fully_shard`` and unequal replicas.
 
     Returns:
         ``module``, whose class is now a subclass of its own and of :class:`GTPModule`.

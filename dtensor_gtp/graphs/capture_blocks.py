@@ -47,6 +47,11 @@ def capture_blocks(
     allocated between steps. ``prefetch_nbytes`` should be at least the bytes of a block's weights, because a graph
     waits for all of them. Prefer ``capture_step`` where the whole step can be recorded. Needs a GPU.
 
+    Copied are inputs, outputs and their gradients, and gradients that wait for others of a microbatch or a launch.
+    Where a step does not wait for the host, that costs more than launches. ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` leave no other gradients, and ``torch.cuda.make_graphed_callables`` raises on modules with
+    sharded parameters.
+
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
         blocks: Modules below it that do not contain each other. Arguments: any tree of tensors, which are copied, and

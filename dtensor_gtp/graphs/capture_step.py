@@ -70,6 +70,20 @@ def capture_step(
     begin, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same shapes.
     Needs a GPU.
 
+    Gradients that a call leaves in ``.grad`` are added to by the next, so calls may be microbatches; copy one that is
+    to outlive the next call. A step that waits raises before the recording, where it waits: experts with
+    ``method="all_to_all"`` do, and activation checkpointing with ``preserve_rng_state=True``. So does a step that
+    writes to its inputs, or puts a new tensor in the place of a buffer or of an optimizer's state. After a recording
+    that failed eager training goes on.
+
+    Eager steps, evaluation and loading in between are seen. Freezing, switches such as ``train()``, other parameters,
+    states or places of them start anew with eager steps: do it on all ranks. Call :meth:`CapturedStep.reset` after a
+    change of anything else that Python reads. Gradients left by ``set_is_last_backward(False)`` belong to the step that
+    completes them: no call with some in flight is recorded or replayed.
+
+    Graphs that ``torch.cuda.graph`` records have to consist of whole passes, after eager ones of the same kind, with
+    nothing kept or in flight; nobody checks that.
+
     Args:
         fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other values, which are
             compared. Returns any tree; its tensors come back detached and copied.

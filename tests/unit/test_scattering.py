@@ -1,4 +1,4 @@
-"""Reduce-scatter in one process: what each kind keeps, and the error of the sums by docs/performance.md's script."""
+"""Reduce-scatter in one process: what each kind keeps, and the error of sums as reduction_error.py computes it."""
 
 from __future__ import annotations
 
