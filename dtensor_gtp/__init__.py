@@ -13,6 +13,8 @@ Environment variables, the same on all ranks:
 - ``delay`` or ``delay=SEED`` lets each stream (on CPU: the host) sleep a random time at each gather, use and
   reduce-scatter, so that a missing wait shows in the result.
 - ``order`` compares what the ranks of a mesh launch before each collective, and raises if it differs. The host waits.
+- ``finite`` raises on all ranks of a mesh, and names rank and weight, before NaN or infinity is sent: in a gather of
+  weights or a reduction of gradients. The host waits, and ``capture_step`` cannot record it.
 - ``splits`` checks the sizes of the groups of ``GroupedLinear`` on the device, in layers built while it is set.
 
 ``DTENSOR_GTP_CASTS``: ``auto`` (default) quantizes by Triton kernels on GPUs, ``reference`` op by op. The bits are the

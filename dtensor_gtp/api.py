@@ -132,8 +132,8 @@ def gtp_shard(
             f"reshard_after_forward={reshard_after_forward}",
             f"{offload_policy}",
         ]
-        # If one rank alone compared the order of collectives, it would wait for the others forever.
-        policies.append(f"DTENSOR_GTP_DEBUG with order={checked[2].order}")
+        # If one rank alone compared something, it would wait for the others forever.
+        policies.append(f"DTENSOR_GTP_DEBUG with order={checked[2].order}, finite={checked[2].finite}")
         return policies + [decision.describe() for decision in checked[0]]
 
     decisions, unmanaged, debug = agree_on_all_ranks(arguments.mesh, check, describe)

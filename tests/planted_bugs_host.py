@@ -1,4 +1,4 @@
-"""Planted bugs of shards that live on the host."""
+"""Planted bugs of shards that live on the host, and of what the host checks and forgets."""
 
 from __future__ import annotations
 
@@ -57,5 +57,19 @@ HOST = [
         (
             "tests/distributed/test_gtp_shard_runtime.py::TestPasses::test_exception_at_the_end_of_backward_leaves_nothing_behind",
         ),
+    ),
+    Bug(
+        "finite skips gradients that travel alone",
+        "_schedule/reduce_gradients.py",
+        '                comm.check_finite("the reduce_scatter of gradients", [(weight.fqn, buffer)], weight.groups)',
+        "                pass",
+        ("tests/distributed/test_debugging_aids.py::TestFinite::test_gradients_of_sharded_and_whole_parameters",),
+    ),
+    Bug(
+        "finite skips quantized weights",
+        "_params/gather.py",
+        " or isinstance(s, WeightWithRecipe)",
+        "",
+        ("tests/distributed/test_debugging_aids.py::TestFinite::test_weights_in_every_storage",),
     ),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from .. import _torch_compat as compat
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .collectives import Groups, has_replicas
 from .copy_engine import CastingBackend, CopyEngine, PeerCopies
-from .debug import DebugFlags, check_order
+from .debug import DebugFlags, check_finite, check_order
 from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
 from .reductions_in_flight import ReductionsInFlight
 from .send_ring import SendRing
@@ -110,8 +110,18 @@ class CommContext(ReductionsInFlight):
         """Debugging aids: sleep a while, and compare this launch with those of the other ranks of the mesh."""
         self.delay()
         if self.debug.order:
-            active = [g for g in (groups.gather, groups.replicate) if g is not None and g.size() > 1]
-            check_order(f"{name} of {detail}", active)
+            check_order(f"{name} of {detail}", _active(groups))
+
+    def check_finite(self, what: str, values: Sequence[tuple[str, Tensor]], groups: Groups) -> None:
+        """Debugging aid ``finite``: look at what this rank is about to send, by names of weights."""
+        if not self.debug.finite:
+            return
+        if self.is_capturing:
+            raise RuntimeError(
+                "DTENSOR_GTP_DEBUG=finite reads values on the host, which a CUDA graph cannot record. Look for the NaN "
+                "without capture_step or torch.cuda.graph, or unset the variable."
+            )
+        check_finite(what, values, _active(groups), self.device)
 
     def gathering(self, groups: Groups) -> AbstractContextManager[Any]:
         """Run on the gather stream of the mesh."""
@@ -220,3 +230,8 @@ class CommContext(ReductionsInFlight):
     def _rewind_rings(self) -> None:
         for ring in self._send_rings.values():
             ring.rewind()
+
+
+def _active(groups: Groups) -> list[dist.ProcessGroup]:
+    """The groups of a mesh in which ranks have peers."""
+    return [group for group in (groups.gather, groups.replicate) if group is not None and group.size() > 1]

@@ -4,6 +4,8 @@
 ``delay`` or ``delay=SEED``: each stream (on CPU: the host) sleeps a random time at each gather, use and reduce-scatter,
 so that a missing wait shows in the result.
 ``order``: ranks of a mesh compare what they launch before each collective, and raise if it differs. The host waits.
+``finite``: before a gather of weights or a reduction of gradients, all ranks of the mesh raise if one of them sends NaN
+or infinity. The host waits, so a CUDA graph cannot record it.
 ``splits``: layers that are built while it is set check the sizes of their groups on the device (``GroupedLinear``).
 None of them changes a correct result.
 """
@@ -26,6 +28,7 @@ from .agreement import by_rank
 
 _ENV = "DTENSOR_GTP_DEBUG"
 _NOTHING = nullcontext()
+_NUM_NAMED = 4  # weights that a message names; many may travel together
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class DebugFlags:
     poison: bool = False
     delay_seed: int | None = None
     order: bool = False
+    finite: bool = False
     splits: bool = False
 
     @classmethod
@@ -45,13 +49,13 @@ class DebugFlags:
         flags: dict[str, Any] = {}
         for word in filter(None, (part.strip() for part in os.environ.get(_ENV, "").split(","))):
             name, _, value = word.partition("=")
-            if name in ("poison", "order", "splits") and not value:
+            if name in ("poison", "order", "finite", "splits") and not value:
                 flags[name] = True
             elif name == "delay" and (not value or value.isdecimal()):
                 flags["delay_seed"] = int(value or 0)
             else:
                 raise ValueError(
-                    f"{_ENV} expects 'poison', 'delay', 'delay=SEED', 'order' or 'splits', but got {word!r}."
+                    f"{_ENV} expects 'poison', 'delay', 'delay=SEED', 'order', 'finite' or 'splits', but got {word!r}."
                 )
         return cls(**flags)
 
@@ -76,6 +80,32 @@ def check_order(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
         "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "
         "Run the module on an empty input where a rank has no data for it."
     )
+
+
+def check_finite(
+    what: str, values: Sequence[tuple[str, Tensor]], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> None:
+    """Look for NaN and infinity in what this rank is about to send, ``values`` by name of the weight. ``groups`` are
+    those of the axes of its mesh. If one rank finds some, all raise RuntimeError."""
+    found = [_not_finite(name, value) for name, value in values if not bool(torch.isfinite(value).all())]
+    has_failed = torch.tensor(len(found), device=device)
+    for group in groups:
+        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=group)
+    if not int(has_failed):
+        return
+    more = [f"{len(found) - _NUM_NAMED} more"] if len(found) > _NUM_NAMED else []
+    by_ranks = by_rank(", ".join(found[:_NUM_NAMED] + more), groups)
+    listed = "; ".join(f"rank {rank}: {text}" for rank, text in by_ranks.items() if text)
+    raise RuntimeError(
+        f"{_ENV}=finite found NaN or infinity before {what} ({listed}), which would spread it to all ranks. In a "
+        "gradient it comes from that rank's batch, from this layer or from one after it; in a weight, from an "
+        "optimizer step or a load."
+    )
+
+
+def _not_finite(name: str, value: Tensor) -> str:
+    num_nan, num_infinite = int(torch.isnan(value).sum()), int(torch.isinf(value).sum())
+    return f"'{name}' has {num_nan} NaN and {num_infinite} infinite of {value.numel()} elements"
 
 
 def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:

@@ -59,7 +59,7 @@ class Streams:
         self.device_type = device.type
         self.has_streams = device.type != "cpu"
         self.debug = debug
-        self.is_debugged = debug.order or debug.delay_seed is not None
+        self.is_debugged = debug.order or debug.finite or debug.delay_seed is not None
         # One event serves all forks: a wait takes the record before it, so the event can be recorded again at once.
         self._fork_event = torch.Event(device) if self.has_streams else None
         self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last

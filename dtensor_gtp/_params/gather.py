@@ -13,6 +13,7 @@ from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from ..quant.planes import Direction
+from ..quant.weight import WeightWithRecipe
 from .gathered import Gathered
 from .layout import WeightLayout
 from .sharded_weight import Gatherable, Packed, ShardedWeight
@@ -24,6 +25,11 @@ _Plane = tuple[WeightLayout, Tensor, Tensor]
 def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Launch the gathers of present shards of one mesh, as one operation. They become the last ones ``pending``."""
     weight = targets[0].weight
+    if comm.is_debugged and weight.layout.world > 1:
+        shards = {target.weight.fqn: target.weight.shard for target in targets}
+        # A tensor of another library may have no isfinite.
+        values = [(n, s) for n, s in shards.items() if type(s) is Tensor or isinstance(s, WeightWithRecipe)]
+        comm.check_finite("the all_gather of weights", values, weight.groups)
     if weight.is_plain and len(targets) == 1 and not compat.is_profiling():
         _launch_plain(weight, comm)
     elif weight.layout.world == 1:

@@ -248,6 +248,7 @@ class Gradients:
         with comm.reducing():
             if comm.is_debugged:
                 comm.before_collective("reduce_scatter", weight.fqn, weight.groups)
+                comm.check_finite("the reduce_scatter of gradients", [(weight.fqn, buffer)], weight.groups)
             work = compat.reduce_scatter_base(slot, buffer, scale.op, weight.groups.scatter, not comm.has_streams)
             gradient.buffer, earlier = None, weight.unreplicated_grad
             keep = [buffer, slot] if earlier is None else [buffer, slot, earlier]
@@ -268,7 +269,10 @@ class Gradients:
         )
         with comm.reducing():
             if comm.is_debugged:
-                comm.before_collective("reduce_scatter", ", ".join(each.weight.fqn for each in together), weight.groups)
+                names = [each.weight.fqn for each in together]
+                comm.before_collective("reduce_scatter", ", ".join(names), weight.groups)
+                values = list(zip(names, fulls, strict=True))
+                comm.check_finite("the reduce_scatter of gradients", values, weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
             keep = scattering.keep()  # among them the full gradients, while the collective reads them
             for gradient in together:
@@ -292,6 +296,8 @@ class Gradients:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
         reduce-scatter. They have the dtype of the sum or a wider one, and nobody else reads them."""
         flags, scale = weight.flags, self._scale(weight)
+        if self._comm.is_debugged:
+            self._comm.check_finite("the sum of gradients", [(weight.fqn, rows)], weight.groups)
         # As the reduce-scatter would do.
         divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
         slot = (rows if divisor is None else rows.div_(divisor)).to(

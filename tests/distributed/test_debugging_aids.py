@@ -7,24 +7,29 @@ profiler ranges in ``test_plan_report.py``, the report and ``repr`` in ``test_gt
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import subprocess
 import sys
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import ALL, environment, fake_world
+from common import ALL, GlooTest, environment, fake_world
+from runtime_common import WIDTH, check_step, make_rows, shard_copy, small_model, square_step
+from schedules import explicit
 from timing import HANG_S
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 import dtensor_gtp
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import gtp_shard, quantize_
 from dtensor_gtp._comm import debug
+from dtensor_gtp._comm.streams import Streams
 
 # One forward goes another way than the one before, which is worth a line to those who debug prefetching.
 PROGRAM = """
@@ -92,6 +97,63 @@ class TestDebuggingAids(unittest.TestCase):
         self.assertEqual(self.sleeps("poison,delay=3"), drawn)
         self.assertNotEqual(self.sleeps("delay=4"), drawn)
         self.assertEqual(self.sleeps(""), [])
+
+
+class TestFinite(GlooTest):
+    """``DTENSOR_GTP_DEBUG=finite`` on ranks of which one has a NaN: all raise, and name that rank and the weight."""
+
+    def model(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+        with environment(DTENSOR_GTP_DEBUG="finite"):
+            return shard_copy(module, mesh, **options)
+
+    def test_finite_values_pass(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            reference = small_model()
+            model = self.model(reference, mesh)
+            for seed in range(2):
+                check_step(reference, model, mesh, make_rows(seed), square_step)
+
+    def test_gradients_of_sharded_and_whole_parameters(self) -> None:
+        """A NaN in the rows of rank 2, where backward meets it first. The step after it is right."""
+        alone = explicit(min_shard_numel=0, coalesce_grad_nbytes=0)
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            for schedule, told in ((alone, "'3.weight' has 144 NaN"), (ALL, "'3.weight' has 144 NaN .*'1.second' has")):
+                reference = small_model()
+                model = self.model(reference, mesh, schedule=schedule)
+                check_step(reference, model, mesh, make_rows(0), square_step)
+                rows = make_rows(1)[:2].fill_(math.nan if self.rank == 2 else 1)
+                with self.assertRaisesRegex(
+                    RuntimeError, rf"before the reduce_scatter of gradients \(rank 2: {told}.*\), which would spread it"
+                ):
+                    square_step(model, rows)
+                check_step(reference, model, mesh, make_rows(2), square_step)
+            norm = self.model(nn.LayerNorm(WIDTH), mesh)
+            told = (
+                r"before the all_reduce of gradients \(rank 1: 'weight' has 1 NaN and 0 infinite of 12 elements, 'bias'"
+            )
+            with self.assertRaisesRegex(RuntimeError, told):
+                scale = torch.ones(WIDTH)
+                scale[3] = math.nan if self.rank == 1 else 1
+                norm(torch.ones(2, WIDTH) + torch.arange(WIDTH)).mul(scale).nansum().backward()
+
+    def test_weights_in_every_storage(self) -> None:
+        """One infinite element on rank 3, found before forward gathers it."""
+        for storage in (None, "master", "native"):
+            reference = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)).requires_grad_(False)
+            reference[1].weight[100, 7] = math.inf  # a row of rank 3
+            if storage is not None:
+                quantize_(reference, "mxfp8", storage=storage)
+            model = self.model(reference, self.gtp_mesh())
+            with self.assertRaisesRegex(
+                RuntimeError, r"before the all_gather of weights \(rank 3: '1.weight' has .*of 2048"
+            ):
+                model(torch.ones(2, 64))
+
+    def test_a_recording_is_refused(self) -> None:
+        model = self.model(small_model(), self.gtp_mesh())
+        is_recorded = mock.patch.object(Streams, "is_capturing", True)
+        with is_recorded, self.assertRaisesRegex(RuntimeError, "finite reads values on the host, which a CUDA graph"):
+            model(make_rows(0))
 
 
 if __name__ == "__main__":

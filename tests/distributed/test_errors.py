@@ -248,7 +248,9 @@ class TestRefusals(unittest.TestCase):
 
     def test_environment_names_an_unknown_aid(self) -> None:
         with environment(DTENSOR_GTP_DEBUG="poisson"):
-            self.refuses(ValueError, "DTENSOR_GTP_DEBUG expects 'poison', .*'order' or 'splits', but got 'poisson'")
+            self.refuses(
+                ValueError, "DTENSOR_GTP_DEBUG expects 'poison', .*'order', 'finite' or 'splits', but got 'poisson'"
+            )
 
     # --- parameters on other meshes -----------------------------------------------------------------------------------
 

@@ -112,6 +112,7 @@ def test_schedule_policy_is_frozen_and_hashable() -> None:
         ("delay", DebugFlags(delay_seed=0)),
         ("delay=17", DebugFlags(delay_seed=17)),
         ("order", DebugFlags(order=True)),
+        ("finite", DebugFlags(finite=True)),
         ("poison,delay=7", DebugFlags(poison=True, delay_seed=7)),
         (" delay=7 , poison ", DebugFlags(poison=True, delay_seed=7)),
     ],
@@ -132,6 +133,6 @@ def test_debug_flags_are_off_without_the_variable(monkeypatch: pytest.MonkeyPatc
 def test_debug_flags_refuse_unknown_words(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("DTENSOR_GTP_DEBUG", f"poison,{word}")
     with pytest.raises(
-        ValueError, match=f"expects 'poison', 'delay', 'delay=SEED', 'order' or 'splits', but got '{word}'"
+        ValueError, match=f"expects 'poison', 'delay', 'delay=SEED', 'order', 'finite' or 'splits', but got '{word}'"
     ):
         DebugFlags.from_env()
