@@ -265,7 +265,8 @@ def draw_elastic() -> str:
     steps = [row for row in rows("4xh200_elastic") if "replicas" in row]
     texts = [f"{row['ms']:.1f} ({row['tokens_per_s'] / steps[0]['tokens_per_s']:.3f})" for row in steps]
     return markdown(
-        ["ms (tokens/s)", *(f"{row['mode']}, {row['replicas'].replace(' ', '')}" for row in steps)], [["step", *texts]]
+        ["ms (x tokens/s)", *(f"{row['mode']}, {row['replicas'].replace(' ', '')}" for row in steps)],
+        [["step", *texts]],
     )
 
 

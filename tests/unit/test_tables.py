@@ -16,6 +16,13 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 # A cell that is a measured figure, whatever stands behind it: 161.3, 161.3 (1.00), 19.53, 36.93, 0.87 (1 x H100).
 FIGURE = re.compile(r"^[~<]?\d+\.\d+\b")
 NOT_JOBS = {"aims", "history"}
+# Pages with decimals in tables that are no measured figures, or that other tests hold.
+OTHERS = {
+    "integrations.md": "releases of libraries",
+    "versions.md": "releases of torch",
+    "low_precision.md": "bytes of formats; losses, which test_low_precision_losses.py reads",
+    "planner.md": "test_planner_accuracy.py computes them anew",
+}
 # Pages all of whose tables are drawn, also those without decimals.
 PAGES_OF_FIGURES = ("benchmarks.md", "history.md")
 
@@ -58,6 +65,13 @@ def test_a_changed_figure_is_noticed(script: ModuleType) -> None:
 def test_every_table_of_figures_is_drawn(script: ModuleType) -> None:
     for name in PAGES_OF_FIGURES:
         assert table_lines(script, (DOCS / name).read_text()) == [], name
+
+
+def test_other_pages_have_no_figures_of_their_own(script: ModuleType) -> None:
+    for page in script.pages():
+        if page.name not in OTHERS:
+            lines = table_lines(script, page.read_text())
+            assert [line for line in lines if figures(line)] == [], f"{page.name}: put them into docs/data"
 
 
 def test_a_table_that_is_not_drawn_is_noticed(script: ModuleType) -> None:
