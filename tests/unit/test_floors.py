@@ -7,6 +7,7 @@ both named.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,3 +114,11 @@ def test_an_import_that_goes_up_is_found_with_both_files(tmp_path: Path) -> None
         "_comm.streams imports ops.linear, which is on a higher floor",
     ]
     assert set(_circle(_graph(tmp_path))) == {"api", "_comm.groups"}
+
+
+def test_the_design_page_has_the_floors_in_this_order() -> None:
+    page = (PACKAGE.parent / "docs" / "explanation" / "design.md").read_text()
+    words = re.findall(r"\w+", page.partition("```text")[2].partition("```")[0])
+    hidden = {"__init__", "_report", "_version", "_progress"}
+    places = [words.index(name) for floor in FLOORS for name in sorted(set(floor) - hidden, key=words.index)]
+    assert places == sorted(places)
