@@ -42,6 +42,7 @@ napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 
 # --- the look ---------------------------------------------------------------------------------------------------------
 
@@ -52,10 +53,12 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": [],
-    "show_prev_next": True,
+    "show_toc_level": 2,  # functions and classes of the reference, too
     "navigation_with_keys": False,
     "pygments_light_style": "tango",
     "pygments_dark_style": "github-dark",
 }
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
