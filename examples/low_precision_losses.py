@@ -1,13 +1,13 @@
 """Trains one small model with each recipe of ``quantize_`` and compares their losses on held-out text.
 
-    python examples/low_precision_losses.py --plot docs/low_precision_losses.svg
+    python examples/low_precision_losses.py --plot docs/images/low_precision_losses.svg
 
 One process, on the CPU: under ``gtp_shard`` the arithmetic is the same. ``NAME`` dequantizes the weights for ordinary
 GEMMs; ``NAME:float8`` multiplies in float8, too, by the reference arithmetic, and scales the activations of the whole
 batch together. Each run starts from the same parameters and sees the same batches; the linear layers of all blocks are
 quantized, embedding and head are not. ``bf16`` quantizes nothing and computes in bfloat16, by autocast. Prints a table
 in Markdown; with ``--plot`` writes the curves as an SVG, for which nothing has to be installed. Exits with 1 if a loss
-is further from that without a recipe, or from that of ``bf16``, than the margins that docs/low_precision.md states.
+is further from that without a recipe, or from that of ``bf16``, than the margins below.
 """
 
 import argparse

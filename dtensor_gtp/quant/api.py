@@ -35,7 +35,12 @@ def quantize_(
 
     Output and gradient of the input are those of the dequantized weight, or of float8 GEMMs where the recipe and the
     hardware have them (``compute`` of the recipe). The weight gets its gradient in high precision, as if it had not
-    been quantized (straight-through). docs/low_precision.md has the formats.
+    been quantized (straight-through). docs/guides/low_precision.md has the formats.
+
+    A shard is quantized once for each optimizer step and direction; microbatches reuse it. Writes that leave no trace
+    (``param.data``, foreach functions outside of ``torch.optim``) are seen by the first forward after ``zero_grad()``
+    has set gradients to None; else write by ``copy_`` under ``no_grad``. ``copy_`` into a native weight quantizes;
+    other writes to it raise. On the meta device native parameters have no values until a state dict fills them.
 
     Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
     after ``parallelize_module``. A second call replaces recipes. Tied weights stay tied, quantized in all their uses.

@@ -30,7 +30,9 @@ class MasterOptimizer(torch.optim.Optimizer):
     A step updates masters in float32 and writes their quantized values into the parameters. Scales of whole weights
     take one all-reduce for all weights on each mesh axis that cuts them. Masters and the optimizer's state cost what
     they cost in ordinary mixed precision; native storage saves the second copy of the weights and their gradients'
-    width. Gradients are read in the dtype in which they come.
+    width. Gradients are read in the dtype in which they come. A learning rate of zero changes no byte. The state dict
+    is the stock optimizer's with an entry ``master`` for each native weight. After a load of the model alone the next
+    step goes on from what was loaded; call ``reset()`` of a captured step, which does not look.
 
     Args:
         params: As for any optimizer: parameters, named parameters, or groups of them.

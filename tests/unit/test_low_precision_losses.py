@@ -49,7 +49,7 @@ class TestLosses(unittest.TestCase):
 
     @pytest.mark.soak
     def test_all_recipes(self) -> None:
-        """What docs/low_precision.md has in its table."""
+        """The margins that docs/guides/low_precision.md states."""
         self.assertGreaterEqual({name.partition(":")[0] for name in losses.ALL}, set(RECIPES))
         curves = self.curves(200, (None, *losses.ALL))
         self.assertEqual(losses.beyond_margins(curves), [], losses.table(curves))
