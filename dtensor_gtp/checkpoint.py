@@ -73,9 +73,9 @@ def load(
         >>> mesh = init_weight_mesh("cpu", gtp=4).weights
         >>> model = gtp_shard(nn.Linear(64, 64, bias=False), mesh)
         >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10")
-        >>> frozen = quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native").requires_grad_(False)
-        >>> frozen = gtp_shard(frozen, mesh)
-        >>> load(frozen.state_dict(), model=frozen, checkpoint_id="step10")  # quantized on the way
+        >>> native = quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native")
+        >>> native = gtp_shard(native.requires_grad_(False), mesh)
+        >>> load(native.state_dict(), model=native, checkpoint_id="step10")  # quantizes
     """
     planner = ConvertingLoadPlanner(model, allow_partial_load)
     load_as_stored(
@@ -277,11 +277,11 @@ def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> d
         state_dict: A full state dict of plain tensors.
         module: Its parameters give the shape and dtype of each weight.
 
-    Raises:
-        ValueError: ``module`` has no parameter for planes in ``state_dict``.
-
     Returns:
         A new dict.
+
+    Raises:
+        ValueError: ``module`` has no parameter for planes in ``state_dict``.
 
     Example:
         >>> native = quantize_(nn.Linear(64, 64), "mxfp8", storage="native")

@@ -184,16 +184,16 @@ def init_weight_mesh(
         backend: For ``init_process_group``. Default: ``"nccl"`` for cuda, ``"gloo"`` for cpu, else torch's choice.
         timeout: For ``init_process_group``, of collectives and of the rendezvous.
 
+    Returns:
+        The :class:`WeightMesh` of this rank.
+
     Raises:
         TypeError, ValueError: A size is not a positive integer, the product of the sizes is not the number of ranks, or
             another argument does not fit; the message says which sizes would fit.
         RuntimeError: Variables of the environment are missing, or ranks got different arguments.
 
-    Returns:
-        The :class:`WeightMesh` of this rank.
-
     Example:
-        >>> mesh = init_weight_mesh("cpu", gtp=2, tp=2, seed=1)  # of torchrun --nproc-per-node 4
+        >>> mesh = init_weight_mesh("cpu", gtp=2, tp=2, seed=1)  # on four ranks
         >>> print(mesh)
         WeightMesh of 4 cpu ranks (this is rank ...)
           dense

@@ -50,7 +50,8 @@ class Muon(torch.optim.Muon):
     https://kellerjordan.github.io/posts/muon/.
 
     Example:
-        >>> model = gtp_shard(nn.Linear(64, 64, bias=False), init_weight_mesh("cpu", gtp=4).weights)
+        >>> mesh = init_weight_mesh("cpu", gtp=4)
+        >>> model = gtp_shard(nn.Linear(64, 64, bias=False), mesh.weights)
         >>> optimizer = Muon(model.parameters(), lr=0.02)
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
@@ -201,7 +202,7 @@ class ShardedEMA:
 
     Raises:
         ValueError: ``decay`` is out of its range.
-        NotImplementedError: A weight that is trained has native storage (:func:`quantize_`).
+        NotImplementedError: A weight that is trained has native storage (:func:`~dtensor_gtp.quantize_`).
 
     Source: B. Polyak and A. Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
     ``torch.optim.swa_utils.AveragedModel``.

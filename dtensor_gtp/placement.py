@@ -96,7 +96,8 @@ class GTPShard(_PlacementBase):
         (GTPShard(dim=0), True)
         >>> mesh = init_weight_mesh("cpu", gtp=4)
         >>> model = nn.Linear(64, 48)  # three heads of 16 rows
-        >>> model = gtp_shard(model, mesh.weights, shard_placement_fn=lambda p: GTPShard(0, block_size=16))
+        >>> heads = GTPShard(0, block_size=16)
+        >>> model = gtp_shard(model, mesh.weights, shard_placement_fn=lambda param: heads)
         >>> model.weight.placements
         (GTPShard(dim=0, block_size=16),)
         >>> sizes = [None] * 4

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ExchangeKind = Literal["gather", "exchange", "auto"]
-"""What moves for an embedding or a head: ``"gather"`` the weight, ``"exchange"`` activations, ``"auto"`` the smaller.
+"""What moves for an embedding or a head.
+
+``"gather"``: the weight. ``"exchange"``: activations. ``"auto"``: whichever has fewer bytes.
 
 Example:
     >>> SchedulePolicy(embedding="exchange").embedding
@@ -34,7 +36,7 @@ Example:
     'all_to_all'
 """
 ReduceScatterName = Literal["ring", "all_to_all", "copy_engine", "auto"]
-"""What ``SchedulePolicy.reduce_scatter`` takes: a :data:`ReduceScatterKind`, or ``"auto"`` to leave it open.
+"""What ``SchedulePolicy.reduce_scatter`` takes, which is a :data:`ReduceScatterKind`, or ``"auto"`` to leave it open.
 
 Example:
     >>> SchedulePolicy().reduce_scatter
@@ -60,15 +62,17 @@ class GatherBackend(Protocol):
         device: Where shards and outputs are.
 
     Example:
+        >>> import torch.distributed as dist
         >>> class OwnGather:
         ...     def __init__(self, group, device):
         ...         self.group = group
         ...     def all_gather(self, outputs, shards):
         ...         for output, shard in zip(outputs, shards):
-        ...             torch.distributed.all_gather_into_tensor(output, shard, group=self.group)
+        ...             dist.all_gather_into_tensor(output, shard, group=self.group)
         >>> model = nn.Linear(64, 64)
         >>> mesh = init_weight_mesh("cpu", gtp=4)
-        >>> model = gtp_shard(model, mesh.weights, schedule=SchedulePolicy(gather_backend=OwnGather))
+        >>> policy = SchedulePolicy(gather_backend=OwnGather)
+        >>> model = gtp_shard(model, mesh.weights, schedule=policy)
         >>> model(torch.randn(2, 64)).shape
         torch.Size([2, 64])
     """
@@ -107,7 +111,7 @@ class Waitable(Protocol):
 class Schedule:
     """The numbers by which gathers and reductions are placed: all that ``SchedulePolicy`` leaves open, chosen.
 
-    The same on all ranks. :meth:`SchedulePolicy.chosen` carries one.
+    The same on all ranks. :meth:`SchedulePolicy.chosen() <dtensor_gtp.SchedulePolicy.chosen>` carries one.
 
     Args:
         prefetch_depth: Number of weights, at least, that are gathered ahead of the one in use. 0 gathers each weight
@@ -197,7 +201,7 @@ class SchedulePolicy:
         gather_backend: Who gathers. ``"auto"``: copy engines where all ranks of the mesh are GPUs of one host that can
             map each other's memory, else the process group. ``"process_group"``: NCCL's kernels, or gloo's threads.
             ``"copy_engine"``: the copy engines, or an error. A class: one of these is made for each communicator, see
-            :class:`GatherBackend`.
+            :class:`~dtensor_gtp.policy.GatherBackend`.
         reduce_scatter: How gradients are summed over the ranks of the axis. ``"auto"``: ``"copy_engine"`` where gathers
             use copy engines, unless memory is to be least, else ``"ring"``. ``"ring"``: the process group sends and
             adds in ``reduce_dtype``. ``"all_to_all"``: sends in ``reduce_dtype``, adds and accumulates in float32, so
@@ -225,10 +229,11 @@ class SchedulePolicy:
 
     Example:
         >>> policy = SchedulePolicy(memory="least", head="gather")
-        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights, schedule=policy)
+        >>> mesh = init_weight_mesh("cpu", gtp=4)
+        >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights, schedule=policy)
         >>> SchedulePolicy(memory="low")
         Traceback (most recent call last):
-        ValueError: SchedulePolicy expects 'balanced' or 'least' or 'most_speed' as memory, but got 'low'.
+        ValueError: SchedulePolicy expects 'balanced' or 'least' or 'most_speed' as memory, ...
     """
 
     memory: Memory = "balanced"

@@ -126,11 +126,11 @@ def sharding_report(
             most memory that the allocator has counted. docs/planner.md has predictions of whole steps.
         verbose: Show each block by itself.
 
-    Raises:
-        ValueError: ``module`` is not sharded, or there is no such machine.
-
     Returns:
         The :class:`ShardingReport` of this rank.
+
+    Raises:
+        ValueError: ``module`` is not sharded, or there is no such machine.
 
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)

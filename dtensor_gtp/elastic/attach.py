@@ -36,13 +36,13 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
         module, mesh: The module that ``gtp_shard`` was called on, and the mesh whose ``weights`` it was sharded over.
         bucket_nbytes: Gradients of one set of owners are sent when there are as many bytes.
 
+    Returns:
+        The :class:`ReplicaSync` of this rank.
+
     Raises:
         TypeError, ValueError: ``module`` is not sharded over ``mesh.weights``, or an argument is out of range.
         NotImplementedError: ``fully_shard`` wraps it, other axes than gtp and tp cut it, or it uses copy engines.
         RuntimeError: Replicas have different models or policies. All of these are raised on all ranks.
-
-    Returns:
-        The :class:`ReplicaSync` of this rank.
 
     Example:
         >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])

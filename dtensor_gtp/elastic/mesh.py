@@ -51,7 +51,7 @@ class ElasticMesh:
 
     @property
     def weights(self) -> DeviceMesh:
-        """For ``gtp_shard``: the gtp axis of this rank's replica."""
+        """The gtp axis, for ``gtp_shard``, of this rank's replica."""
         return self.replica["gtp"]
 
     def __getitem__(self, axis: str) -> DeviceMesh:
@@ -106,7 +106,8 @@ def nonuniform_mesh(
 ) -> ElasticMesh:
     """Build a mesh for each of several replicas that may have unequal sizes. Call it on all ranks that are left.
 
-    The default process group, of these ranks, is initialized if there is none, as :func:`init_weight_mesh` does it.
+    The default process group, of these ranks, is initialized if there is none, as
+    :func:`~dtensor_gtp.init_weight_mesh` does it.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or another device type of torch.
@@ -119,17 +120,20 @@ def nonuniform_mesh(
         memory: Refuse replicas whose ranks do not have room for their part of ``weights``.
         backend, timeout: For ``init_process_group``, if there is no process group.
 
+    Returns:
+        The :class:`ElasticMesh` of this rank.
+
     Raises:
         TypeError, ValueError: Arguments do not fit one another, the number of ranks, the blocks of a weight, or memory.
         RuntimeError: Ranks got different arguments. All of these are raised on all ranks.
 
-    Returns:
-        The :class:`ElasticMesh` of this rank.
-
     Example:
-        >>> mesh = nonuniform_mesh("cpu", replicate=2, gtp=4, failed=[(0, g, 0) for g in range(4)])
-        >>> mesh.layout.num_ranks, len(mesh.layout.replicas)  # one replica is left
-        (4, 1)
+        >>> failed = [(0, gtp, 0) for gtp in (1, 2)] + [(1, gtp, 0) for gtp in (0, 2)]
+        >>> mesh = nonuniform_mesh("cpu", replicate=2, gtp=4, failed=failed)
+        >>> print(mesh.layout)
+        2 replicas of 4 ranks
+          replica 0  gtp 2          ranks 0-1  2 of 4 ranks failed; gtp 4 -> 2
+          replica 1  gtp 2          ranks 2-3  2 of 4 ranks failed; gtp 4 -> 2
         >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
     """
 
@@ -254,7 +258,7 @@ def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: Me
         >>> weights = [WeightSpec("w", (4096, 4096))]
         >>> check_memory(layout, weights, MemoryModel(budget=256 << 20))
         Traceback (most recent call last):
-        ValueError: nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but ...
+        ValueError: nonuniform_mesh expects replicas whose ranks have memory ...
     """
     found = [_memory(layout, replica, weights, model) for replica in layout.replicas]
     for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
@@ -301,7 +305,8 @@ class ReplicaSavePlanner(DefaultSavePlanner):
         >>> import torch.distributed.checkpoint as dcp
         >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
         >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
-        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10", planner=ReplicaSavePlanner(mesh))
+        >>> planner = ReplicaSavePlanner(mesh)
+        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10", planner=planner)
         >>> dcp.load(model.state_dict(), checkpoint_id="step10")
     """
 

@@ -62,8 +62,8 @@ class BlockColwiseParallel(_BlockParallel):
     """``ColwiseParallel`` for ``nn.Linear`` whose output features are in blocks, e.g. heads. Its output is local.
 
     Ranks may have unequal numbers of blocks, so the module around it must not expect a fixed number of heads:
-    ``x.view(batch, tokens, -1, head_dim)``. Under :func:`gtp_shard` the layer runs on local tensors; else DTensor
-    gathers the weight.
+    ``x.view(batch, tokens, -1, head_dim)``. Under :func:`~dtensor_gtp.gtp_shard` the layer runs on local
+    tensors; else DTensor gathers the weight.
 
     Args:
         block_size: Features that stay together: ``head_dim``.
@@ -75,9 +75,9 @@ class BlockColwiseParallel(_BlockParallel):
 
     Example:
         >>> from torch.distributed.tensor.parallel import parallelize_module
-        >>> model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))  # three heads of 32
+        >>> model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
         >>> mesh = init_weight_mesh("cpu", gtp=2, tp=2)
-        >>> plan = {"0": BlockColwiseParallel(32), "2": BlockRowwiseParallel(32)}
+        >>> plan = {"0": BlockColwiseParallel(32), "2": BlockRowwiseParallel(32)}  # 3 heads
         >>> model = parallelize_module(model, mesh["tp"], plan)
         >>> model = gtp_shard(model, mesh["gtp"])
         >>> model(torch.randn(2, 64)).shape
@@ -111,7 +111,7 @@ class BlockRowwiseParallel(_BlockParallel):
         >>> from torch.distributed.tensor.parallel import parallelize_module
         >>> mesh = init_weight_mesh("cpu", dp=2, tp=2)
         >>> out = parallelize_module(nn.Linear(96, 64), mesh["tp"], BlockRowwiseParallel(32))
-        >>> heads = torch.randn(2, out.weight.to_local().shape[1])  # two heads on one rank, one on the other
+        >>> heads = torch.randn(2, out.weight.to_local().shape[1])  # one head, or two
         >>> out(heads).shape
         torch.Size([2, 64])
     """

@@ -150,7 +150,8 @@ class SyncPlan:
         buckets: One for each set of owners, in the order in which all ranks go through them.
 
     Example:
-        >>> plan = plan_sync(replicas_of([[0], [1, 2]]), [WeightSpec("w", (6, 4)), WeightSpec("b", (6,), dim=None)])
+        >>> weights = [WeightSpec("w", (6, 4)), WeightSpec("b", (6,), dim=None)]
+        >>> plan = plan_sync(replicas_of([[0], [1, 2]]), weights)
         >>> [(bucket.owners, plan.bucket_nbytes(bucket)) for bucket in plan.buckets]
         [((0, 1), 48), ((0, 2), 48)]
         >>> len(plan.of_rank(0)), plan.sync_nbytes(0)  # in float32

@@ -129,16 +129,17 @@ def recover_state(
         mesh: The new one.
         chunk_nbytes: Bytes that a rank exchanges at a time, about.
 
+    Returns:
+        The number of optimizer steps of the state that was taken.
+
     Raises:
         ValueError: The held state is that of another model.
         StateLostError: A part of the state is on none of the ranks. Both are raised on all ranks.
 
-    Returns:
-        The number of optimizer steps of the state that was taken.
-
     Example:
         >>> old = nonuniform_mesh("cpu", replicas=[[0, 1], [2, 3]])
-        >>> held = hold_state({"model": gtp_shard(nn.Linear(64, 64), old.weights).state_dict()}, step=7)
+        >>> model = gtp_shard(nn.Linear(64, 64), old.weights)
+        >>> held = hold_state({"model": model.state_dict()}, step=7)
         >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
         >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
         >>> recover_state(held, {"model": model.state_dict()}, mesh)

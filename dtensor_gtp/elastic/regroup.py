@@ -127,7 +127,8 @@ def regroup(
         >>> from datetime import timedelta
         >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)
         >>> layout = replicas_of([[0]])  # a job of one rank, which goes on alone
-        >>> survivors = regroup(layout, 0, store, generation=0, grace=timedelta(seconds=60), backend="gloo")
+        >>> grace = timedelta(seconds=60)
+        >>> survivors = regroup(layout, 0, store, generation=0, grace=grace, backend="gloo")
         >>> survivors.replicas, survivors.generation
         (((0,),), 1)
     """

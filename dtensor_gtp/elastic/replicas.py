@@ -146,11 +146,12 @@ class ReplicaLayout:
 
     @cached_property
     def num_ranks(self) -> int:
+        """Ranks of all replicas."""
         return sum(len(replica.ranks) for replica in self.replicas)
 
     @cached_property
     def num_data_ranks(self) -> int:
-        """Ranks that see different data: the sum of the gtp sizes."""
+        """Ranks that see different data, which is the sum of the gtp sizes."""
         return sum(replica.gtp for replica in self.replicas)
 
     @cached_property

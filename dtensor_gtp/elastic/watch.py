@@ -47,7 +47,7 @@ class RanksLostError(RuntimeError):
         >>> places = replicas_of([[0, 1], [2, 3]]).places
         >>> error = RanksLostError({3: places[3]}, {3: "was silent for 10 seconds"})
         >>> list(error.lost), str(error)
-        ([3], 'rank 3 (replica 1, gtp 1, tp 0) was silent for 10 seconds. Hold the state and ...')
+        ([3], 'rank 3 (replica 1, gtp 1, tp 0) was silent for 10 seconds. Hold ...')
     """
 
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
@@ -78,7 +78,7 @@ class RankWatch:
 
     Example:
         >>> from datetime import timedelta
-        >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)  # a launcher's outlives the ranks
+        >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)
         >>> watch = RankWatch(replicas_of([[0]]), 0, store, limit=timedelta(seconds=60))
         >>> with watch:
         ...     loss = nn.Linear(4, 1)(torch.randn(2, 4)).sum()

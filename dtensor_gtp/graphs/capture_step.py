@@ -101,9 +101,11 @@ def capture_step(
         NotImplementedError: An outer ``fully_shard``, or unequal replicas.
 
     Example:
-        >>> model = gtp_shard(nn.Linear(64, 64, device="cuda"), init_weight_mesh("cuda").weights)
+        >>> model = nn.Linear(64, 64, device="cuda")
+        >>> model = gtp_shard(model, init_weight_mesh("cuda").weights)
         >>> lr = torch.tensor(1e-3, device="cuda")
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
+        >>> options = {"lr": lr, "fused": True, "capturable": True}
+        >>> optimizer = torch.optim.AdamW(model.parameters(), **options)
         >>> def step(x):
         ...     loss = model(x).square().mean()
         ...     loss.backward()
@@ -127,7 +129,8 @@ class CapturedStep(Generic[P, R]):
     """What :func:`capture_step` returns: call it as the function that was passed. Needs a GPU.
 
     Example:
-        >>> model = gtp_shard(nn.Linear(64, 64, device="cuda"), init_weight_mesh("cuda").weights)
+        >>> model = nn.Linear(64, 64, device="cuda")
+        >>> model = gtp_shard(model, init_weight_mesh("cuda").weights)
         >>> def step(x):
         ...     model(x).square().mean().backward()
         ...     model.zero_grad()

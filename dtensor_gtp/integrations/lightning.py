@@ -33,7 +33,8 @@ class GTPStrategy(ModelParallelStrategy):
         ...     net = None
         ...     def configure_model(self):
         ...         if self.net is None:  # Lightning calls this several times
-        ...             self.net = gtp_shard(nn.Linear(64, 64), self.device_mesh["data_parallel"])
+        ...             mesh = self.device_mesh["data_parallel"]
+        ...             self.net = gtp_shard(nn.Linear(64, 64), mesh)
         ...     def training_step(self, batch):
         ...         return self.net(batch).square().mean()
         ...     def configure_optimizers(self):

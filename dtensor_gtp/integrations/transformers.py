@@ -34,12 +34,12 @@ class GTPTrainer(Trainer):
     - Else as :class:`dtensor_gtp.integrations.accelerate.GTPAccelerator`.
 
     Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
-        >>> sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
-        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes))
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from transformers import PrinterCallback, TrainingArguments
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=64, n_layer=1, n_head=2))
         >>> args = TrainingArguments("out", use_cpu=True, max_steps=1, disable_tqdm=True)
         >>> model = gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
-        >>> rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(32)]
+        >>> rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 32
         >>> trainer = GTPTrainer(model=model, args=args, train_dataset=rows)
         >>> trainer.remove_callback(PrinterCallback)
         >>> trainer.train().global_step
@@ -47,7 +47,7 @@ class GTPTrainer(Trainer):
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make ``self.accelerator`` a :class:`GTPAccelerator`."""
+        """Make ``self.accelerator`` a ``GTPAccelerator``."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = GTPAccelerator  # it has methods of its own, and no state
 

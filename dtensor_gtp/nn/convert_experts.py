@@ -37,17 +37,18 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
         experts: Fused, or a ``ModuleList`` of MLPs; see above. Their activation is taken over.
         is_fused: As for :class:`GroupedMLP`.
 
+    Returns:
+        New layers with copies of the weights.
+
     Raises:
         TypeError: ``experts`` is stored in none of these ways, or its MLPs differ.
         NotImplementedError: Its weights are transposed or interleaved, have biases or no gate.
 
-    Returns:
-        New layers with copies of the weights.
-
     Example:
         >>> def mlp():
         ...     module = nn.Module()
-        ...     module.gate_proj, module.up_proj = (nn.Linear(4, 8, bias=False) for _ in range(2))
+        ...     module.gate_proj = nn.Linear(4, 8, bias=False)
+        ...     module.up_proj = nn.Linear(4, 8, bias=False)
         ...     module.down_proj = nn.Linear(8, 4, bias=False)
         ...     return module
         >>> experts = group_experts(nn.ModuleList([mlp(), mlp()]))
@@ -79,12 +80,12 @@ def group_experts_(
         forwards: For each class of such blocks a new forward; there the list has become a :class:`GroupedExperts`.
         is_fused: As for :class:`GroupedMLP`.
 
+    Returns:
+        ``module``.
+
     Raises:
         ValueError: There are no experts to replace.
         TypeError, NotImplementedError: As :func:`group_experts`.
-
-    Returns:
-        ``module``.
 
     Example:
         >>> class FusedExperts(nn.Module):
@@ -130,11 +131,11 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
         form: ``"grouped"`` or ``"grouped_split"`` (:class:`GroupedExperts`, with ``is_fused`` or without),
             ``"fused"``, ``"modules"`` or ``"mixtral"``.
 
-    Raises:
-        ValueError: There is no such form, no experts in ``state_dict``, or some of an expert's weights are missing.
-
     Returns:
         A new dict. Tensors that needed no change are shared with ``state_dict``.
+
+    Raises:
+        ValueError: There is no such form, no experts in ``state_dict``, or some of an expert's weights are missing.
 
     Example:
         >>> experts = GroupedExperts(GroupedMLP(num_groups=2, dim=4, hidden_dim=8))

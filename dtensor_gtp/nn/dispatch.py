@@ -89,9 +89,10 @@ class TokenDispatcher:
         >>> dispatcher = TokenDispatcher(num_experts=8, mesh=mesh["ep"])
         >>> tokens, experts = torch.randn(8, 16), torch.arange(16).view(8, 2) % 8
         >>> dispatched = dispatcher.dispatch(tokens, experts)
-        >>> int(dispatched.split_sizes.sum())  # rows of all ranks for the two experts of this one
+        >>> int(dispatched.split_sizes.sum())  # rows of all ranks for two experts
         16
-        >>> dispatcher.combine(dispatched.rows, dispatched, torch.full((8, 2), 0.5)).allclose(tokens)
+        >>> weights = torch.full((8, 2), 0.5)
+        >>> dispatcher.combine(dispatched.rows, dispatched, weights).allclose(tokens)
         True
     """
 

@@ -160,12 +160,12 @@ def parallelize_experts(
             tokens. Grouped layers outside of one stay whole.
         method, max_tokens: How tokens travel, see :class:`TokenDispatcher`.
 
+    Returns:
+        ``module``.
+
     Raises:
         ValueError: A mesh does not divide the experts or the inner width, or parameters are DTensors already.
         NotImplementedError: A grouped layer has a weight for each group, or ``tp_mesh`` meets a fused ``gate_up``.
-
-    Returns:
-        ``module``.
 
     Example:
         >>> experts = GroupedExperts(GroupedMLP(num_groups=8, dim=16, hidden_dim=64))

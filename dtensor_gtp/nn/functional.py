@@ -51,6 +51,9 @@ def linear_cross_entropy(
         ignore_index: Target of tokens that have no loss.
         label_smoothing: As in ``F.cross_entropy``, in [0, 1].
 
+    Returns:
+        The loss, float32 or wider: a scalar, or with ``reduction="none"`` of the shape of ``target``.
+
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or shape, or a rank has more tokens than an exchange
             carries.
@@ -58,9 +61,6 @@ def linear_cross_entropy(
 
     Sources: Shoeybi et al., "Megatron-LM", arXiv:1909.08053 (vocabulary-parallel cross entropy); Milakov and
     Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
-
-    Returns:
-        The loss, float32 or wider: a scalar, or with ``reduction="none"`` of the shape of ``target``.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 512, bias=False))

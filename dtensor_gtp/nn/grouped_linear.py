@@ -230,11 +230,11 @@ def convert_grouped_state_dict(
         prefix: Name of the layer with the dot after it (``"layers.0.experts.up."``); other keys are passed on.
         single_grouped_weight: The form to convert to.
 
-    Raises:
-        ValueError: ``state_dict`` has no weights of a :class:`GroupedLinear` in the other form under ``prefix``.
-
     Returns:
         A new dict.
+
+    Raises:
+        ValueError: ``state_dict`` has no weights of a :class:`GroupedLinear` in the other form under ``prefix``.
 
     Example:
         >>> layer = GroupedLinear(2, 4, 4)

@@ -31,11 +31,11 @@ def plan(
             ``recipe``, ``checkpointing``, ``optimizer``, ``memory``, ``reduce_dtype``, ``is_compiled``,
             ``is_captured``, and ``fixed``, a dict of axes that are not searched.
 
-    Raises:
-        PlanError: A ``ValueError`` of one line that says what is wrong and how to mend it.
-
     Returns:
         A :class:`PlanResult`; print it.
+
+    Raises:
+        PlanError: A ``ValueError`` of one line that says what is wrong and how to mend it.
 
     Example:
         >>> result = plan("llama3-8b", "h100", gpus=8, global_batch=8, fixed={"gtp": 8})

@@ -46,7 +46,7 @@ class PlanResult:
         num_layouts: Layouts that were considered.
         num_simulated: Layouts that were simulated.
         seconds: Time of the search.
-        problem: What :mod:`.timeline` needs.
+        problem: What a timeline of a layout needs.
 
     Example:
         >>> result = plan("llama3-8b", "h100", gpus=8, global_batch=8, fixed={"gtp": 8})

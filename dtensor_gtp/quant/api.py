@@ -56,6 +56,9 @@ def quantize_(
             not name get ``"master"``. Native storage of weights that tensor parallelism has cut is collective over
             their meshes.
 
+    Returns:
+        ``module``.
+
     Raises:
         TypeError: An argument is of the wrong kind, or a matching weight has a dtype that cannot be quantized.
         ValueError: There is no such recipe or storage, nothing matches, a mapping names a module that does not match,
@@ -65,12 +68,9 @@ def quantize_(
 
     Source: ``torchao.quantization.quantize_`` for the name and the filter.
 
-    Returns:
-        ``module``.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        >>> model = quantize_(model, "mxfp8", filter_fn=lambda module, name: name != "2")  # not the head
+        >>> model = quantize_(model, "mxfp8", filter_fn=lambda module, name: name != "2")
         >>> model = gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
         >>> model(torch.randn(2, 64)).sum().backward()
         >>> model[0].weight.dtype, model[0].weight.grad.dtype

@@ -25,7 +25,7 @@ _Version = tuple[int, int]  # of a parameter, and of this rank's part of it
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """Trains parameters with native storage (:func:`quantize_`), and any others beside them, by a stock optimizer.
+    """Trains parameters with native storage (:func:`~dtensor_gtp.quantize_`), and any others, by a stock optimizer.
 
     A step updates masters in float32 and writes their quantized values into the parameters. Scales of whole weights
     take one all-reduce for all weights on each mesh axis that cuts them. Masters and the optimizer's state cost what

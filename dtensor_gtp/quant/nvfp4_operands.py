@@ -46,7 +46,7 @@ def nvfp4_operand(matrix: Tensor, dim: int, *, seed: Tensor | None = None, signs
     Example:
         >>> grad, seed = torch.randn(32, 64), torch.tensor([1])
         >>> operand = nvfp4_operand(grad, -1, seed=seed)  # dgrad: rounded stochastically
-        >>> operand = nvfp4_operand(grad, -2, seed=seed, signs=0b1011001110001011)  # wgrad: transformed, too
+        >>> operand = nvfp4_operand(grad, -2, seed=seed, signs=0b1011001110001011)  # wgrad
         >>> [tuple(plane.shape) for plane in operand.planes]
         [(16, 64), (2, 64)]
     """

@@ -40,11 +40,14 @@ class Recipe(ABC):
         >>> quantized = recipe.quantize(weight, Direction.ROWWISE)
         >>> [tuple(plane.shape) for plane in quantized.planes]  # elements, scales
         [(64, 128), (64, 4)]
-        >>> values = recipe.dequantize(quantized, weight.shape, Direction.ROWWISE, torch.float32)
+        >>> recipe.dequantize(quantized, weight.shape, Direction.ROWWISE, torch.bfloat16).shape
+        torch.Size([64, 128])
         >>> recipe.num_bytes(weight.shape, Direction.ROWWISE), recipe.bytes_per_element()
         (8448, 1.03125)
-        >>> recipe.scale_block(Direction.ROWWISE), recipe.block_of(-2)  # rows that a shard keeps together
-        ((1, 32), 32)
+        >>> recipe.scale_block(Direction.ROWWISE)
+        (1, 32)
+        >>> recipe.block_of(-2)  # rows that a shard keeps together
+        32
         >>> recipe.has_columnwise, recipe.amax(weight), recipe.is_capable((9, 0))
         (True, None, False)
     """
@@ -142,10 +145,10 @@ class Recipe(ABC):
         Args:
             weight: Shape ``(*, out_features, in_features)``, float32, bfloat16 or float16.
             direction: Which data.
-            amax: What :meth:`amax` gives for the whole weight, if ``weight`` is a part of it.
+            amax: What ``Recipe.amax`` gives for the whole weight, if ``weight`` is a part of it.
 
         Returns:
-            The planes that :meth:`planes` describes.
+            The planes that ``Recipe.planes`` describes.
         """
 
     def dequantize(self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype) -> Tensor:
@@ -320,7 +323,8 @@ class MXFP8(Recipe):
         ValueError: ``scale_rounding`` is neither.
 
     Example:
-        >>> quantized = MXFP8(scale_rounding="floor").quantize(torch.randn(64, 128), Direction.COLUMNWISE)
+        >>> recipe = MXFP8(scale_rounding="floor")
+        >>> quantized = recipe.quantize(torch.randn(64, 128), Direction.COLUMNWISE)
         >>> [(plane.dtype, tuple(plane.shape)) for plane in quantized.planes]
         [(torch.float8_e4m3fn, (64, 128)), (torch.float8_e8m0fnu, (2, 128))]
     """
@@ -364,7 +368,7 @@ class NVFP4(Recipe):
 
 
 RECIPES = MappingProxyType({cls.name: cls for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise, MXFP8, NVFP4)})
-"""The classes of all recipes by name: what :func:`quantize_` takes as a string.
+"""The classes of all recipes by the name that :func:`~dtensor_gtp.quantize_` takes.
 
 Example:
     >>> list(RECIPES)

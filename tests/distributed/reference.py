@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     module: str
     name: str  # in the module, with the class for a method
     text: str  # its docstring
-    kind: str  # "class", "function", "method" or "data"
+    kind: str  # "class", "function", "method", "property" or "data"
     arguments: tuple[str, ...] = ()  # but for ``*args`` and ``**kwargs``
 
     @property
@@ -133,13 +133,20 @@ def _entries_of(name: str) -> Iterator[tuple[Any, Entry]]:
             continue
         kind = "class" if inspect.isclass(value) else "function"
         yield value, Entry(name, public, inspect.getdoc(value) or "", kind, _arguments(value))
-        for method, function in vars(value).items() if inspect.isclass(value) else ():
-            function = getattr(function, "__func__", getattr(function, "fget", None) or function)
-            if method.startswith("_") or not inspect.isfunction(function):
-                continue
-            if function.__doc__ or not any(hasattr(base, method) for base in value.__mro__[1:]):
-                text = inspect.getdoc(getattr(value, method)) or ""
-                yield function, Entry(name, f"{public}.{method}", text, "method", _arguments(function))
+        yield from _methods_of(name, public, value) if kind == "class" else ()
+
+
+def _methods_of(module: str, name: str, cls: type) -> Iterator[tuple[Any, Entry]]:
+    for method, value in vars(cls).items():
+        if isinstance(value, functools.cached_property):
+            value = property(value.func)
+        kind = "property" if isinstance(value, property) else "method"
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if method.startswith("_") or not inspect.isfunction(function):
+            continue
+        if function.__doc__ or not any(hasattr(base, method) for base in cls.__mro__[1:]):
+            text = inspect.getdoc(function) or ""
+            yield function, Entry(module, f"{name}.{method}", text, kind, _arguments(function))
 
 
 def _arguments(function: Any) -> tuple[str, ...]:

@@ -68,15 +68,18 @@ def test_the_modules_are_those_that_have_a_page() -> None:
 def test_a_docstring_says_what_the_name_is(entry: Entry) -> None:
     assert re.match(r"[A-Z`*:]", entry.text), "no docstring"
     assert not re.match(rf"{entry.name}\(", entry.text), "a docstring that dataclass has generated"
-    if entry.kind != "method":
+    if entry.kind in ("class", "function", "data"):
         assert entry.example, "no example"
+    assert max(map(len, entry.example.splitlines()), default=0) <= 92, "an example that is wider than its page"
+    if entry.kind in ("data", "property"):  # Sphinx takes what is before the colon for a type
+        assert ": " not in entry.text.partition("\n")[0]
     if entry.path not in MADE_BY_US and entry.path not in CALLED_BY_OTHERS:
         assert set(entry.arguments) - entry.described_arguments == set(), "arguments that are not described"
 
 
 def test_each_method_stands_in_an_example() -> None:
     shown = "\n".join(entry.example for entry in ENTRIES)
-    methods = {entry.path for entry in ENTRIES if entry.kind == "method"}
+    methods = {entry.path for entry in ENTRIES if entry.kind in ("method", "property")}
     assert CALLED_BY_OTHERS.keys() <= methods
     names = {path: path.rpartition(".")[2] for path in methods - CALLED_BY_OTHERS.keys()}
     assert {path for path, name in names.items() if name != "forward" and not re.search(rf"\b{name}\b", shown)} == set()
