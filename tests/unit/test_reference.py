@@ -36,6 +36,11 @@ def described(module: str) -> set[str]:
     return set(re.findall(r"^\.\. auto(?:class|data|exception|function):: (\w+)$", page(module), re.M))
 
 
+def described_by_hand(module: str) -> set[str]:
+    """Constants of another file, whose docstrings autodoc does not find. Tables would show no text for them."""
+    return set(re.findall(r"^\.\. data:: (\w+)$", page(module), re.M))
+
+
 def pointed_at(module: str) -> set[str]:
     """Names of the package's root that the page points at."""
     return set(re.findall(r"^ +~dtensor_gtp\.(\w+)$", page(module), re.M))
@@ -59,14 +64,14 @@ def test_each_public_name_is_described(module: str) -> None:
         assert described(module) == names - {"elastic"}  # which has a page
     else:
         shared = names & set(MODULES["dtensor_gtp"])
-        assert described(module) == names - shared
+        assert described(module) | described_by_hand(module) == names - shared
         assert pointed_at(module) == shared
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_tables_have_each_name(module: str) -> None:
     if tabled(module):
-        assert tabled(module) == set(MODULES[module]) - {"__version__"}
+        assert tabled(module) == set(MODULES[module]) - {"__version__"} - described_by_hand(module)
     else:
         assert len(MODULES[module]) == 1
 
