@@ -56,16 +56,22 @@ _Pair = tuple[Tensor, Tensor]  # a target, and a source of the same shape
 
 
 class PeerCopies:
-    """A stage that peers copy from, see [Note: rules of the copy engine]. Making one is collective over ``group``, the
-    ranks of one host with a GPU each. All of them raise RuntimeError if they cannot have symmetric memory."""
+    """A stage that peers copy from, see [Note: rules of the copy engine].
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        refuse_without_symmetric_memory(group, device)
+    Args:
+        group: The ranks of one host with a GPU each.
+        device: The GPU of this rank.
+        nbytes: The first size of the stage, which is made now, collectively: if ranks cannot map each other's memory,
+            all of them raise RuntimeError. 0: they are known to be able to, so the first use makes the stage.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int = ALIGNMENT) -> None:
+        if nbytes:
+            refuse_without_symmetric_memory(group, device)
         self._group_name = group.group_name
         self._device = device
         self.rank, self._num_ranks = group.rank(), group.size()
-        # If ranks cannot map each other's memory, this fails now and not in the first forward.
-        self._stage: compat.SymmetricBuffer | None = self._allocate(ALIGNMENT)
+        self._stage: compat.SymmetricBuffer | None = self._allocate(nbytes) if nbytes else None
         self._captured: list[compat.SymmetricBuffer] = []  # stages that CUDA graphs use
         self._num_captured_before = 0
 
@@ -164,7 +170,7 @@ class CopyEngine(PeerCopies, CastingBackend):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, round_nbytes: int | None = None) -> None:
-        super().__init__(group, device)
+        super().__init__(group, device, 2 * (round_nbytes or ALIGNMENT))
         self._round_nbytes = round_nbytes
         self._num_rounds = 0  # of this pass
         # Of the last round: the event after its first barrier and its casts, and the CUDA graph that recorded it.

@@ -106,14 +106,12 @@ def choose_reduce_scatter(
     if asked != "copy_engine" and (asked != "auto" or gathers != "copy_engine"):
         return (None, "ring", f"gathers by {gathers}") if asked == "auto" else (None, asked, "asked for")
     enough_nbytes = (schedule.max_inflight_reduce_scatters + 1) * max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+    if gathers == "copy_engine":  # these ranks map each other's memory already
+        why = "one host" if asked == "auto" else "asked for"
+        return SendRing(groups[0], device, enough_nbytes, nbytes=0), "copy_engine", why
     factory = partial(SendRing, enough_nbytes=enough_nbytes)
-    try:
-        ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
-        return ring, "copy_engine", "one host" if asked == "auto" else "asked for"
-    except RuntimeError as error:
-        if asked != "auto":
-            raise
-        return None, "ring", str(error)
+    ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
+    return ring, "copy_engine", "asked for"
 
 
 def _make_on_all_ranks(

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .copy_engine import PeerCopies, offsets
+from .copy_engine import ALIGNMENT, PeerCopies, offsets
 
 _ALIGNMENT = 512  # that of torch's allocator: GEMMs choose their kernels by it
 
@@ -52,15 +52,18 @@ class Place:
 
 
 class SendRing(PeerCopies):
-    """Exchanges of one communicator, see [Note: places in the ring]. Making one is collective over ``group``.
+    """Exchanges of one communicator, see [Note: places in the ring].
 
     Args:
+        group, device, nbytes: As in ``PeerCopies``.
         enough_nbytes: The size up to which it grows so that more is in flight. It grows further by a gradient of more
             than half that size (a head), because later gradients would otherwise find their places in use.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
-        super().__init__(group, device)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int, nbytes: int = ALIGNMENT
+    ) -> None:
+        super().__init__(group, device, nbytes)
         self._enough_nbytes = enough_nbytes
         self._head = 0
         self._used: list[weakref.ref[Place]] = []
