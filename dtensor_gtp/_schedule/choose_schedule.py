@@ -22,6 +22,8 @@ _REDUCTIONS = (128 << 20, 2)
 # With copy engines half the launches, each of which costs the host more than one of NCCL. As many bytes are in flight.
 _REDUCTIONS_BY_COPIES = (256 << 20, 1)
 _KEPT_OF_FREE = 8
+# Stands for the GPUs of a host, in measurements without a wire: what a rank launches shall be the same.
+_FAKE = "the process group is fake"
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     # Their symmetric memory is the largest part of what a step takes beside activations.
     no_copies = "memory='least'" if is_least else facts.no_copy_engines
     ahead = min(max(facts.block_nbytes, _LEAST_AHEAD), _MOST_AHEAD // 2 if is_least else _MOST_AHEAD)
-    num_launches = 1 if no_copies is None else 2
+    by_copies = no_copies in (None, _FAKE)
+    num_launches = 1 if by_copies else 2
     together = min(max(facts.block_nbytes // num_launches, _LEAST_AHEAD), ahead)
-    grads_together, inflight = _REDUCTIONS_BY_COPIES if no_copies is None else _REDUCTIONS
+    grads_together, inflight = _REDUCTIONS_BY_COPIES if by_copies else _REDUCTIONS
     why_ahead = f"the largest block has {format_nbytes(facts.block_nbytes)}"
     if policy.prefetch_nbytes is not None:
         ahead, why_ahead = policy.prefetch_nbytes, "asked for"
@@ -80,9 +83,9 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
         coalesce_grad_nbytes=min(together, grads_together),
         max_inflight_reduce_scatters=inflight,
         keep_nbytes=kept,
-        keep_last=policy.memory == "most_speed" or (no_copies is not None and not is_least),
+        keep_last=policy.memory == "most_speed" or not (by_copies or is_least),
         # With copy engines the other order was as fast, and frees a head before its gradient is made.
-        wgrad_first=no_copies is not None and not is_least,
+        wgrad_first=not (by_copies or is_least),
         gather_backend=gathers,
         reduce_scatter=reduces,
     )
@@ -130,5 +133,5 @@ def no_copy_engines(device: torch.device, groups: list[dist.ProcessGroup], has_u
     if has_unequal_replicas:
         return "replicas of unequal sizes: streams would wait for copy engines of a lost rank without a limit"
     if any(dist.get_backend(group) == "fake" for group in groups):
-        return "the process group is fake"
+        return _FAKE
     return None

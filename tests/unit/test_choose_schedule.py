@@ -30,6 +30,14 @@ def test_one_block_ahead() -> None:
     assert by_copies.keep_nbytes == by_kernels.keep_nbytes == 0
 
 
+def test_a_fake_group_stands_for_the_gpus_of_a_host() -> None:
+    fake = dataclasses.replace(GPUS, no_copy_engines="the process group is fake")
+    schedule = choose(SchedulePolicy(), fake)[0]
+    assert schedule.gather_backend == "process_group"
+    real = dataclasses.replace(choose(SchedulePolicy(), GPUS)[0], gather_backend="process_group", reduce_scatter="ring")
+    assert schedule == real
+
+
 def test_symmetric_memory_takes_the_place_of_the_head() -> None:
     """Between forward and backward ``fully_shard`` holds embedding and head. Who has memory to spend holds the head."""
     assert not choose(SchedulePolicy(), GPUS)[0].keep_last
