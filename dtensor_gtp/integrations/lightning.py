@@ -20,6 +20,9 @@ class GTPStrategy(ModelParallelStrategy):
     gradients without communication. Checkpoints are folders that any number of processes loads; with
     ``save_distributed_checkpoint=False``, files of whole tensors.
 
+    Lightning's own ``ModelParallelStrategy`` has the same results and communicates gradients in each microbatch. Its
+    default sizes give all processes of a host to tensor parallelism: pass ``data_parallel_size``.
+
     Args:
         tensor_parallel_size: Processes on the axis ``tensor_parallel`` of the mesh. The others share the data.
         **options: Those of ``ModelParallelStrategy``, but for ``data_parallel_size``.
