@@ -1,9 +1,19 @@
-"""Predictions beside the measured steps of docs/benchmarks.md: the rows of the table in docs/planner.md.
+"""Predictions beside measured steps and published runs: docs/data/planner_accuracy.csv, and tables of the guide.
 
-    python tests/unit/planner_accuracy.py    # writes the table into the page
+    python tests/unit/planner_accuracy.py    # writes the file, and the tables into docs/guides/planner.md
 
 Each job ran on another machine. A row that is marked ``used`` fits a constant: compute at T=8192 the speed of the job's
-GPUs, compute at T=512 the host's time for an operation; the others are named in the page.
+GPUs, compute at T=512 the speed of its host. The other rows that fit constants of the H200 preset:
+
+    time of a kernel, share of memory bandwidth    compute at T=2048, 1 x H200
+    barriers of copies                             captured steps at T=512, 8 and 4 GPUs
+    several tensors in one call of NCCL            gtp-bf16 over NCCL at T=2048, 8 GPUs
+    elementwise kernels of compiled blocks         fsdp2-bf16-compiled at T=8192, 8 GPUs
+    float8 GEMMs                                   captured float8 at T=8192, 4 GPUs
+    the host's time for a launch of copies         eager copy engines at T=512, 2 GPUs
+
+Constants from other measurements: shares of GEMMs from single layers, that of attention and the speed of copies from
+traces, GEMMs beside NCCL from traces of T=2048, the host's time for a use of a weight from ``--host-time`` on 2 x H200.
 """
 
 from __future__ import annotations
@@ -16,9 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtensor_gtp.planner.costs import Axis
 from dtensor_gtp.planner.evaluate import Problem, evaluate
 from dtensor_gtp.planner.job import Job, Layout
-from dtensor_gtp.planner.machine import Machine, load_machine
+from dtensor_gtp.planner.machine import Host, Machine, load_machine
 from dtensor_gtp.planner.memory import Stage, predict
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 from dtensor_gtp.planner.peers import build_compute, fully_shard_peak
@@ -29,10 +40,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from predict_step import setting_of, step_ms
 
 DATA = Path(__file__).parent / "planner_data" / "measured_steps.json"
-PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "planner.md"
+CSV = PAGE.parents[1] / "data" / "planner_accuracy.csv"
 RUNS = DATA.with_name("published_runs.json")
 BEGIN, END = "<!-- measured steps: begin -->", "<!-- measured steps: end -->"
 RUNS_BEGIN, RUNS_END = "<!-- published runs: begin -->", "<!-- published runs: end -->"
+OWN_BEGIN, OWN_END = "<!-- own scale: begin -->", "<!-- own scale: end -->"
 _GIB = 2**30
 
 
@@ -106,7 +119,7 @@ def speed_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Speed:
 def machine_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Machine:
     speed, machine = speed_of(job, jobs), load_machine(job["machine"])
     peaks = {kind: peak / speed.gpu for kind, peak in machine.peak_tflops.items()}
-    host = replace(machine.host, op_us=machine.host.op_us * speed.host)
+    host = Host(**{name: us * speed.host for name, us in vars(machine.host).items()})
     return replace(machine, peak_tflops=peaks, hbm_gb_s=machine.hbm_gb_s / speed.gpu, host=host)
 
 
@@ -124,34 +137,47 @@ def predictions(names: Container[str] | None = None) -> Iterator[Row]:
             yield Row(job["name"], mode, seq_len, row["ms"], ms, gib, predicted, row.get("used", False), is_kept)
 
 
-def table(rows: list[Row]) -> str:
-    lines = [
-        "| job | mode | T | measured ms | predicted | error | measured GiB | predicted | error |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def as_csv(rows: list[Row]) -> str:
+    """All rows, one a line. A row that was used to fit a constant has "used" in the place of its error."""
+    lines = ["job,mode,T,measured ms,predicted ms,error,measured GiB,predicted GiB,error of memory"]
     for row in rows:
-        mode = row.mode + ", 8 GiB kept" * row.is_kept
+        mode = row.mode + " with 8 GiB kept" * row.is_kept
         memory = ["", "", ""]
         if row.measured_gib is not None and row.predicted_gib is not None and row.memory_error is not None:
             memory = [f"{row.measured_gib:.2f}", f"{row.predicted_gib:.2f}", f"{row.memory_error:+.1%}"]
         error = "used" if row.is_used else f"{row.error:+.1%}"
-        cells = [row.job, mode, str(row.seq_len), f"{row.measured_ms:.1f}", f"{row.predicted_ms:.1f}", error, *memory]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        job = row.job.replace("`", "").replace(",", ";")
+        cells = [job, mode, str(row.seq_len), f"{row.measured_ms:.1f}", f"{row.predicted_ms:.1f}", error, *memory]
+        lines.append(",".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def group_of(row: Row) -> str:
+    if row.mode.startswith("compute"):
+        return "compute alone"
+    if row.mode.startswith("fsdp2"):
+        return "`fully_shard`"
+    return "`gtp_shard`, captured" if row.mode.endswith("-graph") else "`gtp_shard`, eager"
 
 
 def summary(rows: list[Row]) -> str:
-    """What a reader wants to know first."""
+    """What a reader wants to know first: by group, of rows that were not used."""
+    lines = ["|steps|rows|within 10%|median|worst|", "|---|---|---|---|---|"]
     unused = [row for row in rows if not row.is_used]
-    near = sum(abs(row.error) <= 0.1 for row in unused)
-    errors = sorted(abs(row.error) for row in unused)
-    memory = [row.memory_error for row in rows if row.memory_error is not None]
-    close = sum(abs(error) <= 0.03 for error in memory)
-    return (
-        f"{len(rows)} rows, of which {len(rows) - len(unused)} were used. Of the other {len(unused)} rows {near} are "
-        f"within 10%; the median error is {errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.1%}. Of "
-        f"{len(memory)} peaks of memory {close} are within 3%."
+    groups: dict[str, list[Row]] = {}
+    for row in unused:
+        groups.setdefault(group_of(row), []).append(row)
+    for name, members in [*groups.items(), ("all", unused)]:
+        errors = sorted(abs(row.error) for row in members)
+        near = sum(error <= 0.1 for error in errors)
+        lines.append(f"|{name}|{len(errors)}|{near}|{errors[len(errors) // 2]:.1%}|{errors[-1]:.1%}|")
+    memory = sorted(abs(row.memory_error) for row in rows if row.memory_error is not None)
+    close = sum(error <= 0.03 for error in memory)
+    lines.append(
+        f"\nOf {len(memory)} peaks of memory {close} are within 3%; the worst is off by {memory[-1]:.1%}. "
+        f"{len(rows) - len(unused)} further rows were used to fit constants."
     )
+    return "\n".join(lines)
 
 
 class Run(NamedTuple):
@@ -165,16 +191,16 @@ class Run(NamedTuple):
 
 
 def published() -> Iterator[Run]:
-    """Runs of others, from their configuration alone."""
+    """Runs of others, from their configuration. Less power is taken for a lower peak."""
     for run in json.loads(RUNS.read_text())["runs"]:
         layout = Layout(**run["layout"])
         problem = Problem(Job(layout.ranks, **run["job"]), PRESETS[run["model"]], _machine_of(run))
         answer = evaluate(problem, layout)
         if "mfu" in run:
-            shown = f"{run['mfu']:.0%} MFU", f"{answer.mfu:.1%}"
+            shown = f"{run['mfu']:.0%}", f"{answer.mfu:.1%}"
             error = answer.mfu / run["mfu"] - 1
         else:
-            shown = f"{run['tokens_per_s']} tokens/s/GPU", f"{answer.tokens_per_s:.0f}"
+            shown = str(run["tokens_per_s"]), f"{answer.tokens_per_s:.0f}"
             error = answer.tokens_per_s / run["tokens_per_s"] - 1
         yield Run(run["name"], *shown, error, run["source"])
 
@@ -194,13 +220,22 @@ class Scaling(NamedTuple):
     predicted: float
 
 
+class ExpertsInRack(Layout):
+    """As Megatron's page lays out experts: ranks along ep are neighbours, so that tokens stay within a rack, and the
+    shards of one expert lie in different racks."""
+
+    def axes(self) -> dict[str, Axis]:
+        inner = {"ep": Axis(self.ep, 1), "expert_gtp": Axis(self.expert_gtp, self.ep)}
+        return super().axes() | inner
+
+
 def weak_scaling() -> list[Scaling]:
     """Efficiency of Megatron's GTP. The model is a stand-in of as many parameters: its sizes are not published."""
     run = json.loads(RUNS.read_text())["weak_scaling"]
     config, machine = ModelConfig("stand-in", **run["stand_in"]), load_machine(run["machine"])
     times = []
     for gpus in run["gpus"]:
-        layout = Layout(replicate=gpus // run["layout"]["gtp"], **run["layout"])
+        layout = ExpertsInRack(replicate=gpus // run["layout"]["gtp"], **run["layout"])
         times.append(evaluate(Problem(Job(gpus, global_batch=gpus, **run["job"]), config, machine), layout).step_ms)
     efficiency = [times[0] / ms for ms in times]
     return [Scaling(*values) for values in zip(run["gpus"], run["efficiency"], efficiency, strict=True)]
@@ -217,23 +252,28 @@ def own_scale() -> list[tuple[int, float, float]]:
 
 
 def published_section() -> str:
-    lines = ["| run | published | predicted | error |", "|---|---|---|---|"]
+    lines = ["|MFU, or tokens/s/GPU|published|predicted|error|", "|---|---|---|---|"]
     for run in published():
-        lines.append(
-            f"| [{run.name}]({run.source.partition(' ')[0]}) | {run.published} | {run.predicted} | {run.error:+.1%} |"
-        )
-    lines += ["", "| GB200 | published efficiency | predicted | points |", "|---|---|---|---|"]
-    for row in weak_scaling():
-        points = (row.predicted - row.published) * 100
-        lines.append(f"| {row.gpus} | {row.published:.0%} | {row.predicted:.1%} | {points:+.1f} |")
-    lines += ["", "| H100 | tokens/s/GPU | MFU |", "|---|---|---|"]
-    lines += [f"| {gpus} | {tokens:.0f} | {mfu:.1%} |" for gpus, tokens, mfu in own_scale()]
+        lines.append(f"|{run.name}|{run.published}|{run.predicted}|{run.error:+.1%}|")
+    scaling = weak_scaling()
+    rows = {
+        "GB200": [str(row.gpus) for row in scaling],
+        "published efficiency": [f"{row.published:.0%}" for row in scaling],
+        "predicted": [f"{row.predicted:.0%}" for row in scaling],
+    }
+    head, *others = ["|" + "|".join([name, *cells]) + "|" for name, cells in rows.items()]
+    lines += ["", head, "|---" * (len(scaling) + 1) + "|", *others]
     return f"{RUNS_BEGIN}\n" + "\n".join(lines) + f"\n{RUNS_END}"
 
 
-def section() -> str:
-    rows = list(predictions())
-    return f"{BEGIN}\n{summary(rows)}\n\n{table(rows)}\n{END}"
+def own_section() -> str:
+    lines = ["|H100|tokens/s/GPU|MFU|", "|---|---|---|"]
+    lines += [f"|{gpus:,}|{tokens:.0f}|{mfu:.1%}|" for gpus, tokens, mfu in own_scale()]
+    return f"{OWN_BEGIN}\n" + "\n".join(lines) + f"\n{OWN_END}"
+
+
+def section(rows: list[Row]) -> str:
+    return f"{BEGIN}\n{summary(rows)}\n{END}"
 
 
 def replaced(text: str, begin: str, end: str, new: str) -> str:
@@ -242,6 +282,9 @@ def replaced(text: str, begin: str, end: str, new: str) -> str:
 
 
 if __name__ == "__main__":
-    text = replaced(PAGE.read_text(), BEGIN, END, section())
-    PAGE.write_text(replaced(text, RUNS_BEGIN, RUNS_END, published_section()))
-    print(summary(list(predictions())))
+    rows = list(predictions())
+    CSV.write_text(as_csv(rows))
+    text = replaced(PAGE.read_text(), BEGIN, END, section(rows))
+    text = replaced(text, RUNS_BEGIN, RUNS_END, published_section())
+    PAGE.write_text(replaced(text, OWN_BEGIN, OWN_END, own_section()))
+    print(summary(rows))

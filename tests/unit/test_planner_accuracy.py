@@ -1,4 +1,4 @@
-"""How right the planner is: the tables of docs/planner.md are computed anew from recorded numbers."""
+"""How right the planner is: all rows and the tables of its guide are computed anew from recorded numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ def page() -> str:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_one_job_of_the_table_is_as_the_page_has_it(job: str) -> None:
+def test_rows_of_one_job_are_as_the_file_has_them(job: str) -> None:
     rows = list(accuracy.predictions({job}))
-    for line in accuracy.table(rows).splitlines():
-        assert line in page()
+    assert set(accuracy.as_csv(rows).splitlines()) <= set(accuracy.CSV.read_text().splitlines())
     unused = [row for row in rows if not row.is_used]
     assert len(unused) == JOBS[job]
     assert max(abs(row.error) for row in unused) < 0.1
@@ -25,7 +24,7 @@ def test_one_job_of_the_table_is_as_the_page_has_it(job: str) -> None:
 
 def test_memory_of_measured_steps() -> None:
     """The peaks of one job, eager over NCCL with the least memory."""
-    (job,) = (job for job in accuracy.content()["jobs"] if "least memory" in job["name"])
+    (job,) = (job for job in accuracy.content()["jobs"] if "NCCL, least memory" in job["name"])
     rows = [row for row in accuracy.predictions({job["name"]}) if row.memory_error is not None]
     assert len(rows) == 4
     assert max(abs(row.memory_error or 0) for row in rows) < 0.03
@@ -37,20 +36,22 @@ def test_at_least_half_of_the_rows_are_not_used() -> None:
 
 
 @pytest.mark.long
-def test_all_measured_steps_are_as_the_page_has_them() -> None:
-    assert accuracy.section() in page()
+def test_all_measured_steps_are_as_the_file_and_the_page_have_them() -> None:
     rows = list(accuracy.predictions())
+    assert accuracy.as_csv(rows) == accuracy.CSV.read_text()
+    assert accuracy.section(rows) in page()
     unused = [row for row in rows if not row.is_used]
-    assert sum(abs(row.error) <= 0.1 for row in unused) >= 0.85 * len(unused)
+    assert sum(abs(row.error) <= 0.1 for row in unused) >= 0.9 * len(unused)
     memory = [row.memory_error for row in rows if row.memory_error is not None]
-    assert sum(abs(error) <= 0.03 for error in memory) >= len(memory) - 1
+    assert sum(abs(error) <= 0.03 for error in memory) >= 0.9 * len(memory)
 
 
 @pytest.mark.long
 def test_published_runs_are_as_the_page_has_them() -> None:
     assert accuracy.published_section() in page()
+    assert accuracy.own_section() in page()
     assert max(abs(run.error) for run in accuracy.published()) < 0.15
-    assert max(abs(row.predicted - row.published) for row in accuracy.weak_scaling()) < 0.04
+    assert max(abs(row.predicted - row.published) for row in accuracy.weak_scaling()) < 0.03
 
 
 def test_the_405b_run_of_8192_gpus_from_its_configuration() -> None:
