@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -87,6 +88,11 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     )
     found = broken_links(tmp_path / "page.md")
     assert [link.split(":")[0] for link in found] == ["no.md", "there.md#not-one", "#there", "there.md#same-2"]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name)
+def test_browsers_can_read_a_picture(picture: Path) -> None:
+    assert ElementTree.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
