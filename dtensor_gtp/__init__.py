@@ -1,9 +1,8 @@
 """Generalized Tensor Parallelism for PyTorch: shard every weight, gather each just in time.
 
 The examples of this reference assume ``import torch``, ``from torch import nn`` and ``from dtensor_gtp import *``, and
-for a name of another module the same import of that module. An example that calls ``init_weight_mesh`` with sizes runs
-on four ranks: save it without the prompts and start it by ``torchrun --nproc-per-node 4 file.py``. All others run in
-one process.
+for a name of another module the same import of that module. An example that makes a mesh of four ranks needs them: save
+it without the prompts and start it by ``torchrun --nproc-per-node 4 file.py``. All others run in one process.
 
 Environment variables, the same on all ranks:
 

@@ -19,7 +19,7 @@ from ._params.managed_param import ManagedParam
 from ._params.pack_planes import QuantizedWire
 from ._params.sharded_weight import ShardedWeight
 from ._params.whole_param import WholeParam
-from ._report.facts import Cut, PassReport, PlanReport, ReportRow, plan_report
+from ._report.facts import Cut, LaunchReport, PassReport, PlanReport, ReportRow, plan_report
 from ._report.page import Facts, fragment, page
 from ._report.text import plan_text, table
 from ._schedule.held_weights import held_nbytes
@@ -280,3 +280,6 @@ def _memory(runtime: Runtime, key: ChainKey, plan: Plan) -> PassReport:
     held = held_nbytes(plan, runtime.kept_from_forward(key.entry), nbytes, is_backward=key.is_backward)
     names = tuple(runtime.gatherables[use].weight.fqn for use in plan.uses)
     return PassReport(key.is_backward, names, *held)
+
+
+__all__ = ["Cut", "LaunchReport", "PassReport", "PlanReport", "ReportRow", "ShardingReport", "sharding_report"]

@@ -20,6 +20,12 @@ class Cut(NamedTuple):
         coordinate: That of this rank.
         dim: The tensor dim that is cut, or None if the axis cuts nothing.
         block_size: Rows of that dim that stay together.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> cut = sharding_report(model).rows[0].cuts[0]
+        >>> cut.num_ranks, cut.dim, cut.block_size
+        (4, 0, 1)
     """
 
     axis: str
@@ -30,9 +36,25 @@ class Cut(NamedTuple):
 
 
 class ReportRow(NamedTuple):
-    """One parameter of the report. ``gathered_nbytes`` is 0 for a parameter that stays whole. ``storage`` is "native
-    mxfp8" or "mxfp8 from master" for a weight with a recipe, else empty. ``cuts`` are those of the mesh axes from the
-    left to the right; none if the parameter is ignored."""
+    """One parameter of the report.
+
+    Args:
+        name: Fully qualified; several names of a tied parameter are joined by " = ".
+        shape: Of the whole parameter.
+        dtype: In which it is stored.
+        placements: By mesh axis, in the short form of DTensor: "(R, G(0))".
+        local_nbytes: What this rank holds of it.
+        gathered_nbytes: What a gather of it sends and receives; 0 for a parameter that stays whole.
+        use: How modules read it, such as "fused op", and for a whole parameter why it is whole.
+        storage: "native mxfp8" or "mxfp8 from master" for a weight with a recipe, "on the host", else empty.
+        cuts: What each mesh axis does to it, from the left to the right; none if the parameter is ignored.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> row = sharding_report(model).rows[0]
+        >>> row.name, row.placements, row.local_nbytes, row.gathered_nbytes
+        ('weight', '(G(0))', 4096, 16384)
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -54,6 +76,13 @@ class PassReport(NamedTuple):
         gathered_nbytes: For each use, the bytes of full weights that are in memory or on their way: the one in use,
             those that are gathered ahead, and those that are kept from forward to backward.
         between_nbytes: The same before each use and after the last one.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> forward = sharding_report(model).passes[0]
+        >>> forward.uses, forward.gathered_nbytes
+        (('weight',), (16384,))
     """
 
     is_backward: bool
@@ -63,7 +92,18 @@ class PassReport(NamedTuple):
 
 
 class LaunchReport(NamedTuple):
-    """Gathers that are launched together: the ``positions`` of the uses that they are for, and their bytes."""
+    """Gathers that are launched together.
+
+    Args:
+        positions: Of the uses that they are for, in the order of ``PlanReport.uses``.
+        nbytes: Of all of them.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> sharding_report(model).plans[0].launches
+        ((LaunchReport(positions=(0,), nbytes=16384),), ())
+    """
 
     positions: tuple[int, ...]
     nbytes: int
@@ -81,6 +121,13 @@ class PlanReport:
         launches: The gathers that are launched before the first use, after the first use, and so on.
         kept: What is kept from forward to backward, as a line of text; empty if ``keep_nbytes`` keeps nothing.
         memory: The plan as bytes in memory; None for a pass that computes no gradients.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> plan = sharding_report(model).plans[0]
+        >>> plan.title, plan.uses
+        ('forward of GTPLinear', ('weight',))
     """
 
     title: str

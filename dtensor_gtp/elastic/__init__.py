@@ -6,7 +6,7 @@ from .parallel import BlockColwiseParallel, BlockRowwiseParallel
 from .plan import SyncPlan, plan_sync
 from .recovery import HeldState, StateLostError, handover_path, hold_state, leave_state, recover_state, take_state
 from .regroup import Survivors, num_waiting, regroup
-from .replicas import BatchShare, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
+from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_
 from .watch import RanksLostError, RankWatch, join
 
@@ -17,6 +17,7 @@ __all__ = [
     "ElasticMesh",
     "HeldState",
     "MemoryModel",
+    "Place",
     "RankMemory",
     "RankWatch",
     "RanksLostError",

@@ -85,7 +85,20 @@ class Replica:
 
 
 class Place(NamedTuple):
-    """Where a rank stands: indices of its replica and of its row (gtp) and column (tp) there."""
+    """Where a rank stands.
+
+    Args:
+        replica: Index of its replica.
+        gtp: Its row in the grid of the replica.
+        tp: Its column there.
+
+    Example:
+        >>> place = replicas_of([[0], [1, 2, 3]]).places[2]
+        >>> place.replica, place.gtp
+        (1, 1)
+        >>> print(place)
+        replica 1, gtp 1, tp 0
+    """
 
     replica: int
     gtp: int

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from reference import FOREIGN, LIBRARIES, NEEDS, PACKAGE, Entry, entries, public_modules, run_example
 
 import dtensor_gtp
+from dtensor_gtp._comm.debug import DebugFlags
 
 ENTRIES = entries()
 IN_ONE_PROCESS = [
@@ -99,7 +101,10 @@ def test_what_an_example_needs_is_said_where_a_reader_sees_it() -> None:
 def test_environment_variables_are_in_the_docstring_of_the_package() -> None:
     read = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"DTENSOR_GTP_[A-Z]+", path.read_text())}
     assert read, "the sources name no variable"
-    assert read == set(re.findall(r"DTENSOR_GTP_[A-Z]+", dtensor_gtp.__doc__ or ""))
+    text = dtensor_gtp.__doc__ or ""
+    assert read == set(re.findall(r"DTENSOR_GTP_[A-Z]+", text))
+    for flag in fields(DebugFlags):
+        assert f"- ``{flag.name.removesuffix('_seed')}``" in text
 
 
 @pytest.mark.parametrize("entry", IN_ONE_PROCESS)
