@@ -6,6 +6,11 @@ is in their docstrings.
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+from docutils import nodes
+
 import dtensor_gtp
 
 project = "dtensor_gtp"
@@ -33,6 +38,8 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+_NAMES = ("ExchangeKind", "Memory", "ReduceScatterKind", "ReduceScatterName")
+autodoc_type_aliases = {name: f"dtensor_gtp.policy.{name}" for name in _NAMES}
 # dtensor_gtp.integrations: documented alike whether these libraries are installed or not.
 autodoc_mock_imports = ["accelerate", "lightning", "torchtitan", "transformers"]
 autosummary_generate = False
@@ -62,3 +69,13 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+
+
+def setup(app: Any) -> None:
+    app.connect("object-description-transform", _shorten_types, priority=900)  # after the types were put in
+
+
+def _shorten_types(app: Any, domain: str, objtype: str, content: nodes.Element) -> None:
+    """Show ``type[~package.Name]`` as ``type[Name]``: Sphinx makes no link of a type that also has a ``Literal``."""
+    for text in [text for text in content.findall(nodes.Text) if "[~" in text]:
+        text.parent.replace(text, nodes.Text(re.sub(r"~(\w+\.)+", "", text)))
