@@ -24,7 +24,8 @@ def has_replicas(mesh: DeviceMesh) -> bool:
 
 @dataclass(frozen=True)
 class Groups:
-    """Communicators of one weight mesh. Gathers and reduce-scatters have one each, so that they overlap in backward.
+    """Communicators of one weight mesh. Gathers and reduce-scatters have one each, so that they overlap in backward; if
+    copy engines gather, both have the same name.
 
     It keeps names: a group object would outlive ``destroy_process_group`` and be torn down at interpreter exit, while
     its threads still run.
