@@ -29,8 +29,9 @@ MADE_BY_US = {
     "dtensor_gtp.quant.NativeWeight": "quantize_",
 }
 # Public for other modules of the package or for hooks of torch: users do not call them.
+OLD_NAME = "an old name"
 CALLED_BY_OTHERS = {
-    "dtensor_gtp.GTPModule.set_reduce_scatter_divide_factor": "an old name",
+    "dtensor_gtp.GTPModule.set_reduce_scatter_divide_factor": OLD_NAME,
     "dtensor_gtp.checkpoint.ConvertingLoadPlanner.create_local_plan": "dcp.load",
     "dtensor_gtp.checkpoint.ConvertingLoadPlanner.lookup_tensor": "dcp.load",
     "dtensor_gtp.checkpoint.ConvertingLoadPlanner.set_up_planner": "dcp.load",
@@ -85,6 +86,20 @@ def test_each_method_stands_in_an_example() -> None:
     assert CALLED_BY_OTHERS.keys() <= methods
     names = {path: path.rpartition(".")[2] for path in methods - CALLED_BY_OTHERS.keys()}
     assert {path for path, name in names.items() if name != "forward" and not re.search(rf"\b{name}\b", shown)} == set()
+
+
+def test_pages_show_the_methods_that_users_call() -> None:
+    for entry in ENTRIES:
+        if entry.kind != "class":
+            continue
+        name = entry.module.removeprefix("dtensor_gtp.")
+        page = (PACKAGE.parent / "docs" / "reference" / f"{name}.rst").read_text()
+        found = re.search(rf"^\.\. auto(?:class|exception):: {entry.name}\n(?:   :members:(.*)\n)?", page, re.MULTILINE)
+        assert found, f"{entry.path} is on no page"
+        methods = {other.path for other in ENTRIES if other.path.startswith(f"{entry.path}.")}
+        wanted = {path.rpartition(".")[2] for path in methods if CALLED_BY_OTHERS.get(path, OLD_NAME) == OLD_NAME}
+        shows_all = found[1] == "" and len(wanted) == len(methods)
+        assert shows_all or set(re.findall(r"\w+", found[1] or "")) == wanted, entry.path
 
 
 def test_what_an_example_needs_is_said_where_a_reader_sees_it() -> None:
