@@ -30,8 +30,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-# Pages written before their code blocks were run. The list only shrinks.
-OLD_PAGES: list[str] = []
 _PROGRAMS = ("python", "bash")
 _OUTPUT = ("", "text", "json")
 _BASH_LIMIT_S = 300  # it only ends what hangs
@@ -73,13 +71,8 @@ class Page:
 
 
 def all_paths() -> list[Path]:
-    """README.md and all pages of docs, those not yet rewritten too."""
+    """README.md and all pages of docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def checked_pages() -> list[Page]:
-    """The pages whose code runs."""
-    return [read(path) for path in all_paths() if path.relative_to(ROOT).as_posix() not in OLD_PAGES]
 
 
 def read(path: Path) -> Page:

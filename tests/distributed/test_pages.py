@@ -15,12 +15,7 @@ import torch.distributed as dist
 from common import GlooTest, shared_directory
 from script_jobs import run_forked
 
-PAGES = pages.checked_pages()
-
-
-def test_old_pages_exist() -> None:
-    """Who rewrites a page takes it out of the list."""
-    assert [name for name in pages.OLD_PAGES if not (pages.ROOT / name).exists()] == []
+PAGES = [pages.read(path) for path in pages.all_paths()]
 
 
 def _is_missing(library: str) -> bool:

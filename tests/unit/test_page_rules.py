@@ -97,13 +97,10 @@ def test_browsers_can_read_a_picture(picture: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_page_is_short(page: Path) -> None:
-    if name(page) in pages.OLD_PAGES:
-        pytest.skip("not yet rewritten")
     limits = [limit for start, limit in MAX_LINES.items() if name(page).startswith(start)]
     assert len(page.read_text().splitlines()) <= min(limits, default=10_000)
 
 
-@pytest.mark.skipif(bool(pages.OLD_PAGES), reason="not all pages are rewritten")
 def test_all_pages_together_are_short() -> None:
     words = {name(page): len(page.read_text().split()) for page in PAGES}
     assert sum(words.values()) <= MAX_WORDS, words
