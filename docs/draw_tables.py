@@ -306,7 +306,7 @@ def draw_history() -> str:
     for row in content("history")["tried"]:
         figures = f"{row['before']} to {row['after']}" if "before" in row else row["after"]
         cells.append([row["what"], row["paid"], figures + row["unit"], row["where"]])
-    return markdown(["what", "paid?", "before and after", "where"], cells)
+    return markdown(["what", "paid?", "before and after", "GPUs"], cells)
 
 
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
