@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._howto import see
 from ._progress import Progress
 from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
@@ -173,7 +174,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
                 return param
         raise ValueError(
             f"load expects the module that has '{weight}' as model, because the checkpoint does not hold this weight "
-            f"as data of {recipe}, so load must quantize it. Pass the module as model=."
+            f"as data of {recipe}, so load must quantize it. Pass the module as model=. " + see("resume_on_other_gpus")
         )
 
     def create_local_plan(self) -> LoadPlan:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import _torch_compat as compat
+from ._howto import see
 from .placement import chunk_size_and_offset
 from .quant.master import master_of
 from .quant.master_optimizer import MasterOptimizer
@@ -238,7 +239,8 @@ class ShardedEMA:
                     continue  # its average is itself
                 raise NotImplementedError(
                     f"ShardedEMA averages values in high precision, but parameter '{name}' of shape "
-                    f"{tuple(param.shape)} has native storage. Use storage='master', or freeze the parameter."
+                    f"{tuple(param.shape)} has native storage. Use storage='master', or freeze the parameter. "
+                    + see("ema")
                 )
             name = name.replace("_orig_mod.", "")  # of compiled modules
             local = _values_of(param)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._howto import see
 from .collectives import as_integers
 
 T = TypeVar("T")
@@ -81,7 +82,8 @@ def agree_on_all_ranks(
     if highest != -lowest:
         difference = _first_difference(by_rank(described, groups))
         raise RuntimeError(
-            f"{caller} expects {expected} on all ranks of mesh axes {mesh.mesh_dim_names}, but {difference}. {remedy}"
+            f"{caller} expects {expected} on all ranks of mesh axes {mesh.mesh_dim_names}, but {difference}. {remedy} "
+            + see("ranks_diverge")
         )
     return cast("T", result)
 

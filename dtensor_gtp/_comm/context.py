@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .collectives import Groups, has_replicas
 from .copy_engine import CastingBackend, CopyEngine, PeerCopies
@@ -119,7 +120,7 @@ class CommContext(ReductionsInFlight):
         if self.is_capturing:
             raise RuntimeError(
                 "DTENSOR_GTP_DEBUG=finite reads values on the host, which a CUDA graph cannot record. Look for the NaN "
-                "without capture_step or torch.cuda.graph, or unset the variable."
+                "without capture_step or torch.cuda.graph, or unset the variable. " + see("debug_nan")
             )
         check_finite(what, values, _active(groups), self.device)
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._howto import see
 from .agreement import by_rank
 
 _ENV = "DTENSOR_GTP_DEBUG"
@@ -78,7 +79,7 @@ def check_order(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
     raise RuntimeError(
         f"The ranks of one mesh are about to launch different collectives ({listed}). All ranks must use the same "
         "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "
-        "Run the module on an empty input where a rank has no data for it."
+        f"Run the module on an empty input where a rank has no data for it. {see('ranks_diverge')}"
     )
 
 
@@ -99,7 +100,7 @@ def check_finite(
     raise RuntimeError(
         f"{_ENV}=finite found NaN or infinity before {what} ({listed}), which would spread it to all ranks. In a "
         "gradient it comes from that rank's batch, from this layer or from one after it; in a weight, from an "
-        "optimizer step or a load."
+        f"optimizer step or a load. {see('debug_nan')}"
     )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, SchedulePolicy
 from .agreement import by_rank
 from .copy_engine import CopyEngine
@@ -85,7 +86,8 @@ def choose_gather_backend(
     if asked == "process_group":
         return ProcessGroupBackend(groups[0], device), asked, "asked for"
     if isinstance(asked, type):
-        return _make_on_all_ranks(asked, groups, device, asked.__name__), asked, "asked for"
+        advice = f". {see('add_a_gather_backend')}"
+        return _make_on_all_ranks(asked, groups, device, asked.__name__, advice), asked, "asked for"
     round_nbytes = max(schedule.coalesce_nbytes, _LEAST_ROUND) // groups[0].size()
     factory = partial(CopyEngine, round_nbytes=round_nbytes)
     try:
@@ -119,6 +121,7 @@ def _make_on_all_ranks(
     groups: list[dist.ProcessGroup],
     device: torch.device,
     name: str,
+    advice: str = "",
 ) -> T:
     """The result of ``factory`` for the first of ``groups``; if it raises on some rank, all ranks raise."""
     made: T | None = None
@@ -130,6 +133,6 @@ def _make_on_all_ranks(
     reasons = [f"rank {rank}: {other}" for rank, other in by_rank(reason, groups).items() if other]
     if reasons:
         ranks = dist.get_process_group_ranks(groups[0])
-        raise RuntimeError(f"{name} cannot be had for ranks {ranks} ({'; '.join(reasons)})")
+        raise RuntimeError(f"{name} cannot be had for ranks {ranks} ({'; '.join(reasons)}){advice}")
     assert made is not None
     return made

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
+from .._howto import see
 from .._params.managed_param import ManagedParam, Site
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
@@ -81,7 +82,7 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
         raise NotImplementedError(
             f"gtp_shard does not support offload_policy for parameter '{fqn}' of shape {tuple(param.shape)}, a "
             f"{type(compat.local_part(param)).__name__} (rank {dist.get_rank()}): quantized shards stay on the device. "
-            "Leave out offload_policy, or quantize_ of this weight."
+            f"Leave out offload_policy, or quantize_ of this weight. {see('offload')}"
         )
     if recipe is None:
         placement, reason = _place(site, param, asked, arguments.schedule.min_shard_numel)

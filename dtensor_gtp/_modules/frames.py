@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from .. import _torch_compat as compat
+from .._howto import see
 from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
 from .torch_patches import follow_pipelining
@@ -102,6 +103,10 @@ def _call_in_frame(
             output = _cast_outputs(group, output)
         is_complete = True
         reads.learn(frame.reads_weights, runtime.num_steps)
+    except torch.OutOfMemoryError as error:
+        if len(runtime.reads.frames) == 1:
+            error.add_note(see("memory_too_high"))
+        raise
     finally:
         runtime.exit(frame, is_complete)
     if not runtime.is_materializing and torch.is_grad_enabled():
@@ -121,7 +126,7 @@ def _refuse_added_params(group: ShardGroup) -> None:
             raise RuntimeError(
                 f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
                 f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
-                "before gtp_shard, and pass the parameter in ignored_params if it is to stay local."
+                f"before gtp_shard, and pass the parameter in ignored_params if it is to stay local. {see('lora')}"
             )
 
 

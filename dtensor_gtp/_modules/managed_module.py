@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._dtensor.random_init import zero_row
+from .._howto import see
 from .._params.managed_param import Site
 from .._params.sharded_weight import ShardedWeight, gather_together
 from .._params.whole_param import WholeParam
@@ -81,11 +82,11 @@ class GTPManaged(BoundModule):
             "Copy the module before gtp_shard, or build it again and load the state dict; for averages of weights use "
             "dtensor_gtp.optim.ShardedEMA"
         )
-        raise RuntimeError(f"{type(self).__name__} cannot be copied after gtp_shard, {why}. {advice}.")
+        raise RuntimeError(f"{type(self).__name__} cannot be copied after gtp_shard, {why}. {advice}. {see('ema')}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"
-        raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}.")
+        raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}. {see('export')}")
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by ``torch.jit.script``."""

@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import _torch_compat as compat
 from .._dtensor.block_layout import has_torch_chunks
+from .._howto import see
 from .._params.managed_param import ManagedParam, Site
 from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
@@ -109,7 +110,7 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
         if managed.offload is not None:
             raise NotImplementedError(
                 f"fully_shard cannot go around gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
-                "(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy."
+                f"(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy. {see('offload')}"
             )
         if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 from .. import _torch_compat as compat
 from .._comm.agreement import device_of
 from .._comm.collectives import Groups
+from .._howto import see
 from ..placement import GTPShard
 
 # Cached, because each gradient needs it, and torch runs an op to compute it.
@@ -295,7 +296,7 @@ class ManagedParam:
             raise RuntimeError(
                 f"gtp_shard expects parameter '{self.fqn}' of shape {tuple(param.shape)} on the host, as "
                 f"offload_policy says, but it is on {shard.device} (rank {dist.get_rank()}). Move it back with "
-                "module.to('cpu')."
+                f"module.to('cpu'). {see('offload')}"
             )
         found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
         _, dtype, local_shape = self._extent

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from .._comm.agreement import digest
 from .._comm.collectives import has_replicas
+from .._howto import see
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import has_hooks
 from .._params.sharded_weight import ShardedWeight
@@ -107,7 +108,7 @@ def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
         f"axes {param.mesh.mesh_dim_names} than on others, with placements {param.placements} (rank "
         f"{dist.get_rank()}): each would train another model. Seed all ranks alike before the model is built or "
         "initialized (torch.manual_seed), initialize all that to_empty() has made, load the same state dict on all "
-        "ranks, or pass a parameter that is to be each rank's own in ignored_params."
+        f"ranks, or pass a parameter that is to be each rank's own in ignored_params. {see('ranks_diverge')}"
     )
 
 

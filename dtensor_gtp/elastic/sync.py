@@ -27,6 +27,7 @@ from .. import _torch_compat as compat
 from .._comm.agreement import device_of, digest
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
+from .._howto import see
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
@@ -318,7 +319,8 @@ class ReplicaSync:
         if int(first) < len(self._params):
             raise RuntimeError(
                 "ReplicaSync.check_values expects equal parameters in all replicas, but "
-                f"'{self._params[int(first)].fqn}' differs. Use one seed, or load one checkpoint, for all of them."
+                f"'{self._params[int(first)].fqn}' differs. Use one seed, or load one checkpoint, for all of them. "
+                + see("ranks_diverge")
             )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .._howto import see
 from .._modules.binding import binding_of, unmanaged_params
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
@@ -39,7 +40,9 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
         if any(param.is_cut_again for param in runtime.params):
             raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
         if any(param.offload is not None for param in runtime.params):
-            raise NotImplementedError(f"{caller} does not support offload_policy: a graph cannot wait for the host.")
+            raise NotImplementedError(
+                f"{caller} does not support offload_policy: a graph cannot wait for the host. {see('offload')}"
+            )
         if runtime.grads.replicas is not None:
             raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
     return runtimes
@@ -128,7 +131,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable") is False:
             what = f"optimizers that can be captured, but group {index} of {name} has capturable=False"
-            raise ValueError(f"capture_step expects {what}. Create it with capturable=True.")
+            raise ValueError(f"capture_step expects {what}. Create it with capturable=True. {see('capture_a_step')}")
     for param in params_outside(module, [optimizer]):
         if any(isinstance(placement, GTPShard) for placement in getattr(param, "placements", ())):
             raise ValueError(
@@ -147,7 +150,7 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
                 raise ValueError(
                     f"capture_step expects optimizers whose state is on '{device.type}', but '{name}' of "
                     f"{type(optimizer).__name__} is {where}: a graph would repeat one value. Use an optimizer with "
-                    "capturable=True, or step it outside of the captured function."
+                    f"capturable=True, or step it outside of the captured function. {see('capture_a_step')}"
                 )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.streams import Done
+from .._howto import see
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import check_unmodified
@@ -165,7 +166,8 @@ class BlockGraph:
         except Exception as error:
             raise RuntimeError(
                 f"capture_blocks could not record block '{block.name}': {type(error).__name__}: {error}. A block that "
-                "is recorded must not wait for the GPU, draw from generators of its own, or communicate."
+                "is recorded must not wait for the GPU, draw from generators of its own, or communicate. "
+                + see("capture_a_step")
             ) from error
         written = [each.weight for each in self.backward_pass.written]
         whole = [param for param, value in self.forward_pass.whole if value.requires_grad]

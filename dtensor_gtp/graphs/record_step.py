@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._howto import see
 from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
 from .checks import check_none_in_flight, check_none_pinned
@@ -49,7 +50,8 @@ class RecordedStep:
             raise RuntimeError(
                 f"capture_step could not record the step: {type(error).__name__}: {error}. A step that is recorded "
                 "must not wait for the GPU (item(), print of a tensor, GradScaler, copies from the host), draw from "
-                "generators of its own, or leave gradients in flight (set_is_last_backward(False))."
+                "generators of its own, or leave gradients in flight (set_is_last_backward(False)). "
+                + see("capture_a_step")
             ) from error
         finally:
             optimizer_steps().watchers.discard(self)
@@ -101,7 +103,8 @@ class RecordedStep:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}'s {name}{group} has changed from {before.get(key)} to {now.get(key)} "
                     f"{when}, but the graph has the first of these baked in. Make it a tensor on the GPU that is "
-                    "filled in place, change it outside of the step, or call reset() on the captured step."
+                    "filled in place, change it outside of the step, or call reset() on the captured step. "
+                    + see("capture_a_step")
                 )
 
     def replay(self, leaves: list[Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from .. import _torch_compat as compat
+from .._howto import see
 
 R = TypeVar("R")
 
@@ -83,6 +84,7 @@ def _refusing_synchronization() -> Iterator[None]:
         if "synchronizing" not in str(error):
             raise
         what = f"a step that does not wait for the GPU, but it does where this error comes from: {error}"
-        raise RuntimeError(f"capture_step expects {what}. Read tensors outside of the step.") from error
+        advice = f"Read tensors outside of the step. {see('capture_a_step')}"
+        raise RuntimeError(f"capture_step expects {what}. {advice}") from error
     finally:
         torch.cuda.set_sync_debug_mode(before)

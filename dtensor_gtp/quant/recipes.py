@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .._howto import see
 from .casts import casts_for
 from .float8_gemms import BlockwiseGEMMs, Float8GEMMs, GroupedRowwiseGEMMs, RowwiseGEMMs, TensorwiseGEMMs
 from .planes import Direction, PlaneSpec, Quantized
@@ -213,7 +214,9 @@ def resolve_recipe(recipe: str | Recipe) -> Recipe:
     if not isinstance(recipe, str):
         raise TypeError(f"quantize_ expects a recipe or its name, but got {type(recipe).__name__}: {recipe!r}.")
     if recipe not in RECIPES:
-        raise ValueError(f"quantize_ expects one of the recipes {', '.join(RECIPES)}, but got {recipe!r}.")
+        raise ValueError(
+            f"quantize_ expects one of the recipes {', '.join(RECIPES)}, but got {recipe!r}. {see('add_a_recipe')}"
+        )
     return RECIPES[recipe]()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
+from .._howto import see
 from ..placement import GTPShard
 from .master import MasterWeight, placed_like, recipe_of, with_recipe
 from .native import STORED_NAMES, NativeWeight, groups_of, native_of, native_planes, quantize_parts, quantized_of
@@ -194,7 +195,7 @@ def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mappi
             raise ValueError(
                 f"Native parameter '{native.info.name}' of shape {tuple(param.shape)} expects {recipe.name} "
                 f"{name} of shape {tuple(shape)}{placed}, but got {got}. Load full tensors with set_model_state_dict, "
-                "and other topologies with torch.distributed.checkpoint."
+                f"and other topologies with torch.distributed.checkpoint. {see('resume_on_other_gpus')}"
             )
         local = compat.local_part(plane)
         stored[name] = local.view(spec.dtype) if local.dtype != spec.dtype else local

@@ -98,6 +98,18 @@ class TestDebuggingAids(unittest.TestCase):
         self.assertNotEqual(self.sleeps("delay=4"), drawn)
         self.assertEqual(self.sleeps(""), [])
 
+    def test_an_error_for_want_of_memory_names_a_page(self) -> None:
+        class Hungry(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                raise torch.OutOfMemoryError("no more")
+
+        with fake_world():
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(nn.Linear(8, 8), Hungry(8, 8)), mesh, schedule=ALL)
+            with self.assertRaisesRegex(torch.OutOfMemoryError, "no more") as raised:
+                model(torch.ones(2, 8))
+        self.assertEqual(raised.exception.__notes__, ["See docs/howto/memory_too_high.md."])
+
 
 class TestFinite(GlooTest):
     """``DTENSOR_GTP_DEBUG=finite`` on ranks of which one has a NaN: all raise, and name that rank and the weight."""

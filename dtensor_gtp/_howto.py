@@ -1,0 +1,25 @@
+"""Which how-to page helps with an error: messages end with its address."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+_FOLDER = "docs/howto"
+Page = Literal[
+    "add_a_gather_backend",
+    "add_a_recipe",
+    "capture_a_step",
+    "debug_nan",
+    "ema",
+    "export",
+    "lora",
+    "memory_too_high",
+    "offload",
+    "ranks_diverge",
+    "resume_on_other_gpus",
+]
+
+
+def see(page: Page) -> str:
+    """The last sentence of a message: the page to read."""
+    return f"See {_FOLDER}/{page}.md."
