@@ -86,7 +86,8 @@ def groups_in(tables: str) -> list[tuple[str, str, list[Group]]]:
     """(arguments, mesh, groups) for each cell of tables of groups."""
     cells = []
     for table in re.findall(r"(?:^\|.*\n)+", tables, re.M):
-        header, _, *rows = [[cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in table.splitlines()]
+        lines = [line.removeprefix("|").removesuffix("|") for line in table.splitlines()]
+        header, _, *rows = [[cell.strip() for cell in line.split("|")] for line in lines]
         for name, *texts in rows:
             for arguments, text in zip(header[1:], texts, strict=True):
                 cells.append((arguments.strip("`"), name.strip("`"), parse_groups(text)))
