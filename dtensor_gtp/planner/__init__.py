@@ -1,3 +1,11 @@
 """Predicts time and memory of a training step, and searches the axes of a job: docs/guides/planner.md."""
 
 from __future__ import annotations
+
+from .errors import PlanError
+from .evaluate import Answer
+from .job import Job, Layout
+from .machine import Machine, load_machine, preset_names
+from .memory import Memory
+
+__all__ = ["Answer", "Job", "Layout", "Machine", "Memory", "PlanError", "load_machine", "preset_names"]

@@ -23,13 +23,15 @@ def plan(
 
     Args:
         model: ``"llama3-8b"`` or another preset, a ``config.json``, the name of a class of transformers, or
-            ``"module:function"``, see ``planner.user_model.load_model``.
-        machine: ``"h100"`` or another preset, a file of ``python -m dtensor_gtp.plan --calibrate``, or a ``Machine``.
+            ``"module:function"``. That function returns ``(module, inputs)``: a module on the meta device, and the
+            positional arguments of its forward for one sequence.
+        machine: ``"h100"`` or another preset, a file of ``python -m dtensor_gtp.plan --calibrate``, or a
+            :class:`~dtensor_gtp.planner.Machine`.
         top: How many answers.
         report: Called after each simulation with the numbers of simulations, of layouts and of seconds.
-        job: Fields of ``planner.job.Job``: ``gpus`` (required), ``seq_len`` in tokens, ``global_batch`` in sequences,
-            ``recipe``, ``checkpointing``, ``optimizer``, ``memory``, ``reduce_dtype``, ``is_compiled``,
-            ``is_captured``, and ``fixed``, a dict of axes that are not searched.
+        job: Fields of :class:`~dtensor_gtp.planner.Job`: ``gpus`` (required), ``seq_len`` in tokens,
+            ``global_batch`` in sequences, ``recipe``, ``checkpointing``, ``optimizer``, ``memory``, ``reduce_dtype``,
+            ``is_compiled``, ``is_captured``, and ``fixed``, a dict of axes that are not searched.
 
     Returns:
         A :class:`PlanResult`; print it.
@@ -47,7 +49,7 @@ def plan(
     try:
         asked = Job(**job)
     except TypeError as error:
-        raise PlanError(f"plan got other arguments than a job has ({error}). See planner.job.Job.") from None
+        raise PlanError(f"plan got other arguments than a job has ({error}). See dtensor_gtp.planner.Job.") from None
     gpus = load_machine(machine) if isinstance(machine, str) else machine
     name, config, whole = load_model(model, asked.seq_len)
     problem = Problem(asked, config, gpus, whole)

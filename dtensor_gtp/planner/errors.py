@@ -4,4 +4,10 @@ from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """The planner cannot answer: the message is one line that says what is wrong and how to mend it."""
+    """The planner cannot answer: the message is one line that says what is wrong and how to mend it.
+
+    Example:
+        >>> plan("llama3-8b", "h100", gpus=6, fixed={"gtp": 4})
+        Traceback (most recent call last):
+        dtensor_gtp.planner.errors.PlanError: plan expects axes that divide 6 GPUs, but ...
+    """

@@ -68,6 +68,14 @@ class Answer:
         compute_ms: Time in which it does not.
         schedule: What the runtime chooses.
         reasons: Why.
+
+    Example:
+        >>> answer = plan("llama3-8b", "h100", gpus=8, fixed={"gtp": 8}).best
+        >>> low, high = answer.range_ms
+        >>> low < answer.step_ms < high, answer.is_fitting
+        (True, True)
+        >>> answer.layout.describe(), answer.memory.moment
+        ('gtp 8', '...')
     """
 
     layout: Layout
@@ -85,10 +93,12 @@ class Answer:
 
     @property
     def is_fitting(self) -> bool:
+        """Whether the fullest rank has room."""
         return self.memory.total <= self.capacity
 
     @property
     def range_ms(self) -> tuple[float, float]:
+        """The least and the most that a step may take."""
         return self.step_ms * (1 - self.spread), self.step_ms * (1 + self.spread)
 
 

@@ -35,6 +35,14 @@ class Job:
         is_compiled: Whether blocks are compiled.
         is_captured: Whether the step is replayed as a CUDA graph.
         fixed: Sizes of axes that are not searched, by name; "micro_batch" too.
+
+    Raises:
+        PlanError: A field is out of its range, or names nothing that there is.
+
+    Example:
+        >>> job = Job(gpus=16, seq_len=4096, recipe="mxfp8", fixed={"tp": 2})
+        >>> job.batch  # one sequence for each GPU
+        16
     """
 
     gpus: int
@@ -85,10 +93,12 @@ class Job:
 
     @property
     def reduce_nbytes(self) -> int:
+        """Bytes of an element of a gradient that is reduced."""
         return 2 if self.reduce_dtype == "bf16" else 4
 
     @property
     def quantization(self) -> Recipe | None:
+        """The recipe of the blocks' linear layers; None for bf16."""
         name, _, compute = self.recipe.partition(":")
         if name == "bf16":
             return None
@@ -96,7 +106,7 @@ class Job:
 
     @property
     def precision(self) -> str:
-        """What GEMMs of the blocks compute in, as the package does: formats without GEMMs are dequantized."""
+        """What GEMMs of the blocks compute in, as the package does. Formats without GEMMs are dequantized."""
         recipe = self.quantization
         return "float8" if recipe is not None and recipe.has_gemms and recipe.compute != "dequantize" else "bf16"
 
@@ -107,6 +117,7 @@ class Job:
 
     @property
     def policy(self) -> SchedulePolicy:
+        """What is passed to ``gtp_shard``."""
         return SchedulePolicy(memory=self.memory)  # type: ignore[arg-type]  # checked above
 
 
@@ -126,6 +137,13 @@ class Layout:
         checkpoint: What is computed again.
         keep: Whether weights are gathered once a step and gradients reduced once, so that microbatches between
             communicate nothing.
+
+    Example:
+        >>> layout = Layout(replicate=2, gtp=8, micro_batch=2)
+        >>> layout.ranks, layout.data_ranks, layout.describe()
+        (16, 16, 'replicate 2, gtp 8')
+        >>> layout.num_microbatches(Job(gpus=16, global_batch=64))
+        2
     """
 
     pp: int = 1
@@ -141,6 +159,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """GPUs."""
         return self.pp * self.replicate * self.cp * self.gtp * self.tp
 
     @property
@@ -149,6 +168,11 @@ class Layout:
         return self.replicate * self.gtp
 
     def num_microbatches(self, job: Job) -> int:
+        """Forwards of a rank in one optimizer step.
+
+        Args:
+            job: The job that the layout is of.
+        """
         return job.batch // (self.data_ranks * self.micro_batch)
 
     def axes(self) -> dict[str, Axis]:
@@ -169,12 +193,17 @@ class Layout:
         }
 
     def describe(self, *, has_experts: bool = False) -> str:
-        """The axes that are larger than one."""
+        """The axes that are larger than one, as text.
+
+        Args:
+            has_experts: Also those of experts.
+        """
         names = AXES if has_experts else AXES[:5]
         parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1]
         return ", ".join(parts) or "one GPU"
 
     def as_record(self) -> dict[str, Any]:
+        """All sizes as plain data, for JSON."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 

@@ -127,6 +127,15 @@ class Machine:
         jitter: Standard deviation of one rank's step, as a share of it: all wait for the slowest.
         spread: How far the answer may be off, as a share of it. Half of the range that is shown.
         sources: Where the numbers come from: a text for each group of fields.
+
+    Example:
+        >>> machine = load_machine("h200")
+        >>> machine.describe(), machine.gpus_per_host
+        ('H200 141GB SXM (not calibrated)', 8)
+        >>> machine.is_calibrated  # a preset: measure yours by --calibrate
+        False
+        >>> "fast" in machine.as_json()
+        True
     """
 
     name: str
@@ -149,11 +158,15 @@ class Machine:
 
     @property
     def memory_nbytes(self) -> int:
+        """Memory of a GPU in bytes."""
         return int(self.memory_gib * GIB)
 
     def straggling(self, ranks: int) -> float:
-        """By what share of a step the slowest of so many ranks is late: all wait for it. The expected maximum of as
-        many normal times."""
+        """By what share of a step the slowest of several ranks is late: the expected maximum of as many normal times.
+
+        Args:
+            ranks: How many.
+        """
         return self.jitter * math.sqrt(2 * math.log(ranks))
 
     def as_json(self) -> str:
@@ -210,8 +223,18 @@ FACTORS = (1, 10)  # of contention
 def load_machine(text: str) -> Machine:
     """A preset by its name, or the machine of a JSON file.
 
+    Args:
+        text: One of :func:`preset_names`, or the path of a file of ``python -m dtensor_gtp.plan --calibrate``.
+
+    Returns:
+        The :class:`Machine`.
+
     Raises:
         PlanError: There is neither, or a field of the file is missing, unknown or out of range.
+
+    Example:
+        >>> load_machine("h100").gpus_per_host
+        8
     """
     path = Path(text)
     if text.lower() in preset_names():
@@ -229,7 +252,15 @@ def load_machine(text: str) -> Machine:
 
 
 def preset_names() -> list[str]:
-    """The machines that come with the package."""
+    """The machines that come with the package.
+
+    Returns:
+        Names that :func:`~dtensor_gtp.plan` and :func:`load_machine` take.
+
+    Example:
+        >>> "h100" in preset_names()
+        True
+    """
     return sorted(path.stem for path in _PRESETS.glob("*.json"))
 
 

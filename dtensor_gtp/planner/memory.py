@@ -106,11 +106,16 @@ class Memory(NamedTuple):
         optimizer: Its state.
         gathered: Gathered weights.
         reductions: Full gradients on their way, and what their reductions need.
-        activations: What is saved for backward, and what is computed with.
-        logits: Of the activations, those of the head and the loss.
+        activations: What is saved for backward, and what is computed with, but for those of the head and the loss.
+        logits: Activations of the head and the loss.
         symmetric: What peers copy from.
         reserve: What CUDA, NCCL and fragments take.
         moment: When that is.
+
+    Example:
+        >>> memory = plan("llama3-8b", "h100", gpus=8, fixed={"gtp": 8}).best.memory
+        >>> memory.total > memory.parameters + memory.gradients + memory.optimizer
+        True
     """
 
     parameters: int
@@ -126,9 +131,11 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The sum of all kinds."""
         return sum(self[:-1])
 
     def as_record(self) -> dict[str, int | str]:
+        """All of it as plain data, for JSON."""
         return self._asdict() | {"total": self.total}
 
 
