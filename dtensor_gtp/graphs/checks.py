@@ -118,6 +118,12 @@ def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, m
             raise TypeError(f"capture_step expects optimizers as optimizer, but got {type(optimizer).__name__}.")
     check_at_least("capture_step", warmup_steps=(warmup_steps, 2), max_graphs=(max_graphs, 1))
     runtimes = runtimes_of(module)
+    for aid in ("order", "finite"):
+        if any(getattr(runtime.comm.debug, aid) for runtime in runtimes):
+            raise RuntimeError(
+                f"capture_step cannot record a step with DTENSOR_GTP_DEBUG={aid}, by which the host waits at each "
+                f"collective. Train without capture_step while you look. {see('capture_a_step')}"
+            )
     check_on_gpu("capture_step", module, runtimes[0].device)
     check_buffers("capture_step", module, runtimes[0].device)
     for optimizer in optimizers:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 from capture_common import OnHost, Setting, captured_step, rows
-from common import ALL, fake_world
+from common import ALL, environment, fake_world
 from runtime_common import assert_idle, runtime_of
 from script_jobs import run_forked
 from torch.distributed.device_mesh import init_device_mesh
@@ -299,6 +299,13 @@ class TestCaptureStep:
             capture_step(print, setting.model, warmup_steps=1)
         with pytest.raises(TypeError, match=r"expects an int as max_graphs, but got 2.0"):
             capture_step(print, setting.model, max_graphs=2.0)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("aid", ["order", "finite"])
+    def test_aids_that_wait_are_refused(self, aid: str) -> None:
+        with environment(DTENSOR_GTP_DEBUG=aid):
+            setting = Setting()
+        with pytest.raises(RuntimeError, match=f"DTENSOR_GTP_DEBUG={aid}, by which the host waits"):
+            capture_step(print, setting.model)
 
 
 def test_optimizers_that_cannot_be_captured_are_named() -> None:

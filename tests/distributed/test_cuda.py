@@ -76,6 +76,26 @@ class TestCuda(CudaTest):
             Zoo().cuda(), lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, batch, next_token_loss, tolerance=tolerance
         )
 
+    def test_finite_names_rank_and_weight(self) -> None:
+        """The step after the one that raised has the gradients that it has without the aid."""
+        x = torch.randn(64, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(self.rank))
+        bad = x.clone()
+        if self.rank == self.world_size - 1:
+            bad[3] = float("nan")
+        told = rf"the reduce_scatter of gradients \(rank {self.world_size - 1}: 'layers\.7\.weight' has 1048576 NaN"
+        for options in ({}, {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}):
+            grads = []
+            for debug in ("", "finite"):
+                torch.manual_seed(0)
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=explicit(**options), mp_policy=BF16)
+                if debug:
+                    with self.assertRaisesRegex(RuntimeError, told):
+                        square_loss(model, bad).backward()
+                square_loss(model, x).backward()
+                grads.append([param.grad.full_tensor() for param in model.parameters()])
+            torch.testing.assert_close(grads[1], grads[0])
+
     def test_synchronized_batch_norm_equals_one_process(self) -> None:
         mesh = self.gtp_mesh()
         torch.manual_seed(0)
