@@ -65,7 +65,7 @@ class RankWatch:
     entered again after :meth:`regroup`, which counts ranks anew.
 
     Args:
-        layout: Where each rank stands; assign :attr:`layout` when a mesh is made that places them otherwise.
+        layout: Where each rank stands; assign ``layout`` when a mesh is made that places them otherwise.
         rank: This process's rank.
         store: A store that outlives the ranks, e.g. ``dist.TCPStore`` at the address of a launcher.
         limit: How long a rank may be silent, and its Python held: so make a tensor on the device before, because its

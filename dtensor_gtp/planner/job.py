@@ -29,7 +29,7 @@ class Job:
         global_batch: Sequences of one optimizer step.
         recipe: "bf16", or a recipe of ``quantize_`` with or without ":dequantize", for the linear layers of the blocks.
         checkpointing: "none", "selective", "full", or "auto" for the fastest that fits.
-        optimizer: A key of :data:`OPTIMIZERS`.
+        optimizer: "adamw", "sgd", "sgd-momentum" or "muon".
         memory: As in ``SchedulePolicy``.
         reduce_dtype: "bf16" or "fp32".
         is_compiled: Whether blocks are compiled.
