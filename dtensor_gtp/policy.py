@@ -87,7 +87,7 @@ class GatherBackend(Protocol):
             shards: Shape ``(rows, ...)``, contiguous, same dtype; may be this rank's own slice of the output.
 
         Returns:
-            On devices without streams: an object to wait for the gather. None if the gather is complete, or if the
+            On devices without streams an object to wait for the gather; None if the gather is complete, or if the
             stream orders it.
         """
 

@@ -52,7 +52,7 @@ def linear_cross_entropy(
         label_smoothing: As in ``F.cross_entropy``, in [0, 1].
 
     Returns:
-        The loss, float32 or wider: a scalar, or with ``reduction="none"`` of the shape of ``target``.
+        The loss, float32 or wider. It is a scalar, or with ``reduction="none"`` has the shape of ``target``.
 
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or shape, or a rank has more tokens than an exchange

@@ -29,8 +29,8 @@ MADE_BY_US = {
     "dtensor_gtp.planner.Machine": "load_machine",
     "dtensor_gtp.quant.NativeWeight": "quantize_",
 }
-# Public for other modules of the package or for hooks of torch: users do not call them.
 OLD_NAME = "an old name"
+# Public for other modules of the package or for hooks of torch: users do not call them.
 CALLED_BY_OTHERS = {
     "dtensor_gtp.GTPModule.set_reduce_scatter_divide_factor": OLD_NAME,
     "dtensor_gtp.checkpoint.ConvertingLoadPlanner.create_local_plan": "dcp.load",
@@ -86,8 +86,11 @@ def test_a_docstring_says_what_the_name_is(entry: Entry) -> None:
     if entry.kind in ("class", "function", "data"):
         assert entry.example, "no example"
     assert max(map(len, entry.example.splitlines()), default=0) <= 92, "an example that is wider than its page"
-    if entry.kind in ("data", "property"):  # Sphinx takes what is before the colon for a type
+    # Sphinx takes what is before a colon for a type.
+    if entry.kind in ("data", "property"):
         assert ": " not in entry.text.partition("\n")[0]
+    returned = re.search(r"^Returns:\n    (.*)", entry.text, re.MULTILINE)
+    assert returned is None or ": " not in re.sub(r"(:\w+:)?(`+).*?\2", "", returned[1])
     if entry.path not in MADE_BY_US and entry.path not in CALLED_BY_OTHERS:
         assert set(entry.arguments) - entry.described_arguments == set(), "arguments that are not described"
 
