@@ -54,3 +54,9 @@ _mesh = functools.cache(dtensor_gtp.init_weight_mesh)
 
 for _entry in ON_RANKS:
     setattr(TestReferenceExamples, "test_" + re.sub(r"\W", "_", _entry.path), made_of(_entry))
+
+
+def test_examples_that_shard_are_among_them() -> None:
+    found = {entry.path for entry in ON_RANKS}
+    assert {"dtensor_gtp.gtp_shard", "dtensor_gtp.sharding_report", "dtensor_gtp.elastic.nonuniform_mesh"} <= found
+    assert {f"test_{re.sub(r'[^a-zA-Z0-9_]', '_', path)}" for path in found} <= set(dir(TestReferenceExamples))
