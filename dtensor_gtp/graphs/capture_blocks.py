@@ -69,6 +69,8 @@ def capture_blocks(
         NotImplementedError: An outer ``fully_shard``, unequal replicas, recipes, tensor parallelism, exchanges of
             activations, compiled blocks, or parameters that ``gtp_shard`` does not manage.
 
+    The counterpart of ``torch.cuda.make_graphed_callables`` for sharded blocks.
+
     Example:
         >>> model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(4)))
         >>> mesh = init_weight_mesh("cuda")  # gtp=8 on eight GPUs

@@ -100,6 +100,8 @@ def capture_step(
         RuntimeError: The weights are not on a CUDA device.
         NotImplementedError: An outer ``fully_shard``, or unequal replicas.
 
+    What it records is a ``torch.cuda.CUDAGraph``.
+
     Example:
         >>> model = nn.Linear(64, 64, device="cuda")
         >>> model = gtp_shard(model, init_weight_mesh("cuda").weights)
