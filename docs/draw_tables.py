@@ -150,7 +150,7 @@ def caption(jobs: Iterable[str]) -> str:
 
 _HEADLINE = (
     Line("`gtp_shard(model, mesh)`", "2xh100", "gtp"),
-    Line("the same with `capture_step`", "2xh100", "gtp-graph"),
+    Line("with `capture_step`", "2xh100", "gtp-graph"),
     Line("`fully_shard`", "2xh100", FSDP2),
     Line("megatron-fsdp", "2xh100_peers", "megatron-bf16"),
     Line("compute", "2xh100", "compute"),
