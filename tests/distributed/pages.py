@@ -158,10 +158,10 @@ def _run_bash(page: Page, block: Block) -> None:
     job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in job}
     with tempfile.TemporaryDirectory() as scripts:
-        # As the installed package has it.
-        command = Path(scripts, "gtp-plan")
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dtensor_gtp.plan "$@"\n')
-        command.chmod(0o755)
+        for name, module in (("gtp-plan", "dtensor_gtp.plan"), ("torchrun", "torch.distributed.run")):
+            command = Path(scripts, name)  # as an installed package has it
+            command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+            command.chmod(0o755)
         environment["PATH"] = os.pathsep.join([scripts, str(Path(sys.executable).parent), environment["PATH"]])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
         result = subprocess.run(
