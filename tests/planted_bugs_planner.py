@@ -20,6 +20,13 @@ PLANNER = [
         ("tests/unit/test_planner_simulation.py::test_a_weight_is_used_in_forward_and_in_backward",),
     ),
     Bug(
+        "column-wise layers reduce no gradient of their input",
+        "planner/user_tp.py",
+        "        if not ctx.in_forward:\n            _note(ctx.recorder, grad)\n",
+        "",
+        ("tests/unit/test_planner_user_tp.py::test_what_ranks_of_tp_exchange",),
+    ),
+    Bug(
         "two collectives share a link without a loss",
         "planner/simulate.py",
         "        return factor * (1 + (c.wire - 1) * sharing)",

@@ -51,8 +51,8 @@ def plan(
     except TypeError as error:
         raise PlanError(f"plan got other arguments than a job has ({error}). See dtensor_gtp.planner.Job.") from None
     gpus = load_machine(machine) if isinstance(machine, str) else machine
-    name, config, whole = load_model(model, asked.seq_len)
-    problem = Problem(asked, config, gpus, whole)
+    name, config, user = load_model(model, asked.seq_len)
+    problem = Problem(asked, config, gpus, user)
     found = search(problem, top=top, report=report)
     return _result(name, problem, found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .evaluate import Answer, Problem
 from .job import Layout
+from .user_tp import COLWISE, ROWWISE, TPPlan
 
 _TP_PLAN = """\
 # Column- and row-wise slices, activations along the sequence between them; names as in examples/llama.py.
@@ -44,7 +45,7 @@ def training_code(problem: Problem, answer: Answer) -> str:
         else:
             lines.append(f"quantize_(model.layers, {recipe!r})")
     if layout.tp > 1:
-        lines.append(_TP_PLAN)
+        lines += [_TP_PLAN] if problem.user is None else _tp_lines(problem.user.plan)
     if layout.checkpoint != "none":
         lines += _checkpointing(layout)
     reduce = "bfloat16" if job.reduce_dtype == "bf16" else "float32"
@@ -66,6 +67,17 @@ def training_code(problem: Problem, answer: Answer) -> str:
         ]
     lines.append("optimizer = " + _OPTIMIZERS[job.optimizer])
     return "\n".join(lines)
+
+
+def _tp_lines(plan: TPPlan) -> list[str]:
+    """The plan of a model's own config."""
+    styles = {COLWISE: "ColwiseParallel()", ROWWISE: "RowwiseParallel()"}
+    return [
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+        "parallelize_module(model, mesh['tp'], {  # the config's base_model_tp_plan",
+        *(f"    {name!r}: {styles[style]}," for name, style in plan.described().items()),
+        "})",
+    ]
 
 
 _OPTIMIZERS = {

@@ -17,6 +17,7 @@ from .recorder import Op
 from .setting import PARAM_NBYTES, Setting
 from .timing import FEW, MORE, Parts, is_long, measure, with_blocks
 from .trace import Part, Trace, Weight, record_reference, repeated
+from .user_model import UserModel
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,19 @@ class Problem:
         job: What is asked for.
         config: The sizes of the model; None for a model of the user's own code.
         machine: The GPUs.
-        whole: The recording of such a model, of one sequence.
+        user: Such a model.
     """
 
     job: Job
     config: ModelConfig | None
     machine: Machine
-    whole: Trace | None = None
+    user: UserModel | None = None
 
     def flops_per_token(self) -> float:
         if self.config is not None:
             return self.config.flops_per_token(self.job.seq_len)
-        assert self.whole is not None
-        weights = self.whole.weights
+        assert self.user is not None
+        weights = self.user.trace().weights
         ops = [op for weight in weights for op in (*weight.before, *weight.backward)]
         products = sum(3 * weight.flops if weight.has_dgrad else 2 * weight.flops for weight in weights)
         return (products + sum(op.flops for op in ops)) / self.job.seq_len
@@ -47,8 +48,9 @@ class Problem:
     def numel(self) -> int:
         if self.config is not None:
             return self.config.numel
-        assert self.whole is not None
-        return sum(weight.numel for weight in self.whole.weights) + self.whole.small_numel
+        assert self.user is not None
+        whole = self.user.trace()
+        return sum(weight.numel for weight in whole.weights) + whole.small_numel
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ def parts_of(problem: Problem, layout: Layout) -> list[Part] | list[None]:
 def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
     """What a rank of a stage computes in one microbatch."""
     if problem.config is None:
-        assert problem.whole is not None
-        return _scaled(problem.whole, layout.micro_batch)
+        assert problem.user is not None
+        return _scaled(problem.user.trace(layout.tp), layout.micro_batch)
     assert part is not None
     sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
     return _repeated(problem.config, layout.micro_batch, sizes, part)

@@ -66,7 +66,8 @@ def layouts_of(problem: Problem) -> Iterator[Layout]:
 
     config = problem.config
     most_pp = min(config.layers, 64) if config is not None else 1
-    most_tp = min(problem.machine.gpus_per_domain, 16) if is_known else 1
+    can_be_cut = problem.user is None or not problem.user.plan.refusal
+    most_tp = min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1
     most_cp = 16 if is_known and job.seq_len >= 16384 else 1
     most_ep = config.experts if config is not None else 1
     for tp, pp, cp in itertools.product(sizes("tp", most_tp), sizes("pp", most_pp), sizes("cp", most_cp)):
@@ -277,11 +278,28 @@ class _Bounds:
 def _refusal(problem: Problem, layout: Layout) -> str | None:
     if problem.config is not None:
         return refusal(layout, problem.job, problem.config, problem.machine)
-    if layout.tp * layout.pp * layout.cp * layout.ep > 1:
-        return "tp, pp, cp and ep are planned for models of known configurations only"
+    if (reason := _refused_for_user(problem, layout)) is not None:
+        return reason
     if problem.job.batch % (layout.data_ranks * layout.micro_batch):
         return f"{layout.data_ranks} data ranks do not divide {problem.job.batch} sequences"
     return None
+
+
+def _refused_for_user(problem: Problem, layout: Layout) -> str | None:
+    """Why a model of the user's code cannot have these axes."""
+    assert problem.user is not None
+    why = {
+        "pp": "where a model's own forward is cut into stages is not known",
+        "cp": "a model's own attention does not exchange keys and values",
+        "ep": "experts are known in configurations alone",
+        "expert_gtp": "experts are known in configurations alone",
+    }
+    found = next((name for name in why if getattr(layout, name) > 1), None)
+    if found is not None:
+        return f"{found}: {why[found]}"
+    if layout.tp > problem.machine.gpus_per_domain:
+        return f"tp {layout.tp} leaves the fast link of {problem.machine.gpus_per_domain} GPUs"
+    return problem.user.plan.refuses(layout.tp)
 
 
 def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:

@@ -188,7 +188,7 @@ def use_matrices(model: nn.Module, mark: Callable[[str, str], None]) -> None:
         ) -> torch.Tensor:
             output: torch.Tensor = _Use.apply(input, module.weight, function, lambda kind: mark(kind, name))  # type: ignore[no-untyped-call]
             bias = getattr(module, "bias", None)
-            return output if bias is None else output + bias
+            return output if bias is None else output + bias.detach().to(output.dtype)
 
         module.forward = forward
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -16,10 +16,52 @@ from .errors import PlanError
 from .model import PRESETS, ModelConfig, known_model
 from .recorder import Recorder
 from .trace import Trace, record
+from .user_tp import communicate, cut, plan_of
 
 
-def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, Trace | None]:
-    """A model by what the user wrote: its name, and its sizes or the recording of one sequence.
+class _Built(NamedTuple):
+    """A fresh module on the meta device, and its loss for one sequence."""
+
+    model: nn.Module
+    loss_of: Callable[[nn.Module], torch.Tensor]
+
+
+class UserModel:
+    """A model of the user's code: what one rank computes of one sequence, for each size of tp.
+
+    Args:
+        build: Makes the module anew: a recording changes it.
+        name: For messages.
+        remedy: What to do if forward or backward does not run.
+    """
+
+    def __init__(self, build: Callable[[], _Built], name: str, remedy: str) -> None:
+        self._build, self._name, self._remedy = build, name, remedy
+        self._traces: dict[int, Trace] = {}
+        self.plan = plan_of(build().model)
+
+    def trace(self, tp: int = 1) -> Trace:
+        """The recording of one rank's slice."""
+        if tp not in self._traces:
+            self._traces[tp] = self._record(tp)
+        return self._traces[tp]
+
+    def _record(self, tp: int) -> Trace:
+        model, loss_of = self._build()
+        if tp > 1:
+            cut(model, self.plan, tp)
+
+        def loss(module: nn.Module, recorder: Recorder) -> torch.Tensor:
+            if tp > 1:
+                communicate(module, self.plan, recorder)
+            return loss_of(module)
+
+        with _running(self._name, self._remedy):
+            return record(lambda: model, loss, is_meta=True)
+
+
+def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, UserModel | None]:
+    """A model by what the user wrote: its name, and its sizes or its code.
 
     Args:
         text: A preset, a ``config.json``, the name of a class of transformers, or ``module:function``. The function
@@ -34,23 +76,29 @@ def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, Trace 
     if config is not None:
         return config.name, config, None
     if ":" in text:
-        return text, None, _record_function(text)
+        return text, None, _recorded(UserModel(_function(text), text, "Mend it."))
     if Path(text).suffix == ".json" or text.endswith(("ForCausalLM", "LMHeadModel")):
-        return text, None, _record_transformers(text, seq_len)
+        return text, None, _recorded(UserModel(_transformers(text, seq_len), text, "Pass module:function instead."))
     raise PlanError(
         f"model expects one of {', '.join(PRESETS)}, a config.json, the name of a class of transformers or "
         f"module:function, but got {text!r}. Name one of them."
     )
 
 
-def _record_function(text: str) -> Trace:
+def _recorded(model: UserModel) -> UserModel:
+    """The model, of which one rank can compute all."""
+    model.trace()
+    return model
+
+
+def _function(text: str) -> Callable[[], _Built]:
     module_name, _, name = text.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise PlanError(f"model expects module:function, but {text} cannot be imported ({error}). Mend it.") from None
 
-    def make() -> tuple[nn.Module, tuple[Any, ...]]:
+    def build() -> _Built:
         try:
             model, inputs = function()
         except Exception as error:  # of the user's code: any
@@ -63,15 +111,10 @@ def _record_function(text: str) -> Trace:
                 f"model expects {text} to return a module on the meta device, but it did not. Build the module under "
                 "torch.device('meta')."
             )
-        return model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        return _Built(model, lambda module: _loss_of(module(*given)))
 
-    return _record(text, make)
-
-
-def _record(text: str, make: Any) -> Trace:
-    model, inputs = make()
-    with _running(text, "Mend it."):
-        return record(lambda: model, lambda module, _: _loss_of(module(*inputs)), is_meta=True)
+    return build
 
 
 @contextmanager
@@ -96,42 +139,45 @@ def _loss_of(output: Any) -> torch.Tensor:
     return value.sum()  # type: ignore[no-any-return]
 
 
-def _record_transformers(text: str, seq_len: int) -> Trace:
+def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
     try:
         import transformers
     except ImportError:
         raise PlanError(
             f"model needs transformers to build {text}: pip install 'dtensor-gtp[transformers]', or name a preset."
         ) from None
-    try:
-        if text.endswith(".json"):
-            config = transformers.AutoConfig.from_pretrained(text)
-        else:
-            config = getattr(transformers, text).config_class()
-        config.use_cache = False
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of transformers: many kinds
-        raise PlanError(
-            f"model expects a causal language model, but transformers cannot build {text} on the meta device "
-            f"({type(error).__name__}: {_one_line(error)}). Name another."
-        ) from None
-    with _running(text, "Pass module:function instead."):
-        return record_transformers_model(model, seq_len)
+
+    def build() -> _Built:
+        try:
+            if text.endswith(".json"):
+                config = transformers.AutoConfig.from_pretrained(text)
+            else:
+                config = getattr(transformers, text).config_class()
+            config.use_cache = False
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+        except Exception as error:  # of transformers: many kinds
+            raise PlanError(
+                f"model expects a causal language model, but transformers cannot build {text} on the meta device "
+                f"({type(error).__name__}: {_one_line(error)}). Name another."
+            ) from None
+        return causal_language_model(model, seq_len)
+
+    return build
 
 
-def record_transformers_model(model: nn.Module, seq_len: int) -> Trace:
+def causal_language_model(model: nn.Module, seq_len: int) -> _Built:
     """One step of a causal language model of transformers on the meta device, with one sequence."""
     model.train()
 
-    def loss_of(module: nn.Module, _: Recorder) -> torch.Tensor:
+    def loss_of(module: nn.Module) -> torch.Tensor:
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
         # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
         mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
         logits = module(tokens, attention_mask=mask, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-    return record(lambda: model, loss_of, is_meta=True)
+    return _Built(model, loss_of)
 
 
 def _one_line(error: BaseException) -> str:

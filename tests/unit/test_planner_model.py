@@ -21,7 +21,7 @@ from dtensor_gtp.planner.recorder import Kind, Recorder
 from dtensor_gtp.planner.reference import Reference
 from dtensor_gtp.planner.stand_ins import Collectives
 from dtensor_gtp.planner.trace import Part, record, record_reference, repeated
-from dtensor_gtp.planner.user_model import load_model, record_transformers_model
+from dtensor_gtp.planner.user_model import UserModel, causal_language_model, load_model
 
 TINY = ModelConfig("tiny", 64, 5, 4, 2, 16, 128, 256)
 MIXTURE = replace(TINY, experts=4, experts_per_token=2, expert_hidden_dim=32, shared_experts=1, dense_layers=2)
@@ -172,9 +172,10 @@ def test_a_function_that_builds_a_model(module: ModuleType) -> None:
             return nn.Sequential(*layers), torch.empty(8, 64)
 
     module.build = build  # type: ignore[attr-defined]
-    name, config, trace = load_model("users_models:build", 8)
+    name, config, user = load_model("users_models:build", 8)
     assert (name, config) == ("users_models:build", None)
-    assert trace is not None
+    assert user is not None
+    trace = user.trace()
     assert [weight.shape for weight in trace.weights] == [(64, 64)] * 3
     assert sum(weight.flops for weight in trace.weights) == 3 * 2 * 8 * 64 * 64
     assert trace.small_numel == 3 * 64
@@ -208,12 +209,20 @@ def test_a_class_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=256)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    trace = record_transformers_model(model, 32)
-    expected = repeated(record_reference(TINY, 1, 32), TINY, Part(tuple(TINY.kinds)))
-    assert [weight.shape for weight in trace.weights] == [weight.shape for weight in expected.weights]
-    assert [weight.flops for weight in trace.weights] == [weight.flops for weight in expected.weights]
+
+    def build() -> Any:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+        return causal_language_model(model, 32)
+
+    user = UserModel(build, "llama", "Mend it.")
+    for tp in (1, 2):
+        expected = repeated(record_reference(TINY, 1, 32, tp), TINY, Part(tuple(TINY.kinds)))
+        blocks = [weight for weight in user.trace(tp).weights if weight.block >= 0]
+        assert [(weight.shape, weight.flops) for weight in blocks] == [
+            (weight.shape, weight.flops) for weight in expected.weights if weight.block >= 0
+        ]
+    assert user.trace(2).weights[-1].shape == (256, 64)  # the head stays whole
 
 
 @pytest.mark.parametrize("text", ["llama4", "no_such_module:build", "NoSuchModelForCausalLM"])

@@ -1,0 +1,157 @@
+"""Tensor parallelism of a user's model by the plan of its config: what is cut, what communicates, what is refused."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import dtensor_gtp
+from dtensor_gtp.planner.errors import PlanError
+from dtensor_gtp.planner.recorder import Kind
+from dtensor_gtp.planner.trace import Trace
+from dtensor_gtp.planner.user_model import UserModel, load_model
+
+TOKENS, DIM, HIDDEN, HEADS, VOCAB, LAYERS = 64, 32, 128, 4, 96, 3
+PLAN = {
+    "layers.*.query": "colwise",
+    "layers.*.value": "colwise",
+    "layers.*.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.out = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        q, v = (w(x_BTC).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for w in (self.query, self.value))
+        y = F.scaled_dot_product_attention(q, q, v, is_causal=True)
+        x_BTC = x_BTC + self.out(y.transpose(1, 2).flatten(-2))
+        return x_BTC + self.down(F.silu(self.up(x_BTC)))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    base_model_prefix = "base"
+
+    def __init__(self, plan: dict[str, str] | None, heads: int = HEADS) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(base_model_tp_plan=plan, num_attention_heads=heads)
+        self.base, self.head = Base(), nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(ids))
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    made = ModuleType("users_tp")
+    sys.modules[made.__name__] = made
+    yield made
+    del sys.modules[made.__name__]
+
+
+def load(module: ModuleType, plan: dict[str, str] | None = PLAN, heads: int = HEADS) -> UserModel:
+    def build() -> Any:
+        with torch.device("meta"):
+            return Model(plan, heads), torch.zeros(1, TOKENS, dtype=torch.int64)
+
+    module.build = build  # type: ignore[attr-defined]
+    user = load_model("users_tp:build", TOKENS)[2]
+    assert user is not None
+    return user
+
+
+def operations(trace: Trace) -> list[Any]:
+    """All of a forward and backward, but GEMMs of weights."""
+    around = [op for weight in trace.weights for op in (*weight.before, *weight.backward)]
+    return [*around, *trace.loss, *trace.tail]
+
+
+def test_layers_of_the_plan_are_cut_and_others_are_whole(module: ModuleType) -> None:
+    user = load(module)
+    whole, half = user.trace(), user.trace(2)
+    for one, other in zip(whole.weights, half.weights, strict=True):
+        assert one.name == other.name
+        is_cut = other.block >= 0
+        assert other.flops == one.flops / (2 if is_cut else 1)
+        assert other.numel == one.numel // (2 if is_cut else 1)
+    assert half.weights[3].shape == (DIM, DIM // 2)  # the columns of "out"
+    attention = [sum(op.flops for op in operations(t) if op.kind is Kind.ATTENTION) for t in (whole, half)]
+    assert attention[1] == attention[0] / 2
+
+
+def test_what_ranks_of_tp_exchange(module: ModuleType) -> None:
+    """In each block two results are all-reduced in forward, in backward the gradients of the inputs of three layers.
+    An all-reduce is a reduce-scatter and an all-gather. The first block's input has a gradient: the table's."""
+    user = load(module)
+    assert [op for op in operations(user.trace()) if op.kind is Kind.TP] == []
+    found = [op.nbytes for op in operations(user.trace(2)) if op.kind is Kind.TP]
+    assert found == [TOKENS * DIM * 2] * (LAYERS * (2 + 3) * 2)
+
+
+def test_activations_inside_of_blocks_are_halved(module: ModuleType) -> None:
+    user = load(module)
+    whole, half = ([weight.live for weight in user.trace(tp).weights] for tp in (1, 2))
+    saved = [lives[6] - lives[1] for lives in (whole, half)]  # from block to block
+    assert saved[0] / 2 < saved[1] < saved[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "heads", "fixed", "message"),
+    [
+        (None, HEADS, {"tp": 2}, "tp: the model has no config with a base_model_tp_plan"),
+        ({"layers.*.up": "packed_colwise"}, HEADS, {"tp": 2}, "tp: base_model_tp_plan has 'packed_colwise' for layers"),
+        (
+            {"table": "colwise"},
+            HEADS,
+            {"tp": 2},
+            "tp: base_model_tp_plan cuts base.table, which is no nn.Linear .Embedding",
+        ),
+        (PLAN, 3, {"tp": 2}, "tp 2 does not divide 3 heads, rows or columns of a layer"),
+        (PLAN, HEADS, {"pp": 2}, "pp: where a model's own forward is cut into stages is not known"),
+        (PLAN, HEADS, {"cp": 2}, "cp: a model's own attention does not exchange keys and values"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    module: ModuleType, plan: dict[str, str] | None, heads: int, fixed: dict[str, int], message: str
+) -> None:
+    load(module, plan, heads)
+    with pytest.raises(PlanError, match=message):
+        dtensor_gtp.plan("users_tp:build", gpus=8, seq_len=TOKENS, fixed=fixed)
+
+
+def test_a_search_finds_tp_and_its_code(module: ModuleType) -> None:
+    load(module)
+    result = dtensor_gtp.plan("users_tp:build", gpus=4, seq_len=TOKENS)
+    assert {answer.layout.tp for answer in result.answers} == {1, 2, 4}
+    result = dtensor_gtp.plan("users_tp:build", gpus=4, seq_len=TOKENS, fixed={"tp": 2})
+    assert result.best.exposed_ms["tp"] > 0
+    code = result.code()
+    ast.parse(code[: code.index("torchrun")])
+    assert "    'base.layers.*.query': ColwiseParallel()," in code
+    assert "    'base.layers.*.down': RowwiseParallel()," in code
