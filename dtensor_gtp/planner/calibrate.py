@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._comm.process_groups import start_alone, world_mesh
+from .._comm.process_groups import start_alone, world_mesh, world_size
 from ..mesh import init_weight_mesh
 from .calibrate_compute import measure_compute, measure_host
 from .calibrate_links import Links
@@ -75,14 +75,14 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
 def _meshes(kind: str) -> Iterator[tuple[DeviceMesh, DeviceMesh | None]]:
     """The ranks of this host, and this rank's peers on other hosts. One process that ``torchrun`` has not started is a
     group of its own."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     is_mine = not dist.is_initialized()
     try:
         if is_mine and "MASTER_ADDR" not in os.environ:
             start_alone(kind)
             yield world_mesh(kind), None
             return
+        world = world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         mesh = init_weight_mesh(kind, replicate=world // local, gtp=local)
         yield mesh["gtp"], mesh["replicate"] if world > local else None
         dist.barrier(group=mesh["gtp"].get_group())  # nobody frees memory that a peer still reads

@@ -11,37 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from dtensor_gtp.planner import calibrate_compute as compute
 from dtensor_gtp.planner.calibrate import calibrate
-from dtensor_gtp.planner.clock import Clock, Work
 from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_machine
 from dtensor_gtp.planner.samples import Beside, Groups, Samples, fitted
+from fixed_clock import FixedClock
 
 RANKS = 4
 ALWAYS_MISSING = {"reserve_gib", "jitter", "compute.fused", "fast.hop_us", "network"}
-
-
-class FixedClock(Clock):
-    """Each measurement takes a little longer than the one before."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self._seconds = 1e-4
-
-    def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
-        work()
-        self._seconds *= 1.01
-        return self._seconds
-
-    def time_host(self, work: Work) -> float:
-        return self.time(work)
-
-    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        return None
 
 
 def machine() -> Machine:

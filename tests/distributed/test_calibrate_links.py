@@ -1,0 +1,33 @@
+"""Calibration on four processes, two on each of two hosts as far as they know: links within and between hosts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from common import GlooTest, environment, shared_directory
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp.planner.calibrate import calibrate
+from dtensor_gtp.planner.machine import load_machine
+from fixed_clock import FixedClock
+
+
+class TestCalibrate(GlooTest):
+    def test_links_within_a_host(self) -> None:
+        with shared_directory() as folder:
+            found = calibrate(folder / "machine.json", device_type="cpu", clock=FixedClock())
+            dist.barrier()
+            self.assertEqual(load_machine(str(folder / "machine.json")), found)
+        missing = set(found.not_measured)
+        self.assertTrue({"copy", "network", "host.copy_us", "contention.gemm_beside_copy"} <= missing)
+        measured = {"fast.share", "fast.start_us", "host.collective_us", "host.use_us", "contention.gemm_beside_nccl"}
+        self.assertFalse(measured & missing)
+        self.assertTrue(dist.is_initialized())  # whose group it is, ends it
+
+    def test_links_between_hosts(self) -> None:
+        with shared_directory() as folder, environment(LOCAL_WORLD_SIZE="2"):
+            found = calibrate(folder / "machine.json", device_type="cpu", clock=FixedClock())
+        self.assertFalse({"fast.share", "network.share", "network.start_us"} & set(found.not_measured))
+
+
+if __name__ == "__main__":
+    run_tests()
