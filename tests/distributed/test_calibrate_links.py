@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from common import GlooTest, environment, shared_directory
+from fixed_clock import FixedClock
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp.planner.calibrate import calibrate
 from dtensor_gtp.planner.machine import load_machine
-from fixed_clock import FixedClock
 
 
 class TestCalibrate(GlooTest):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fixed_clock import FixedClock
 
 from dtensor_gtp.planner import calibrate_compute as compute
 from dtensor_gtp.planner.calibrate import calibrate
@@ -18,7 +19,6 @@ from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_machine
 from dtensor_gtp.planner.samples import Beside, Groups, Samples, fitted
-from fixed_clock import FixedClock
 
 RANKS = 4
 ALWAYS_MISSING = {"reserve_gib", "jitter", "compute.fused", "fast.hop_us", "network"}
