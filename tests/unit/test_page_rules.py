@@ -17,6 +17,7 @@ import pages
 ROOT = pages.ROOT
 PAGES = pages.all_paths()
 MAX_WORDS = 16_000  # of all pages together, as `wc -w` counts
+MAX_COLUMNS = 106  # of code: what the site shows without a scroll bar
 MAX_LINES = {"README.md": 120, "docs/benchmarks.md": 150, "docs/tutorials/": 120, "docs/howto/": 60}
 
 _TARGET = r'(?P<target>[^)\s"]+)(?:\s+"(?P<title>[^"]*)")?'
@@ -99,6 +100,12 @@ def test_browsers_can_read_a_picture(picture: Path) -> None:
 def test_page_is_short(page: Path) -> None:
     limits = [limit for start, limit in MAX_LINES.items() if name(page).startswith(start)]
     assert len(page.read_text().splitlines()) <= min(limits, default=10_000)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_is_narrow(page: Path) -> None:
+    shown = re.findall(r"^ *`{3}.*?^ *`{3}$", page.read_text(), re.M | re.S)
+    assert [line for block in shown for line in block.splitlines() if len(line) > MAX_COLUMNS] == []
 
 
 def test_all_pages_together_are_short() -> None:
