@@ -225,7 +225,8 @@ class CommContext(ReductionsInFlight):
             try:
                 self._wait_for(self._reductions.popleft())
             except RuntimeError as error:
-                logger.warning("a reduction of the backward that is dropped has failed: %s", error)
+                # As text: a handler that keeps the error would keep its frames, and so the gradients.
+                logger.warning("a reduction of the backward that is dropped has failed: %s", str(error))
         self._rewind_rings()
 
     def _rewind_rings(self) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
+from dtensor_gtp._comm import context
 
 # Each gradient travels by itself, and none is waited for before the end of backward.
 SEVERAL_IN_FLIGHT = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=9)
@@ -255,10 +256,15 @@ class TestPasses(GlooTest):
 
             def fail(model: Any, x: torch.Tensor, assert_raises: Any, owner: str = owner, method: str = method) -> None:
                 loss = square_loss(model, x)
-                with mock.patch.object(getattr(runtime_of(model), owner), method, side_effect=raise_on_purpose):
-                    with assert_raises():
-                        loss.backward()
+                with (
+                    mock.patch.object(getattr(runtime_of(model), owner), method, side_effect=raise_on_purpose),
+                    mock.patch.object(context.logger, "warning") as warning,
+                    assert_raises(),
+                ):
+                    loss.backward()
                 assert_idle(model)
+                told = [value for call in warning.call_args_list for value in call.args]
+                assert not any(isinstance(value, BaseException) for value in told), "its frames hold gradients"
 
             self.check_recovery(fail)
             self.check_recovery(fail, schedule=SEVERAL_IN_FLIGHT)
