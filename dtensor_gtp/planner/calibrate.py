@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._comm.process_groups import start_alone, world_mesh, world_size
 from ..mesh import init_weight_mesh
-from .calibrate_compute import measure_compute, measure_host
+from .calibrate_compute import TOGETHER, measure_compute, measure_host
 from .calibrate_links import Links
 from .clock import Clock, clock_of
 from .errors import PlanError
@@ -60,7 +60,7 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
         if others is not None:
             Links(clock, others.get_group(), samples).sizes("network")
         measure_host(clock, samples, mesh, has_copies=engine is not None)
-        machine = fitted(base, samples, Groups(group.size(), 1 if others is None else others.size()))
+        machine = fitted(base, samples, Groups(group.size(), 1 if others is None else others.size(), TOGETHER))
         name = f"{base.name}, measured"
         machine = replace(machine, name=name, spread=_CALIBRATED_SPREAD if has_links else base.spread)
         if dist.get_rank() == 0:

@@ -36,9 +36,10 @@ _GPU_SIZES = (
     (8192, 4096, 128256),
 )
 _CPU_SIZES = ((64, 128, 128), (128, 256, 256), (256, 256, 512))
-_HOST_LAYERS, _HOST_FEATURES = 16, 64
+_HOST_LAYERS, _HOST_FEATURES = 64, 64
+# Layers of a block: copy engines gather them in one launch, ``fully_shard`` is called on it.
+TOGETHER = 8
 _BLOCK = ModelConfig("host", dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, hidden_dim=128, vocab_size=128)
-_GRAPH_KERNELS = 1000
 
 
 def measure_compute(clock: Clock, samples: Samples) -> None:
@@ -83,10 +84,13 @@ def _quantized(matrix: torch.Tensor, granularity: Granularity) -> Operand:
 
 
 def _memory(clock: Clock, samples: Samples) -> None:
-    """A product of two bf16 tensors, and a cast to float8 by its own largest magnitude."""
+    """Kernels between GEMMs: a product, a norm and a cast to bf16; and casts to float8."""
     shape = (8192, 14336) if clock.device.type == "cuda" else (512, 1024)
     a, b, out = (torch.randn(shape, device=clock.device).to(torch.bfloat16) for _ in range(3))
+    wide, scale = a.float(), b[0].clone()
     samples.add("memory", 3 * a.nbytes, clock.time(lambda: torch.mul(a, b, out=out), 4))
+    samples.add("memory", 2 * a.nbytes, clock.time(lambda: F.rms_norm(a, a.shape[1:], scale), 4))
+    samples.add("memory", a.nbytes + wide.nbytes, clock.time(lambda: out.copy_(wide), 4))
     if has_float8(clock.device):
         casts = casts_for(a)
         samples.add("cast", 5 * a.numel(), clock.time(lambda: casts.cast_matrix(a), 4))
@@ -112,27 +116,28 @@ def _attention(clock: Clock, samples: Samples) -> None:
 
 
 def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies: bool) -> None:
-    """The host's time for an operation, for a use of a weight on ``mesh``, and for the replay of a graph."""
+    """The host's time for an operation, and for a use of a weight on ``mesh``."""
     _operations(clock, samples)
-    layers = _HOST_LAYERS
 
     def add(kind: str, model: nn.Module) -> None:
-        samples.add(f"host: {kind} layer", layers, clock.time_host(_step_of(model, clock.device)))
+        samples.add(f"host: {kind} layer", _HOST_LAYERS, clock.time_host(_step_of(model, clock.device)))
 
     add("plain", _stack(clock.device))
     one_by_one = {"coalesce_nbytes": 0, "coalesce_grad_nbytes": 0}
     by_group = fixed_policy(gather_backend="process_group", reduce_scatter="ring", **one_by_one)
     add("sharded", gtp_shard(_stack(clock.device), mesh, schedule=by_group))
     if has_copies:
-        by_copies = fixed_policy(gather_backend="copy_engine", reduce_scatter="copy_engine", **one_by_one)
+        nbytes = TOGETHER * _HOST_FEATURES**2 * 2
+        sizes = {"prefetch_nbytes": nbytes, "coalesce_nbytes": nbytes, "coalesce_grad_nbytes": nbytes}
+        by_copies = fixed_policy(gather_backend="copy_engine", reduce_scatter="copy_engine", **sizes)
         add("copied", gtp_shard(_stack(clock.device), mesh, schedule=by_copies))
-    stack = _stack(clock.device)
-    for layer in stack:
-        fully_shard(layer, mesh=mesh)
+    layers = list(_stack(clock.device))
+    blocks = [nn.Sequential(*layers[begin : begin + TOGETHER]) for begin in range(0, _HOST_LAYERS, TOGETHER)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    stack = nn.Sequential(*blocks)
     fully_shard(stack, mesh=mesh)
     add("fully_shard", stack)
-    if clock.device.type == "cuda":
-        _replay(clock, samples)
 
 
 def _operations(clock: Clock, samples: Samples) -> None:
@@ -177,13 +182,3 @@ def _step_of(model: nn.Module, device: torch.device) -> Callable[[], None]:
     for _ in range(4):
         step()
     return step
-
-
-def _replay(clock: Clock, samples: Samples) -> None:
-    tiny, graph = torch.zeros(16, device=clock.device), torch.cuda.CUDAGraph()
-    tiny.add_(1)
-    torch.cuda.synchronize(clock.device)
-    with torch.cuda.graph(graph):
-        for _ in range(_GRAPH_KERNELS):
-            tiny.add_(1)
-    samples.add("host: replay", 1, clock.time_host(graph.replay))

@@ -118,11 +118,21 @@ class Links:
         if engine is not None:
             self._both("gemm_beside_copy", gemm, "copy_beside_gemm", self._copy(engine, _BESIDE_NBYTES))
         big = self._bytes(_BESIDE_NBYTES if self._is_gpu else 1 << 16)
-        self._both("kernel", gemm, "", partial(big.mul_, 1))
+        self._kernels(gemm, partial(big.mul_, 1))
         twin = compat.twin_group(self._group, self._device, "calibrate")
         reduce = self._reduce(_BESIDE_NBYTES if self._is_gpu else 1 << 16, twin)
         self._both("wire", gather, "", reduce)
         self._grouped()
+
+    def _kernels(self, work: Work, other: Work) -> None:
+        """Two kernels that take turns on the SMs: the later one to end decides, if alone they take equally long."""
+        alone = self._time(work, 4), self._time(other, 4)
+        calls = 8
+        others = max(round(calls * alone[0] / alone[1]), 1)
+        together = self._clock.time_together(work, calls, other, others)
+        if together is not None:
+            longest = max(calls * alone[0], others * alone[1])
+            self._samples.beside["kernel"] = Beside(longest, self._agreed(together))
 
     def _both(self, first: str, work: Work, second: str, other: Work) -> None:
         """``work`` beside ``other``, and if it has a name, ``other`` beside ``work``."""

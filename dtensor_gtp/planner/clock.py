@@ -45,6 +45,10 @@ class Clock(ABC):
     def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
         """As :meth:`time`, while ``other`` runs on another stream; None if this device has no streams."""
 
+    @abstractmethod
+    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        """Of all calls of both, which begin together on two streams; None if this device has no streams."""
+
     def new_stream(self) -> torch.Stream | None:
         """A further stream of the device; None if it has none."""
         return None
@@ -73,6 +77,9 @@ class _WallClock(Clock):
         return self.time(work)
 
     def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        return None
+
+    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
         return None
 
 
@@ -123,24 +130,36 @@ class _EventClock(Clock):
         torch.cuda.synchronize(self.device)
         return statistics.median(samples)
 
-    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+    def _two_streams(self, work: Work, calls: int, other: Work, other_calls: int, *, joins: bool) -> float:
         samples = []
+        current = torch.cuda.current_stream(self.device)
         for _ in range(_SAMPLES):
             torch.cuda.synchronize(self.device)
             self._head_start(4 + (calls + other_calls) // 20)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if joins:
+                begin.record()
+            self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 for _ in range(other_calls):
                     other()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            work()
-            begin.record()
+            if not joins:
+                work()
+                begin.record()
             for _ in range(calls):
                 work()
+            if joins:
+                current.wait_stream(self._stream)
             end.record()
             torch.cuda.synchronize(self.device)
-            samples.append(_seconds(begin, end) / calls)
+            samples.append(_seconds(begin, end))
         return statistics.median(samples)
+
+    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        return self._two_streams(work, calls, other, other_calls, joins=False) / calls
+
+    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        return self._two_streams(work, calls, other, other_calls, joins=True)
 
 
 def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

@@ -49,17 +49,18 @@ class Samples(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """How many ranks measured each link; 1 if it was not measured."""
+    """How many ranks measured each link, 1 if it was not measured; and how many weights the host launched together."""
 
     fast: int = 1
     network: int = 1
+    together: int = 1
 
 
 def fitted(machine: Machine, samples: Samples, groups: Groups) -> Machine:
     """``machine`` with all numbers that follow from the samples; its ``not_measured`` names the others."""
     found: dict[str, Any] = {}
     found |= _compute(machine, samples)
-    found |= _host(samples)
+    found |= _host(samples, groups.together)
     for name, size in (("fast", groups.fast), ("network", groups.network)):
         found |= _link(machine, name, samples, size)
     found |= _copies(machine, samples, groups.fast)
@@ -115,14 +116,15 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
     return found
 
 
-def _host(samples: Samples) -> dict[str, Any]:
-    """A sharded weight costs the host two uses and three launches: two gathers and a reduction."""
+def _host(samples: Samples, together: int) -> dict[str, Any]:
+    """A sharded weight costs the host two uses and three launches: two gathers and a reduction. Copies are launched for
+    ``together`` weights at once, and so are collectives of ``fully_shard``."""
     found: dict[str, Any] = {}
 
     def put(name: str, seconds: float) -> None:
         found[f"host.{name}"] = max(seconds, 0.0) * 1e6
 
-    for name, kind in (("op_us", "host: op"), ("replay_us", "host: replay"), ("collective_us", "host: collective")):
+    for name, kind in (("op_us", "host: op"), ("collective_us", "host: collective")):
         if (seconds := samples.seconds(kind)) is not None:
             put(name, seconds)
     plain, sharded = samples.seconds("host: plain layer"), samples.seconds("host: sharded layer")
@@ -132,10 +134,10 @@ def _host(samples: Samples) -> dict[str, Any]:
     uses = max(sharded - plain - 3 * call, 0.0)
     put("use_us", uses / 2)
     if (copied := samples.seconds("host: copied layer")) is not None:
-        put("copy_us", (copied - plain - uses) / 3)
+        put("copy_us", (copied - plain - uses) * together / 3)
     if (fully := samples.seconds("host: fully_shard layer")) is not None:
         # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``peers``.
-        put("fsdp_use_us", (fully - plain - 3 * call) / 1.5)
+        put("fsdp_use_us", (fully - plain - 3 * call / together) / 1.5)
     return found
 
 

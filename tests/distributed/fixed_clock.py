@@ -25,3 +25,7 @@ class FixedClock(Clock):
     def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
         other()
         return 1.5 * self.time(work)
+
+    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+        other()
+        return 1.5 * calls * self.time(work)

@@ -137,6 +137,16 @@ def predictions(names: Container[str] | None = None) -> Iterator[Row]:
             yield Row(job["name"], mode, seq_len, row["ms"], ms, gib, predicted, row.get("used", False), is_kept)
 
 
+def calibrated() -> Iterator[Row]:
+    """The newest job on a machine that --calibrate has measured: no row of it is used."""
+    machine = load_machine(str(DATA.with_name("calibrated_2xh100.json")))
+    job = content()["jobs"][-1]
+    for row in job["rows"]:
+        setting = setting_of(machine, config(), job["ranks"], row["mode"], row["seq_len"], {})
+        ms = predicted_ms(setting, row["mode"], job["ranks"])
+        yield Row(f"{job['name']}, calibrated", row["mode"], row["seq_len"], row["ms"], ms, None, None, False, False)
+
+
 def as_csv(rows: list[Row]) -> str:
     """All rows, one a line. A row that was used to fit a constant has "used" in the place of its error."""
     lines = ["job,mode,T,measured ms,predicted ms,error,measured GiB,predicted GiB,error of memory"]
@@ -283,7 +293,7 @@ def replaced(text: str, begin: str, end: str, new: str) -> str:
 
 if __name__ == "__main__":
     rows = list(predictions())
-    CSV.write_text(as_csv(rows))
+    CSV.write_text(as_csv([*rows, *calibrated()]))
     text = replaced(PAGE.read_text(), BEGIN, END, section(rows))
     text = replaced(text, RUNS_BEGIN, RUNS_END, published_section())
     PAGE.write_text(replaced(text, OWN_BEGIN, OWN_END, own_section()))

@@ -30,6 +30,15 @@ def test_memory_of_measured_steps() -> None:
     assert max(abs(row.memory_error or 0) for row in rows) < 0.03
 
 
+def test_a_calibrated_machine_needs_no_measured_step() -> None:
+    """All modes at T=2048 and 8192; at T=512 the host decides, whose times differed by 1.4 within that job."""
+    rows = list(accuracy.calibrated())
+    assert "882cfba" in rows[0].job
+    errors = {(row.mode, row.seq_len): row.error for row in rows}
+    assert len(errors) == 12
+    assert max(abs(error) for (_, seq_len), error in errors.items() if seq_len > 512) < 0.05
+
+
 def test_at_least_half_of_the_rows_are_not_used() -> None:
     rows = [row for job in accuracy.content()["jobs"] for row in job["rows"]]
     assert sum(row.get("used", False) for row in rows) <= len(rows) / 2
@@ -38,7 +47,7 @@ def test_at_least_half_of_the_rows_are_not_used() -> None:
 @pytest.mark.long
 def test_all_measured_steps_are_as_the_file_and_the_page_have_them() -> None:
     rows = list(accuracy.predictions())
-    assert accuracy.as_csv(rows) == accuracy.CSV.read_text()
+    assert accuracy.as_csv([*rows, *accuracy.calibrated()]) == accuracy.CSV.read_text()
     assert accuracy.section(rows) in page()
     unused = [row for row in rows if not row.is_used]
     assert sum(abs(row.error) <= 0.1 for row in unused) >= 0.9 * len(unused)

@@ -21,7 +21,8 @@ from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_ma
 from dtensor_gtp.planner.samples import Beside, Groups, Samples, fitted
 
 RANKS = 4
-ALWAYS_MISSING = {"reserve_gib", "jitter", "compute.fused", "fast.hop_us", "network"}
+ALWAYS_MISSING = {"reserve_gib", "jitter", "compute.fused", "fast.hop_us", "network", "host.replay_us"}
+TOGETHER = 8
 
 
 def machine() -> Machine:
@@ -42,7 +43,7 @@ def machine() -> Machine:
         compute=changed,
         fast=Link(450, 0.61, 33.0, preset.fast.hop_us),
         copy=Link(450, 0.72, 6.5, 12.5),
-        host=Host(op_us=11, use_us=95, fsdp_use_us=210, collective_us=37, copy_us=120, replay_us=1500),
+        host=Host(op_us=11, use_us=95, fsdp_use_us=210, collective_us=37, copy_us=120, replay_us=preset.host.replay_us),
         contention=Contention(1.21, 1.04, 1.33, 1.07, 1.6, 1.4, 1.5),
     )
 
@@ -70,13 +71,12 @@ def measured(known: Machine) -> Samples:
     for num in (1, 8):
         samples.add("copy: tensors", num, costs.together_ms(0, axis, num, is_copy=True) / 1e3)
     samples.add("host: op", 50, 50 * host.op_us / 1e6)
-    samples.add("host: replay", 1, host.replay_us / 1e6)
     samples.add("host: collective", 1, host.collective_us / 1e6)
     plain, launches = 40.0, 3 * host.collective_us
     samples.add("host: plain layer", 16, 16 * plain / 1e6)
     samples.add("host: sharded layer", 16, 16 * (plain + 2 * host.use_us + launches) / 1e6)
-    samples.add("host: copied layer", 16, 16 * (plain + 2 * host.use_us + 3 * host.copy_us) / 1e6)
-    samples.add("host: fully_shard layer", 16, 16 * (plain + 1.5 * host.fsdp_use_us + launches) / 1e6)
+    samples.add("host: copied layer", 16, 16 * (plain + 2 * host.use_us + 3 * host.copy_us / TOGETHER) / 1e6)
+    samples.add("host: fully_shard layer", 16, 16 * (plain + 1.5 * host.fsdp_use_us + launches / TOGETHER) / 1e6)
     for name, factor in vars(known.contention).items():
         samples.beside[name] = Beside(2e-3, 2e-3 * factor)
     return samples
@@ -84,7 +84,7 @@ def measured(known: Machine) -> Samples:
 
 def test_a_machine_is_found_again_from_what_it_measures() -> None:
     known = machine()
-    found = fitted(load_machine("h200"), measured(known), Groups(fast=RANKS))
+    found = fitted(load_machine("h200"), measured(known), Groups(fast=RANKS, together=TOGETHER))
     for part in ("host", "contention", "fast", "copy"):
         assert vars(getattr(found, part)) == pytest.approx(vars(getattr(known, part)), rel=1e-6), part
     for name, value in vars(known.compute).items():
@@ -100,7 +100,7 @@ def test_what_is_not_measured_stays_as_it_was_and_is_named() -> None:
     samples = measured(machine())
     del samples.by_kind["copy: tensors"], samples.by_kind["cast"], samples.beside["kernel"]
     preset = load_machine("h200")
-    found = fitted(preset, samples, Groups(fast=RANKS))
+    found = fitted(preset, samples, Groups(fast=RANKS, together=TOGETHER))
     assert (found.copy, found.compute.cast, found.contention.kernel) == (
         preset.copy,
         preset.compute.cast,
@@ -119,7 +119,7 @@ def test_noise_gives_numbers_that_a_file_may_hold() -> None:
     samples.by_kind["host: sharded layer"] = samples.by_kind["host: plain layer"]
     for rows in (samples.by_kind["fast: gather"], samples.by_kind["fast: reduce"]):
         rows[:] = [row._replace(seconds=1e-3) for row in rows]
-    found = fitted(load_machine("h200"), samples, Groups(fast=RANKS))
+    found = fitted(load_machine("h200"), samples, Groups(fast=RANKS, together=TOGETHER))
     assert (found.contention.kernel, found.contention.wire, found.host.use_us) == (1, 10, 0)
     assert 0 < found.fast.share < 2
 
