@@ -20,6 +20,13 @@ PLANNER = [
         ("tests/unit/test_planner_simulation.py::test_a_weight_is_used_in_forward_and_in_backward",),
     ),
     Bug(
+        "a copy's time for the host is taken for a launch of one weight",
+        "planner/samples.py",
+        "(copied - plain - uses) * together / 3",
+        "(copied - plain - uses) / 3",
+        ("tests/unit/test_planner_calibrate.py::test_a_machine_is_found_again_from_what_it_measures",),
+    ),
+    Bug(
         "column-wise layers reduce no gradient of their input",
         "planner/user_tp.py",
         "        if not ctx.in_forward:\n            _note(ctx.recorder, grad)\n",

@@ -85,7 +85,8 @@ def _meshes(kind: str) -> Iterator[tuple[DeviceMesh, DeviceMesh | None]]:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         mesh = init_weight_mesh(kind, replicate=world // local, gtp=local)
         yield mesh["gtp"], mesh["replicate"] if world > local else None
-        dist.barrier(group=mesh["gtp"].get_group())  # nobody frees memory that a peer still reads
+        devices = [torch.cuda.current_device()] if kind == "cuda" else None
+        dist.barrier(group=mesh["gtp"].get_group(), device_ids=devices)  # nobody frees memory that a peer still reads
     finally:
         if is_mine and dist.is_initialized():
             dist.destroy_process_group()
