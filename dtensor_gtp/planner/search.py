@@ -299,7 +299,7 @@ def _refused_for_user(problem: Problem, layout: Layout) -> str | None:
         return f"{found}: {why[found]}"
     if layout.tp > problem.machine.gpus_per_domain:
         return f"tp {layout.tp} leaves the fast link of {problem.machine.gpus_per_domain} GPUs"
-    return problem.user.plan.refuses(layout.tp)
+    return problem.user.refuses(layout.tp)
 
 
 def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:

@@ -38,6 +38,7 @@ class UserModel:
     def __init__(self, build: Callable[[], _Built], name: str, remedy: str) -> None:
         self._build, self._name, self._remedy = build, name, remedy
         self._traces: dict[int, Trace] = {}
+        self._refusals: dict[int, str | None] = {}
         self.plan = plan_of(build().model)
 
     def trace(self, tp: int = 1) -> Trace:
@@ -45,6 +46,22 @@ class UserModel:
         if tp not in self._traces:
             self._traces[tp] = self._record(tp)
         return self._traces[tp]
+
+    def refuses(self, tp: int) -> str | None:
+        """Why ``tp`` ranks cannot share each layer; None if they can."""
+        if tp not in self._refusals:
+            self._refusals[tp] = self._refusal(tp)
+        return self._refusals[tp]
+
+    def _refusal(self, tp: int) -> str | None:
+        reason = self.plan.refuses(tp)
+        if reason is not None:
+            return reason
+        try:
+            self.trace(tp)
+        except PlanError as error:
+            return f"tp: the model's code does not run with slices of its layers ({error})"
+        return None
 
     def _record(self, tp: int) -> Trace:
         model, loss_of = self._build()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,23 @@ def test_what_cannot_be_is_refused_by_name(
     load(module, plan, heads)
     with pytest.raises(PlanError, match=message):
         dtensor_gtp.plan("users_tp:build", gpus=8, seq_len=TOKENS, fixed=fixed)
+
+
+def test_code_that_does_not_run_with_slices_is_planned_without_tp(module: ModuleType) -> None:
+    """Its attention names the number of heads, of which a slice has fewer."""
+    user = load(module)
+    assert user.refuses(2) is None
+
+    def forward(self: Block, x_BTC: torch.Tensor) -> torch.Tensor:
+        return x_BTC + self.out(self.query(x_BTC).view(1, TOKENS, HEADS, DIM // HEADS).flatten(-2))
+
+    plan = {name: style for name, style in PLAN.items() if name.partition("*.")[2] in ("query", "out")}
+    with mock.patch.object(Block, "forward", forward):
+        load(module, plan)
+        result = dtensor_gtp.plan("users_tp:build", gpus=4, seq_len=TOKENS)
+        assert {answer.layout.tp for answer in result.answers} == {1}
+        reasons = [item.reason for item in result.refused]
+        assert any(reason.startswith("tp: the model's code does not run with slices") for reason in reasons)
 
 
 def test_a_search_finds_tp_and_its_code(module: ModuleType) -> None:
