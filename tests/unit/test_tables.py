@@ -94,6 +94,21 @@ def test_each_job_says_where_its_figures_come_from(script: ModuleType) -> None:
         assert script.rows(path.stem) or path.stem in NOT_JOBS, path.name
 
 
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [
+        ("2 x H100, `882cfba`", "2xh100"),
+        ("2 x H100, `b71d7b9`", "2xh100_peers"),
+        ("2 x H100, least memory, `b71d7b9`", "2xh100_memory"),
+    ],
+)
+def test_rows_that_are_predicted_are_those_that_a_benchmark_wrote(script: ModuleType, name: str, job: str) -> None:
+    (predicted,) = (known for known in json.loads(script.MEASURED.read_text())["jobs"] if known["name"] == name)
+    for row in predicted["rows"]:
+        measured = script.figure(job, "ms", mode=row["mode"], seq_len=row["seq_len"])
+        assert measured == pytest.approx(row["ms"], abs=0.051), row
+
+
 def test_each_file_has_a_table(script: ModuleType) -> None:
     used = {line.job for table in script.STEPS.values() for line in table.lines}
     used |= {job for _, jobs in script.TABLES.values() for job in jobs} | NOT_JOBS
