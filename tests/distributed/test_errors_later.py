@@ -20,6 +20,7 @@ from test_errors import NUM_RANKS, Net
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard, quantize_, sharding_report
@@ -178,6 +179,8 @@ class TestRefusalsLater(unittest.TestCase):
                 RuntimeError, "cannot be copied after gtp_shard.*Copy the module before gtp_shard"
             ):
                 copy.deepcopy(module)
+            with self.assertRaisesRegex(RuntimeError, "for averages of weights use dtensor_gtp.optim.ShardedEMA"):
+                AveragedModel(module)
             for attempt in (copy.copy, pickle.dumps):
                 with self.assertRaisesRegex(
                     RuntimeError, r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"

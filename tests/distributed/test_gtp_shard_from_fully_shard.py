@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -14,6 +15,7 @@ from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.utils._pytree import register_pytree_node
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
 from dtensor_gtp._modules import from_fully_shard
@@ -72,6 +74,21 @@ class Batch:
     number: int = 3
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    number: int | None
+
+
+class ModelOutput:
+    """A class of a library that tells pytree what is in it, as the outputs of transformers do."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+register_pytree_node(ModelOutput, lambda output: ([output.logits], None), lambda logits, _: ModelOutput(*logits))
+
+
 class TestInputs(TestCase):
     def test_inputs_are_moved_to_the_device(self) -> None:
         """In containers and dataclasses; here to the meta device, in the test of CUDA to the GPU."""
@@ -80,6 +97,25 @@ class TestInputs(TestCase):
         self.assertEqual({t.device for t in (moved, batch.x, options["y"])}, {device})
         self.assertEqual((batch.number, options["n"], x.device.type), (3, 1, "cpu"))
         self.assertIs(to_device(moved, device), moved)
+
+    def test_every_container_of_pytree(self) -> None:
+        """The containers and their other contents stay as they are; the caller's own are not changed."""
+        x, device = torch.ones(2), torch.device("meta")
+        for container, read in (
+            (Pair(x, 1), lambda c: c.x),
+            (OrderedDict(b=x, a=1), lambda c: c["b"]),
+            (defaultdict(list, x=[x]), lambda c: c["x"][0]),
+            (deque([1, x], maxlen=2), lambda c: c[1]),
+            (ModelOutput(x), lambda c: c.logits),
+            ({"a": (x, [Pair(x, None)])}, lambda c: c["a"][1][0].x),
+        ):
+            moved = to_device(container, device)
+            self.assertIs(type(moved), type(container))
+            self.assertEqual((read(moved).device, read(container).device.type), (device, "cpu"))
+        self.assertEqual(to_device(Pair(x, 1), device).number, 1)
+        self.assertEqual(list(to_device(OrderedDict(b=x, a=1), device)), ["b", "a"])
+        self.assertIs(to_device(defaultdict(list, x=[x]), device).default_factory, list)
+        self.assertEqual(to_device(deque([1, x], maxlen=2), device).maxlen, 2)
 
 
 class TestRefused(TestCase):
