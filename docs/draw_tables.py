@@ -210,7 +210,9 @@ STEPS = {
     ),
     "1xh100": Steps(
         (
-            Line("`gtp_shard(model, mesh)`", "1xh100", "gtp"),
+            Line("`gtp_shard(model, mesh)`", "1xh100_newest", "gtp"),
+            Line("captured", "1xh100_newest", "gtp-graph"),
+            Line("the default of `bcdcd01`", "1xh100", "gtp"),
             Line("captured", "1xh100", "gtp-graph"),
             Line("`fully_shard`", "1xh100", FSDP2),
             Line("compute", "1xh100", "compute"),
