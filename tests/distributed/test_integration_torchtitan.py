@@ -29,8 +29,10 @@ def on_the_host() -> None:
         import torchtitan.tools.utils  # noqa: F401
 
 
-def configuration(tensor_parallel: int, **parallelism: Any) -> Any:
-    """The debug model of torchtitan's registry, smaller."""
+def configuration(tensor_parallel: int, compiled: str = "", **parallelism: Any) -> Any:
+    """The debug model of torchtitan's registry, smaller. Its blocks are compiled if ``compiled`` is the kind of
+    activation checkpointing to compile them with: "selective", "full" or "none"."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss
 
@@ -39,6 +41,10 @@ def configuration(tensor_parallel: int, **parallelism: Any) -> Any:
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.training.mixed_precision_param = "float32"
+    if compiled:
+        config.compile = replace(config.compile, enable=True, components=["model"], backend="aot_eager")
+    if compiled in ("full", "none"):
+        config.activation_checkpoint = FullAC.Config() if compiled == "full" else None
     config.parallelism = replace(
         config.parallelism, spmd_backend="partial_dtensor", tensor_parallel_degree=tensor_parallel, **parallelism
     )
@@ -89,12 +95,16 @@ def train(config: Any, world_size: int) -> tuple[list[float], nn.Module]:
     return losses, model
 
 
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By the names without activation checkpointing."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): param for name, param in model.named_parameters()}
+
+
 def _same_values(model: nn.Module) -> None:
     """Values that do not depend on how the parameters are placed."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    for name, param in sorted(model.named_parameters()):
-        name = name.replace("_checkpoint_wrapped_module.", "")
+    for name, param in sorted(_named_parameters(model).items()):
         generator = torch.Generator().manual_seed(sum(name.encode()))
         value = torch.randn(param.shape, generator=generator) * 0.05 + (param.ndim == 1)
         if isinstance(param, DTensor):
@@ -104,16 +114,16 @@ def _same_values(model: nn.Module) -> None:
 
 @needs("torchtitan", extra="torchtitan")
 class TestTorchtitan(GlooTest):
-    def check(self, tensor_parallel: int, **parallelism: Any) -> None:
+    def check(self, tensor_parallel: int, compiled: str = "", **parallelism: Any) -> None:
         on_the_host()
         from dtensor_gtp.integrations.torchtitan import with_gtp
 
         expected, reference = train(configuration(tensor_parallel, **parallelism), self.world_size)
-        losses, model = train(with_gtp(configuration(tensor_parallel, **parallelism)), self.world_size)
+        losses, model = train(with_gtp(configuration(tensor_parallel, compiled, **parallelism)), self.world_size)
         self.assertLess(expected[-1], expected[0] - 1.0)
         self.assertEqual(losses, expected, atol=2e-4, rtol=1e-4)
-        ours = dict(model.named_parameters())
-        for name, param in reference.named_parameters():
+        ours = _named_parameters(model)
+        for name, param in _named_parameters(reference).items():
             torch.testing.assert_close(full(ours[name]), full(param), atol=2e-3, rtol=1e-3)
 
     def test_losses_are_those_of_fsdp2(self) -> None:
@@ -124,6 +134,14 @@ class TestTorchtitan(GlooTest):
 
     def test_with_tensor_parallelism(self) -> None:
         self.check(2)
+
+    def test_compiled(self) -> None:
+        for recomputed in ("selective", "full", "none"):
+            self.check(1, recomputed)
+
+    def test_compiled_with_tensor_parallelism(self) -> None:
+        """Without activation checkpointing, with which this fails in torch 2.13, under ``fully_shard`` as well."""
+        self.check(2, "none")
 
     def test_what_is_not_supported(self) -> None:
         on_the_host()
