@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
