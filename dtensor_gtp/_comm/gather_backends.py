@@ -17,7 +17,7 @@ from .. import _torch_compat as compat
 from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, SchedulePolicy
 from .agreement import by_rank
-from .copy_engine import CopyEngine
+from .copy_engine import ALIGNMENT, CopyEngine
 from .send_ring import SendRing
 
 T = TypeVar("T")
@@ -88,8 +88,7 @@ def choose_gather_backend(
     if isinstance(asked, type):
         advice = f". {see('add_a_gather_backend')}"
         return _make_on_all_ranks(asked, groups, device, asked.__name__, advice), asked, "asked for"
-    round_nbytes = max(schedule.coalesce_nbytes, _LEAST_ROUND) // groups[0].size()
-    factory = partial(CopyEngine, round_nbytes=round_nbytes)
+    factory = partial(CopyEngine, round_nbytes=round_nbytes(schedule, groups[0].size()))
     try:
         engine = _make_on_all_ranks(factory, groups, device, "copy_engine")
         return engine, "copy_engine", "one host" if asked == "auto" else "asked for"
@@ -107,13 +106,23 @@ def choose_reduce_scatter(
     asked = schedule.reduce_scatter
     if asked != "copy_engine" and (asked != "auto" or gathers != "copy_engine"):
         return (None, "ring", f"gathers by {gathers}") if asked == "auto" else (None, asked, "asked for")
-    enough_nbytes = (schedule.max_inflight_reduce_scatters + 1) * max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+    enough = enough_nbytes(schedule)
     if gathers == "copy_engine":  # these ranks map each other's memory already
         why = "one host" if asked == "auto" else "asked for"
-        return SendRing(groups[0], device, enough_nbytes, nbytes=0), "copy_engine", why
-    factory = partial(SendRing, enough_nbytes=enough_nbytes)
+        return SendRing(groups[0], device, enough, nbytes=0), "copy_engine", why
+    factory = partial(SendRing, enough_nbytes=enough)
     ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
     return ring, "copy_engine", "asked for"
+
+
+def round_nbytes(schedule: Schedule, num_ranks: int) -> int:
+    """What a rank sends in a round of copy engines: half of its stage."""
+    return max(schedule.coalesce_nbytes, _LEAST_ROUND) // num_ranks // ALIGNMENT * ALIGNMENT
+
+
+def enough_nbytes(schedule: Schedule) -> int:
+    """The size up to which a send ring grows so that more is in flight: all groups in flight, and the next one."""
+    return (schedule.max_inflight_reduce_scatters + 1) * max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
 
 
 def _make_on_all_ranks(

@@ -75,12 +75,7 @@ class SendRing(PeerCopies):
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Before the first backward: it will have gradients of these sizes in bytes, so that the ring grows once."""
-        aligned = [offsets([nbytes], _ALIGNMENT)[-1] for nbytes in sizes]
-        self._expected_nbytes = min(self._enough_with(max(aligned, default=0)), sum(aligned))
-
-    def _enough_with(self, largest_nbytes: int) -> int:
-        """The size up to which the ring grows so that more is in flight."""
-        return self._enough_nbytes + largest_nbytes * (largest_nbytes > self._enough_nbytes // 2)
+        self._expected_nbytes = ring_nbytes(sizes, self._enough_nbytes)
 
     @property
     def _nbytes(self) -> int:
@@ -163,7 +158,8 @@ class SendRing(PeerCopies):
     @property
     def missing_nbytes(self) -> int:
         """The size that the ring should have had in this backward; 0 if it has that size."""
-        wanted = max(min(self._enough_with(self._largest_nbytes), self._submitted_nbytes), self._wanted_nbytes)
+        wanted = _wanted(self._largest_nbytes, self._submitted_nbytes, self._enough_nbytes)
+        wanted = max(wanted, self._wanted_nbytes)
         return wanted if wanted > self._nbytes else 0
 
     def exchange(self, received: Tensor, sizes: Sequence[int], places: Sequence[Place]) -> None:
@@ -188,3 +184,14 @@ class SendRing(PeerCopies):
         has_own = received.shape[0] == self._num_ranks
         stage.fetch([(rank, rank if has_own or rank < self.rank else rank - 1) for rank in self._peers()], fetches)
         stage.barrier(1)
+
+
+def ring_nbytes(sizes: Sequence[int], enough_nbytes: int) -> int:
+    """How large a ring gets for backwards with gradients of these sizes in bytes; ``enough_nbytes`` as in
+    ``SendRing``."""
+    aligned = [offsets([nbytes], _ALIGNMENT)[-1] for nbytes in sizes]
+    return _wanted(max(aligned, default=0), sum(aligned), enough_nbytes)
+
+
+def _wanted(largest_nbytes: int, total_nbytes: int, enough_nbytes: int) -> int:
+    return min(enough_nbytes + largest_nbytes * (largest_nbytes > enough_nbytes // 2), total_nbytes)

@@ -65,8 +65,9 @@ def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -
             param.accumulate(part.view(grad.shape))
 
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
-        comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
-        comm.check_finite("the all_reduce of gradients", [(param.fqn, grad) for param, grad in bucket], groups)
+        if comm.is_debugged:
+            comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
+            comm.check_finite("the all_reduce of gradients", [(param.fqn, grad) for param, grad in bucket], groups)
         if scale.predivide is not None:
             wire.div_(scale.predivide)
         work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams) if active else None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from .._comm.gather_backends import enough_nbytes, round_nbytes
+from .._comm.send_ring import ring_nbytes
 from .._schedule.held_weights import Held, held_nbytes
 from ..policy import Schedule
 from .machine import GIB
@@ -219,8 +221,7 @@ def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Sc
 
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
-    """What copy engines need: for gathers twice this rank's rows of a launch, since larger ones take rounds, for
-    reductions the largest gradient and the groups in flight beside it."""
+    """What copy engines need: for gathers a stage of two rounds, for reductions a ring. The runtime has both sizes."""
     weights = setting.sharded()
     total = 0
     for lane in {item.lane for item in weights}:
@@ -229,10 +230,9 @@ def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
             continue
         backends = setting.backends(schedule, lane)
         if backends.gathers == "copy_engine":
-            total += 2 * schedule.coalesce_nbytes // items[0].axis.size
+            total += 2 * round_nbytes(schedule, items[0].axis.size)
         if backends.reduces == "copy_engine":
-            sent = max(item.sent for item in items)
-            total += sent + schedule.max_inflight_reduce_scatters * schedule.coalesce_grad_nbytes
+            total += ring_nbytes([item.sent for item in items], enough_nbytes(schedule))
     return total
 
 

@@ -241,7 +241,6 @@ class FirstStep:
         self._model, self._world, self._is_reduced = model, world, is_reduced
         self.ms = math.nan
         self.grad_norm: float | None = None
-        world.synchronize()
         world.barrier()
         self._begin = time.perf_counter()
 

@@ -20,9 +20,11 @@ from dtensor_gtp._comm.collectives import Groups, ReduceScale
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine, offsets
 from dtensor_gtp._comm.debug import DebugFlags
+from dtensor_gtp._comm.gather_backends import round_nbytes
 from dtensor_gtp._comm.reduce_scatter import Scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
 from dtensor_gtp._schedule.reduce_gradients import Gradients
+from dtensor_gtp.policy import Schedule
 
 NUM_RANKS = 4
 # Ends what hangs.
@@ -184,6 +186,13 @@ def test_large_gathers_take_rounds() -> None:
     assert num_rounds == [1 + 3 + 20 + 1 + 8 + 3] * NUM_RANKS
     # Two rounds, and then twice a row that is longer than a round.
     assert ranks.num_stages == [2] * NUM_RANKS
+
+
+def test_rounds_of_any_number_of_ranks_fill_the_stage() -> None:
+    """Else aligned rows of a full round would not fit into its half, which would grow by bytes."""
+    for num_ranks in (2, 3, 7, 8):
+        assert 0 < round_nbytes(Schedule(), num_ranks) <= Schedule().coalesce_nbytes // num_ranks
+        assert round_nbytes(Schedule(), num_ranks) % copy_engine.ALIGNMENT == 0
 
 
 class Ring(SendRing):

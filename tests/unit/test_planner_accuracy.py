@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import planner_accuracy as accuracy
 import pytest
+
+from dtensor_gtp.planner.machine import GIB, load_machine
+from dtensor_gtp.planner.memory import symmetric_nbytes
 
 # Jobs of which nothing but compute was used to fit a constant: over a wire, and without one.
 JOBS = {"4 x H200, `5037fb7`": 7, "1 x H100 as one of 8, `bcdcd01`": 7}
@@ -28,6 +33,14 @@ def test_memory_of_measured_steps() -> None:
     rows = [row for row in accuracy.predictions({job["name"]}) if row.memory_error is not None]
     assert len(rows) == 4
     assert max(abs(row.memory_error or 0) for row in rows) < 0.03
+
+
+def test_symmetric_memory_is_what_two_gpus_held() -> None:
+    """To the byte: the runtime's own rules give the stage and the ring."""
+    held = json.loads((accuracy.PAGE.parents[1] / "data" / "2xh100.json").read_text())["results"]
+    setting = accuracy.setting_of(load_machine("h100"), accuracy.config(), 2, "gtp", 2048, {})
+    predicted = symmetric_nbytes(setting, setting.choice(64 * GIB)[0])
+    assert {row["symmetric_bytes"] for row in held if row["mode"] == "gtp"} == {predicted}
 
 
 def test_a_calibrated_machine_needs_no_measured_step() -> None:
