@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -156,22 +154,13 @@ def test_bad_config_json(tmp_path: Path, changes: dict[str, Any], message: str) 
         known_model(config_json(tmp_path / "config.json", **changes))
 
 
-@pytest.fixture
-def module() -> Iterator[ModuleType]:
-    """A module of a user."""
-    made = ModuleType("users_models")
-    sys.modules[made.__name__] = made
-    yield made
-    del sys.modules[made.__name__]
-
-
-def test_a_function_that_builds_a_model(module: ModuleType) -> None:
+def test_a_function_that_builds_a_model(users_models: ModuleType) -> None:
     def build() -> Any:
         with torch.device("meta"):
             layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
             return nn.Sequential(*layers), torch.empty(8, 64)
 
-    module.build = build  # type: ignore[attr-defined]
+    users_models.build = build  # type: ignore[attr-defined]
     name, config, user = load_model("users_models:build", 8)
     assert (name, config) == ("users_models:build", None)
     assert user is not None
@@ -196,8 +185,8 @@ def test_a_function_that_builds_a_model(module: ModuleType) -> None:
         ),
     ],
 )
-def test_functions_that_do_not(module: ModuleType, build: Any, message: str) -> None:
-    module.build = build  # type: ignore[attr-defined]
+def test_functions_that_do_not(users_models: ModuleType, build: Any, message: str) -> None:
+    users_models.build = build  # type: ignore[attr-defined]
     with pytest.raises(PlanError, match=message) as caught:
         load_model("users_models:build", 8)
     assert "\n" not in str(caught.value)

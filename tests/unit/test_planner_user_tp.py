@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -68,21 +66,13 @@ class Model(nn.Module):
         return self.head(self.base(ids))
 
 
-@pytest.fixture
-def module() -> Iterator[ModuleType]:
-    made = ModuleType("users_tp")
-    sys.modules[made.__name__] = made
-    yield made
-    del sys.modules[made.__name__]
-
-
-def load(module: ModuleType, plan: dict[str, str] | None = PLAN, heads: int = HEADS) -> UserModel:
+def load(users_models: ModuleType, plan: dict[str, str] | None = PLAN, heads: int = HEADS) -> UserModel:
     def build() -> Any:
         with torch.device("meta"):
             return Model(plan, heads), torch.zeros(1, TOKENS, dtype=torch.int64)
 
-    module.build = build  # type: ignore[attr-defined]
-    user = load_model("users_tp:build", TOKENS)[2]
+    users_models.build = build  # type: ignore[attr-defined]
+    user = load_model("users_models:build", TOKENS)[2]
     assert user is not None
     return user
 
@@ -93,8 +83,8 @@ def operations(trace: Trace) -> list[Any]:
     return [*around, *trace.loss, *trace.tail]
 
 
-def test_layers_of_the_plan_are_cut_and_others_are_whole(module: ModuleType) -> None:
-    user = load(module)
+def test_layers_of_the_plan_are_cut_and_others_are_whole(users_models: ModuleType) -> None:
+    user = load(users_models)
     whole, half = user.trace(), user.trace(2)
     for one, other in zip(whole.weights, half.weights, strict=True):
         assert one.name == other.name
@@ -106,17 +96,17 @@ def test_layers_of_the_plan_are_cut_and_others_are_whole(module: ModuleType) -> 
     assert attention[1] == attention[0] / 2
 
 
-def test_what_ranks_of_tp_exchange(module: ModuleType) -> None:
+def test_what_ranks_of_tp_exchange(users_models: ModuleType) -> None:
     """In each block two results are all-reduced in forward, in backward the gradients of the inputs of three layers.
     An all-reduce is a reduce-scatter and an all-gather. The first block's input has a gradient: the table's."""
-    user = load(module)
+    user = load(users_models)
     assert [op for op in operations(user.trace()) if op.kind is Kind.TP] == []
     found = [op.nbytes for op in operations(user.trace(2)) if op.kind is Kind.TP]
     assert found == [TOKENS * DIM * 2] * (LAYERS * (2 + 3) * 2)
 
 
-def test_activations_inside_of_blocks_are_halved(module: ModuleType) -> None:
-    user = load(module)
+def test_activations_inside_of_blocks_are_halved(users_models: ModuleType) -> None:
+    user = load(users_models)
     whole, half = ([weight.live for weight in user.trace(tp).weights] for tp in (1, 2))
     saved = [lives[6] - lives[1] for lives in (whole, half)]  # from block to block
     assert saved[0] / 2 < saved[1] < saved[0]
@@ -139,16 +129,16 @@ def test_activations_inside_of_blocks_are_halved(module: ModuleType) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
-    module: ModuleType, plan: dict[str, str] | None, heads: int, fixed: dict[str, int], message: str
+    users_models: ModuleType, plan: dict[str, str] | None, heads: int, fixed: dict[str, int], message: str
 ) -> None:
-    load(module, plan, heads)
+    load(users_models, plan, heads)
     with pytest.raises(PlanError, match=message):
-        dtensor_gtp.plan("users_tp:build", gpus=8, seq_len=TOKENS, fixed=fixed)
+        dtensor_gtp.plan("users_models:build", gpus=8, seq_len=TOKENS, fixed=fixed)
 
 
-def test_code_that_does_not_run_with_slices_is_planned_without_tp(module: ModuleType) -> None:
+def test_code_that_does_not_run_with_slices_is_planned_without_tp(users_models: ModuleType) -> None:
     """Its attention names the number of heads, of which a slice has fewer."""
-    user = load(module)
+    user = load(users_models)
     assert user.refuses(2) is None
 
     def forward(self: Block, x_BTC: torch.Tensor) -> torch.Tensor:
@@ -156,18 +146,18 @@ def test_code_that_does_not_run_with_slices_is_planned_without_tp(module: Module
 
     plan = {name: style for name, style in PLAN.items() if name.partition("*.")[2] in ("query", "out")}
     with mock.patch.object(Block, "forward", forward):
-        load(module, plan)
-        result = dtensor_gtp.plan("users_tp:build", gpus=4, seq_len=TOKENS)
+        load(users_models, plan)
+        result = dtensor_gtp.plan("users_models:build", gpus=4, seq_len=TOKENS)
         assert {answer.layout.tp for answer in result.answers} == {1}
         reasons = [item.reason for item in result.refused]
         assert any(reason.startswith("tp: the model's code does not run with slices") for reason in reasons)
 
 
-def test_a_search_finds_tp_and_its_code(module: ModuleType) -> None:
-    load(module)
-    result = dtensor_gtp.plan("users_tp:build", gpus=4, seq_len=TOKENS)
+def test_a_search_finds_tp_and_its_code(users_models: ModuleType) -> None:
+    load(users_models)
+    result = dtensor_gtp.plan("users_models:build", gpus=4, seq_len=TOKENS)
     assert {answer.layout.tp for answer in result.answers} == {1, 2, 4}
-    result = dtensor_gtp.plan("users_tp:build", gpus=4, seq_len=TOKENS, fixed={"tp": 2})
+    result = dtensor_gtp.plan("users_models:build", gpus=4, seq_len=TOKENS, fixed={"tp": 2})
     assert result.best.exposed_ms["tp"] > 0
     code = result.code()
     ast.parse(code[: code.index("torchrun")])

@@ -1,0 +1,18 @@
+"""Fixtures of several files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def users_models() -> Iterator[ModuleType]:
+    """A module of a user, importable by the name ``users_models``."""
+    made = ModuleType("users_models")
+    sys.modules[made.__name__] = made
+    yield made
+    del sys.modules[made.__name__]
