@@ -96,15 +96,18 @@ class Entry(NamedTuple):
         return bool(_RANKS.search(self.example)) and "a GPU" not in self.needs
 
 
-def public_modules() -> list[str]:
-    """Modules that say what is public in them."""
-    found = []
+@functools.cache
+def public_names() -> dict[str, list[str]]:
+    """Module to its ``__all__``. The text is read: some modules import only where their library is installed."""
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if any(part.startswith("_") and part != "__init__" for part in parts):
             continue
-        if any(ast.unparse(target) == "__all__" for target in _assigned(_parsed(path))):
-            found.append(".".join(("dtensor_gtp", *(part for part in parts if part != "__init__"))))
+        for node in _parsed(path).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                name = ".".join(("dtensor_gtp", *(part for part in parts if part != "__init__")))
+                found[name] = ast.literal_eval(node.value)
     return found
 
 
@@ -112,7 +115,7 @@ def public_modules() -> list[str]:
 def entries() -> tuple[Entry, ...]:
     """All public names and the public methods of public classes; a name of several modules once."""
     found: dict[Any, Entry] = {}
-    for module in public_modules():
+    for module in public_names():
         for key, entry in _entries_of(module):
             found.setdefault(key, entry)
     return tuple(entry for entry in found.values() if entry.path not in FOREIGN)
@@ -160,10 +163,8 @@ def _arguments(function: Any) -> tuple[str, ...]:
 
 def _entries_of_source(name: str) -> Iterator[Entry]:
     """Without an import of the module."""
-    tree = _parsed(_path_of(name))
-    (public,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and _is_all(node))
-    for node in tree.body:
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name not in ast.literal_eval(public):
+    for node in _parsed(_path_of(name)).body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name not in public_names()[name]:
             continue
         if isinstance(node, ast.FunctionDef):
             yield Entry(name, node.name, ast.get_docstring(node) or "", "function", _arguments_of_source(node))
@@ -201,10 +202,6 @@ def _assigned(tree: ast.Module) -> list[ast.expr]:
         elif isinstance(node, ast.AnnAssign):
             found.append(node.target)
     return found
-
-
-def _is_all(node: ast.Assign) -> bool:
-    return ast.unparse(node.targets[0]) == "__all__"
 
 
 def _path_of(module: str) -> Path:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
+from reference import public_names
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "dtensor_gtp"
 REFERENCE = ROOT / "docs" / "reference"
 
 
-def public_modules() -> dict[str, list[str]]:
-    """Module to its ``__all__``. The text is read: some modules import only where their library is installed."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-                found[name] = ast.literal_eval(node.value)
-    return found
-
-
-MODULES = public_modules()
+MODULES = public_names()
 
 
 def page(module: str) -> str:

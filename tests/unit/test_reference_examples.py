@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from reference import FOREIGN, LIBRARIES, NEEDS, PACKAGE, Entry, entries, public_modules, run_example
+from reference import FOREIGN, LIBRARIES, NEEDS, PACKAGE, Entry, entries, public_names, run_example
 
 import dtensor_gtp
 from dtensor_gtp._comm.debug import DebugFlags
@@ -76,8 +76,8 @@ CALLED_BY_OTHERS = {
 
 
 def test_the_modules_are_those_that_have_a_page() -> None:
-    assert {"dtensor_gtp", "dtensor_gtp.nn", "dtensor_gtp.policy", "dtensor_gtp.elastic"} <= set(public_modules())
-    assert {f"dtensor_gtp.integrations.{library}" for library in LIBRARIES} <= set(public_modules())
+    assert {"dtensor_gtp", "dtensor_gtp.nn", "dtensor_gtp.policy", "dtensor_gtp.elastic"} <= set(public_names())
+    assert {f"dtensor_gtp.integrations.{library}" for library in LIBRARIES} <= set(public_names())
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.path)
@@ -124,7 +124,7 @@ def test_what_an_example_needs_is_said_where_a_reader_sees_it() -> None:
             assert entry.needs in entry.text
         elif entry.example:
             assert "Needs a" not in entry.text, f"{entry.path} is not in NEEDS"
-    known = {entry.path for entry in ENTRIES} | set(public_modules())
+    known = {entry.path for entry in ENTRIES} | set(public_names())
     assert NEEDS.keys() <= known
     assert {path.rpartition(".")[2] for path in FOREIGN} <= set(dtensor_gtp.__all__)
 
