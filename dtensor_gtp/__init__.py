@@ -8,7 +8,8 @@ Environment variables, the same on all ranks:
 
 ``DTENSOR_GTP_DEBUG``: debugging aids, separated by commas. None of them changes a correct result.
 
-- ``poison`` fills a gather buffer with NaN when it is freed, so that a later read shows in the result.
+- ``poison`` fills a gather buffer with NaN when it is freed, and a new buffer for a gradient, so that a wrong read
+  shows in the result.
 - ``delay`` or ``delay=SEED`` lets each stream (on CPU: the host) sleep a random time at each gather, use and
   reduce-scatter, so that a missing wait shows in the result.
 - ``order`` compares what the ranks of a mesh launch before each collective, and raises if it differs. The host waits.

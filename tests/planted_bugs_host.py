@@ -61,9 +61,16 @@ HOST = [
     Bug(
         "finite skips gradients that travel alone",
         "_schedule/reduce_gradients.py",
-        '                comm.check_finite("the reduce_scatter of gradients", [(weight.fqn, buffer)], weight.groups)',
-        "                pass",
+        "                values = [(weight.fqn, weight.layout.full_view(buffer))]\n",
+        "                values = []\n",
         ("tests/distributed/test_debugging_aids.py::TestFinite::test_gradients_of_sharded_and_whole_parameters",),
+    ),
+    Bug(
+        "finite looks at padding",
+        "_schedule/reduce_gradients.py",
+        "[each.weight.layout.full_view(full) for each, full in zip(together, fulls, strict=True)]",
+        "fulls",
+        ("tests/distributed/test_debugging_aids.py::TestFinite::test_padding_is_not_looked_at",),
     ),
     Bug(
         "finite skips quantized weights",

@@ -115,7 +115,8 @@ def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
 
 
 def poison(buffer: Tensor) -> None:
-    """Fill a freed gather buffer with NaN. Elements that travel as bytes become 255, a NaN of e4m3."""
+    """Fill a freed gather buffer, or a new one for a gradient, with NaN. Elements that travel as bytes become 255, a
+    NaN of e4m3."""
     if buffer.is_floating_point():
         buffer.fill_(float("nan"))
     elif buffer.dtype == torch.uint8:

@@ -127,9 +127,11 @@ class Gradients:
         if ring is not None and weight.flags.requires_gradient_sync:
             self._launch_others(weight, self._scale(weight))
             buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
-            if buffer is not None and self._comm.debug.poison:
-                poison(buffer)
-        return weight.send_buffer() if buffer is None else buffer, False
+        if buffer is None:
+            buffer = weight.send_buffer()
+        if self._comm.debug.poison:
+            poison(buffer)
+        return buffer, False
 
     def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
         """Take a full gradient in the weight's shape. If ``is_owned``, nobody else reads it: it need not be copied."""
@@ -248,7 +250,8 @@ class Gradients:
         with comm.reducing():
             if comm.is_debugged:
                 comm.before_collective("reduce_scatter", weight.fqn, weight.groups)
-                comm.check_finite("the reduce_scatter of gradients", [(weight.fqn, buffer)], weight.groups)
+                values = [(weight.fqn, weight.layout.full_view(buffer))]
+                comm.check_finite("the reduce_scatter of gradients", values, weight.groups)
             work = compat.reduce_scatter_base(slot, buffer, scale.op, weight.groups.scatter, not comm.has_streams)
             gradient.buffer, earlier = None, weight.unreplicated_grad
             keep = [buffer, slot] if earlier is None else [buffer, slot, earlier]
@@ -271,7 +274,8 @@ class Gradients:
             if comm.is_debugged:
                 names = [each.weight.fqn for each in together]
                 comm.before_collective("reduce_scatter", ", ".join(names), weight.groups)
-                values = list(zip(names, fulls, strict=True))
+                sent = [each.weight.layout.full_view(full) for each, full in zip(together, fulls, strict=True)]
+                values = list(zip(names, sent, strict=True))
                 comm.check_finite("the reduce_scatter of gradients", values, weight.groups)
             work = scattering.launch(scale, weight.groups, comm)
             keep = scattering.keep()  # among them the full gradients, while the collective reads them
@@ -297,7 +301,8 @@ class Gradients:
         reduce-scatter. They have the dtype of the sum or a wider one, and nobody else reads them."""
         flags, scale = weight.flags, self._scale(weight)
         if self._comm.is_debugged:
-            self._comm.check_finite("the sum of gradients", [(weight.fqn, rows)], weight.groups)
+            values = [(weight.fqn, weight.layout.filled(rows))]
+            self._comm.check_finite("the sum of gradients", values, weight.groups)
         # As the reduce-scatter would do.
         divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
         slot = (rows if divisor is None else rows.div_(divisor)).to(

@@ -357,7 +357,7 @@ def _draw(rng: random.Random, seed: int) -> Draw:
         mixed="low" if low and rng.random() < 0.5 else rng.choice(("", "", "", "wide", "narrow", "reduce")),
         outer_reshard=rng.random() < 0.7,
         outer_units=uses_dp and rng.random() < 0.5,
-        debug=rng.choice(("", "", "", "", "poison", "poison", "delay", "poison,delay", "order,finite")),
+        debug=rng.choice(("", "", "", "", "poison", "poison", "delay", "poison,delay", "poison,order,finite")),
         rows=rng.choice((1, 2)),
         length=rng.choice((2, 3, 4)),
         microbatches=microbatches,

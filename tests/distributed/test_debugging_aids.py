@@ -161,6 +161,14 @@ class TestFinite(GlooTest):
             ):
                 model(torch.ones(2, 64))
 
+    def test_padding_is_not_looked_at(self) -> None:
+        """Buffers of gradients are not initialized, and nobody writes to their padding: 5 rows on 4 ranks have 3."""
+        for schedule in (explicit(min_shard_numel=0, coalesce_grad_nbytes=0), explicit(min_shard_numel=0)):
+            reference = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH), nn.Linear(WIDTH, 5))
+            with environment(DTENSOR_GTP_DEBUG="poison,finite"):
+                model = shard_copy(reference, self.gtp_mesh(), schedule=schedule)
+            check_step(reference, model, self.gtp_mesh(), make_rows(0), square_step)
+
     def test_a_recording_is_refused(self) -> None:
         model = self.model(small_model(), self.gtp_mesh())
         is_recorded = mock.patch.object(Streams, "is_capturing", True)
