@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -374,6 +376,38 @@ class GTPModule(RefusedMethods, BoundModule):
             raise ValueError(f"set_gradient_divide_factor expects a positive factor, but got {factor}.")
         for param in self._params():
             param.flags.gradient_divide_factor = float(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call ``hook`` with each reduced gradient before it is added to ``.grad``, e.g. to sum it over more ranks.
+
+        It is called at the end of backward, once for each parameter below this module, in the same order on all ranks.
+        All-reduces in it are not hidden behind backward; those of a (replicate, gtp) mesh are.
+
+        Args:
+            hook: Changes this rank's part of a gradient in place. The part is on the host with shards on the host.
+            stream: Must be None: the hook runs on the stream that called backward.
+
+        Raises:
+            NotImplementedError: ``stream`` is given.
+
+        Example:
+            >>> model = nn.Linear(64, 64)
+            >>> mesh = init_weight_mesh("cpu", replicate=2, gtp=2)
+            >>> model = gtp_shard(model, mesh["gtp"])
+            >>> group = mesh["replicate"].get_group()
+            >>> all_reduce = torch.distributed.all_reduce
+            >>> model.set_all_reduce_hook(lambda grad: all_reduce(grad, group=group))
+            >>> model(torch.ones(2, 64)).sum().backward()
+            >>> model.bias.grad.to_local()[0]  # an average over gtp, summed over replicas
+            tensor(4.)
+        """
+        if stream is not None:
+            raise NotImplementedError(
+                "set_all_reduce_hook expects no stream, because the hook runs on the stream that called backward. "
+                "Leave it out; in the hook, switch to a stream of your own and wait for it."
+            )
+        for param in self._params():
+            param.flags.all_reduce_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`, which torch deprecates.

@@ -405,4 +405,18 @@ RUNTIME = [
         "        if False:",
         ("tests/distributed/test_capture_blocks.py::TestCaptureBlocks::test_microbatches",),
     ),
+    Bug(
+        "all-reduce hook changes a copy",
+        "_params/managed_param.py",
+        "            hook(reduced)\n",
+        "            hook(reduced.clone())\n",
+        ("tests/distributed/test_gtp_shard_from_fully_shard.py::TestAllReduceHook::test_replicas_of_ones_own",),
+    ),
+    Bug(
+        "padding of a hook's tensor becomes rows",
+        "_params/pack_planes.py",
+        "    return layout.filled(tensor) if is_padded else tensor",
+        "    return tensor",
+        ("tests/distributed/test_gtp_shard_extensions.py::TestHooks::test_sixteen_bits_cross_the_wire",),
+    ),
 ]

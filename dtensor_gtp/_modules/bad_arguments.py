@@ -60,8 +60,9 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
     reshard = arguments.reshard_after_forward
     if not isinstance(reshard, bool):
         raise TypeError(
-            f"gtp_shard expects a bool as reshard_after_forward, but got {type(reshard).__name__}: {reshard!r}. For a "
-            "part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that backward uses first."
+            f"gtp_shard expects a bool as reshard_after_forward, but got {type(reshard).__name__}: {reshard!r}. Leave "
+            "out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that backward "
+            "uses first."
         )
     expected: tuple[tuple[str, Any, Any], ...] = (
         ("an nn.Module as module", module, nn.Module),

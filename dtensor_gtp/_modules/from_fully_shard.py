@@ -33,10 +33,6 @@ METHODS = MappingProxyType(
         "set_modules_to_backward_prefetch": _PLANNED,
         "set_custom_all_gather": "Pass a class to SchedulePolicy(gather_backend=...)",
         "set_custom_reduce_scatter": "Choose a kind by SchedulePolicy(reduce_scatter=...)",
-        "set_all_reduce_hook": (
-            "Pass a (replicate, gtp) mesh, or call fully_shard over the outer axis. To change a reduced gradient, use "
-            "register_hook of the parameter"
-        ),
         "set_post_optim_event": (
             "A gather takes memory of the compute stream, so it waits for that stream. Launch what is independent of "
             "the optimizer's step before it, or on another stream"
@@ -64,12 +60,18 @@ METHODS = MappingProxyType(
 
 
 def refuse_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A decorator: arguments of ``fully_shard`` that ``call`` does not have raise, and name what to use instead."""
+    """A decorator: arguments of ``fully_shard`` that ``call`` does not have raise, and name what to use instead. So
+    does a call without a mesh, for which ``fully_shard`` makes one."""
 
     @functools.wraps(call)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs.keys() & ARGUMENTS.keys():
             raise TypeError(f"gtp_shard has no argument {name} of fully_shard. {ARGUMENTS[name]}.")
+        if len(args) == 1 and "mesh" not in kwargs:
+            raise TypeError(
+                "gtp_shard expects a mesh, but got none; fully_shard makes one of all ranks. Pass "
+                "init_device_mesh('cuda', (torch.distributed.get_world_size(),), mesh_dim_names=('gtp',))."
+            )
         return call(*args, **kwargs)
 
     return checked

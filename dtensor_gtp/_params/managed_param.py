@@ -47,6 +47,7 @@ class SyncFlags:
     reshard_after_forward: bool = True
     reshard_after_backward: bool = True
     gradient_divide_factor: float | None = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
 
 
 class Policies(NamedTuple):
@@ -241,6 +242,9 @@ class ManagedParam:
         self._more_reduced.clear()
         if not param.requires_grad:  # autograd, too, skips a leaf that was frozen after its forward
             return
+        if (hook := self.flags.all_reduce_hook) is not None:
+            # Here, not behind backward: replicas may launch their reductions in different orders.
+            hook(reduced)
         spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
         if hooks := compat.tensor_hooks(param):
             reduced = _run_tensor_hooks(hooks, param, reduced, spec)

@@ -198,6 +198,7 @@ class HookWire(Wire):
         else:
             stride = torch.empty(layout.shape, device="meta").stride()
             inputs, metadata = pre(mesh, layout.shape, stride, weight.sites[0].module, self._mp_policy)
+        inputs = [_without_padding(tensor, layout) for tensor in inputs]
         planes = [(_hook_layout(weight, tensor), tensor) for tensor in inputs]
 
         def unpack(parts: list[Tensor]) -> Tensor:
@@ -209,6 +210,12 @@ class HookWire(Wire):
 
     def describe(self, not_fused: str) -> str:
         return "gathered and used by its own hooks"
+
+
+def _without_padding(tensor: Tensor, layout: WeightLayout) -> Tensor:
+    """Where shards differ in size, hooks for ``fully_shard`` pad theirs to the size of the largest one."""
+    is_padded = layout.dim == 0 and tensor.ndim > 0 and tensor.shape[0] == layout.chunk_rows
+    return layout.filled(tensor) if is_padded else tensor
 
 
 def _hook_layout(weight: ShardedWeight, tensor: Tensor) -> WeightLayout:

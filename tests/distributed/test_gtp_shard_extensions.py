@@ -40,8 +40,11 @@ class Halved(torch.Tensor):
         args, kwargs = tree_map_only(Halved, unwrap, (args, kwargs or {}))
         return tree_map_only(torch.Tensor, lambda t: Halved(t, wire_dtypes[0]), func(*args, **kwargs))
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        return (self._values.bfloat16().view(self._wire_dtype),), None
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
+        """Padded to the size of the largest shard, which ``fully_shard`` demands."""
+        rows = self._values.new_full((-(-size[0] // mesh.size()), *size[1:]), float("nan"))
+        rows[: len(self._values)] = self._values
+        return (rows.bfloat16().view(self._wire_dtype),), None
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         return outputs[0].view(torch.bfloat16).to(dtype), outputs
@@ -83,7 +86,8 @@ class TestHooks(GlooTest):
         self.assertEqual(uses["0.weight"], "attribute, gathered and used by its own hooks")
 
     def test_sixteen_bits_cross_the_wire(self) -> None:
-        """bfloat16, which the hook says, and int16, which neither gloo nor NCCL knows; with short and empty shards."""
+        """bfloat16, which the hook says, and int16, which neither gloo nor NCCL knows; with short and empty shards,
+        which the hook pads."""
         for rows in (8, 3):
             for dtype in (torch.bfloat16, torch.int16):
                 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What users of ``fully_shard`` bring along: meshes of single parameters; arguments and methods that are refused."""
+"""What users of ``fully_shard`` bring along: meshes of single parameters, all-reduce hooks; and what is refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, check_training, fake_world
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.common_utils import TestCase, run_tests
 from torch.utils._pytree import register_pytree_node
@@ -66,6 +68,44 @@ class TestMeshes(GlooTest):
             self.assertEqual((named[name].device_mesh, named[name].placements), (hsdp, placements))
         self.assertEqual(named["first.bias"].device_mesh, hsdp)
         self.assertEqual(named["attention.out_proj.weight"].device_mesh, gtp)
+
+
+class TestAllReduceHook(GlooTest):
+    def test_replicas_of_ones_own(self) -> None:
+        """A mesh of one replica, and a hook that averages over the others: as if the mesh had both axes. With 16 bits
+        on the wire, microbatches, shards on dim 1, a tied weight, and shards on the host."""
+        mesh = self.hsdp_mesh()
+        group, num_calls = mesh["replicate"].get_group(), [0]
+
+        def average(grad: torch.Tensor) -> None:
+            num_calls[0] += 1
+            dist.all_reduce(grad, group=group)
+            grad /= group.size()
+
+        def shard(module: nn.Module, **options: Any) -> nn.Module:
+            gtp_shard(module, mesh["gtp"], schedule=ALL, **options).set_all_reduce_hook(average)
+            return module
+
+        dims = {(7, WIDTH): Shard(1)}
+        for options in (
+            {},
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        ):
+            torch.manual_seed(0)
+            tied = nn.Linear(WIDTH, WIDTH)
+            num_calls[0] = 0
+            check_training(
+                nn.Sequential(tied, Attention(), tied),
+                lambda m, o=options: shard(m, shard_placement_fn=lambda p: dims.get(tuple(p.shape)), **o),
+                mesh,
+                lambda generator: torch.randn(16, 3, WIDTH, generator=generator),
+                lambda m, x: m(x).square().mean(),
+                make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),
+                num_microbatches=2,
+                tolerance={"rtol": 1e-1, "atol": 5e-3} if "mp_policy" in options else None,
+            )
+            self.assertEqual(num_calls[0], 3 * 2 * 10)  # steps, microbatches and parameters
 
 
 @dataclass(frozen=True)
@@ -146,6 +186,10 @@ class TestRefused(TestCase):
                 gtp_shard([model], mesh)
             with self.assertRaisesRegex(TypeError, r"reshard_after_forward, but got int: 2. .*keep_nbytes"):
                 gtp_shard(model, mesh, reshard_after_forward=2)
+            with self.assertRaisesRegex(TypeError, r"reshard_after_forward, but got NoneType: None. Leave out None"):
+                gtp_shard(model, mesh, reshard_after_forward=None)
+            with self.assertRaisesRegex(TypeError, r"expects a mesh, but got none; .* Pass init_device_mesh\('cuda'"):
+                gtp_shard(model)
             self.assertNotIsInstance(model, GTPModule)
 
     def test_methods(self) -> None:
@@ -160,6 +204,22 @@ class TestRefused(TestCase):
             model.set_reduce_scatter_divide_factor(3)
             model(torch.ones(1, 8)).sum().backward()
             self.assertEqual(model[0].bias.grad.to_local(), torch.full((8,), 1 / 3))
+
+    def test_all_reduce_hook(self) -> None:
+        """It is called once for each gradient that is synced, and changes it."""
+        with fake_world(world_size=2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, schedule=ALL)
+            shapes: list[tuple[int, ...]] = []
+            model.set_all_reduce_hook(lambda grad: shapes.append(tuple(grad.shape)) or grad.fill_(3))
+            model[1].weight.requires_grad_(False)
+            for is_last in (False, True):
+                model.set_requires_gradient_sync(is_last)
+                model(torch.ones(1, 8)).sum().backward()
+                self.assertEqual(shapes, [(4, 8), (8,), (8,)][: 3 * is_last])
+            self.assertEqual(model[0].weight.grad.to_local(), torch.full((4, 8), 3.0))
+            with self.assertRaisesRegex(NotImplementedError, "expects no stream, .* switch to a stream of your own"):
+                model.set_all_reduce_hook(lambda grad: None, stream=object())
 
     def test_reset_iter_state(self) -> None:
         """A forward or backward that raised leaves nothing: not its gradients, nor those of earlier microbatches."""
