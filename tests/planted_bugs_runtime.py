@@ -71,7 +71,7 @@ RUNTIME = [
         "                    poison(gathered.buffer)",
         "                    pass",
         (
-            "tests/distributed/test_gtp_shard_overlap.py::TestOverlap::test_poison_fills_a_freed_buffer_but_no_escaped_reference",
+            "tests/distributed/test_gtp_shard_overlap.py::TestPoison::test_poison_fills_a_freed_buffer_but_no_escaped_reference",
         ),
     ),
     Bug(
