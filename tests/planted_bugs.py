@@ -6,6 +6,8 @@ not, and with 2 if a bug no longer fits the code or its tests cannot be run. The
 How a bug is run: this process imports torch once, but never the package. For each bug it forks a child, which imports
 the package from a copy with the bug in it (a directory of links and one real file) and calls pytest. Workers of
 multi-process tests are forked from that child in turn, so they have the bug as well, and nobody imports torch again.
+One bug after the other has its copy in the same place: what they compile of the package and of the tests, the next ones
+read.
 """
 
 from __future__ import annotations
@@ -77,8 +79,18 @@ class Result(NamedTuple):
 
 
 class _Run(NamedTuple):
+    """A bug that runs.
+
+    Args:
+        bug: Which one.
+        directory: Of what it leaves behind.
+        place: The directory of its copy of the package, of one bug at a time.
+        begin: When.
+    """
+
     bug: Bug
     directory: Path
+    place: Path
     begin: float
 
 
@@ -190,11 +202,14 @@ def _run_all(
 ) -> Iterator[Result]:
     """Run some bugs at a time, in forked children; results come as they end."""
     _preload()
+    # Before anything is compiled for a bug: what an earlier run has left may be of another one.
+    shutil.rmtree(directory / "compiled", ignore_errors=True)
     waiting, running = list(reversed(bugs)), dict[int, _Run]()
+    places = [directory / f"place_{number}" for number in range(jobs)]
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
-                run = _begin(waiting.pop(), directory, is_planted)
+            while waiting and places:
+                run = _begin(waiting.pop(), directory, places.pop(), is_planted)
                 pid = os.fork()
                 if pid == 0:
                     _run_child(run, tier)
@@ -207,15 +222,15 @@ def _run_all(
                 if end is not None:
                     del running[pid]
                     yield _result(run, end)
-                    for name in ("package", "temporary"):
-                        shutil.rmtree(run.directory / name, ignore_errors=True)
+                    shutil.rmtree(run.place, ignore_errors=True)
+                    places.append(run.place)
     finally:  # the rest of them, where this process is told to end
         for pid in running:
             _kill_group(pid)
 
 
-def _begin(bug: Bug, directory: Path, is_planted: bool) -> _Run:
-    run = _Run(bug, directory / bug.name.replace(" ", "_"), time.monotonic())
+def _begin(bug: Bug, directory: Path, place: Path, is_planted: bool) -> _Run:
+    run = _Run(bug, directory / bug.name.replace(" ", "_"), place, time.monotonic())
     _copy_package(run, is_planted)
     sys.stdout.flush()  # what is left in the buffer would be printed by the child as well
     return run
@@ -234,7 +249,6 @@ def _end_of(pid: int, run: _Run, limit: float) -> _End | None:
 
 
 def _preload() -> None:
-    sys.dont_write_bytecode = True  # of what children import: the compiled files are those of this checkout
     os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -247,10 +261,12 @@ def _preload() -> None:
 
 def _copy_package(run: _Run, is_planted: bool) -> None:
     """The package as links, but for the file with the bug, which is real."""
-    copy = run.directory / "package" / PACKAGE.name
-    shutil.rmtree(run.directory, ignore_errors=True)
+    copy = run.place / "package" / PACKAGE.name
+    for path in (run.directory, run.place):
+        shutil.rmtree(path, ignore_errors=True)
+    run.directory.mkdir()
     copy.mkdir(parents=True)
-    (run.directory / "temporary").mkdir()
+    (run.place / "temporary").mkdir()
     *parents, name = Path(run.bug.file).parts
     source = PACKAGE
     for parent in [*parents, None]:
@@ -262,7 +278,8 @@ def _copy_package(run: _Run, is_planted: bool) -> None:
             copy.mkdir()
     changed = copy / name
     changed.write_text(run.bug.text() if is_planted else (PACKAGE / run.bug.file).read_text())
-    os.utime(changed, (0, 0))  # no compiled file is of this time
+    time_of_its_own = BUGS.index(run.bug)  # no compiled file is of this one
+    os.utime(changed, (time_of_its_own, time_of_its_own))
 
 
 def _run_child(run: _Run, tier: str) -> None:
@@ -274,11 +291,16 @@ def _run_child(run: _Run, tier: str) -> None:
         with open(run.directory / "output.txt", "w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        package = str(run.directory.resolve() / "package")
+        place = run.place.resolve()
+        package = str(place / "package")
         sys.path.insert(0, package)
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(place.parent / "compiled")
+        sys.dont_write_bytecode = False
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to look for them in what is installed takes a while
         os.environ["PYTHONPATH"] = package  # of processes that tests start anew
         os.environ["GTP_TESTS_START_METHOD"] = "fork"  # for a conftest that starts workers before the session does
-        tempfile.tempdir = os.environ["TMPDIR"] = str(run.directory.resolve() / "temporary")
+        tempfile.tempdir = os.environ["TMPDIR"] = str(place / "temporary")
         os.chdir(PACKAGE.parent)
         import pytest
 
