@@ -284,8 +284,7 @@ class TestOptimizers(GlooTest):
     def one_rank_mesh(self) -> DeviceMesh:
         return init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "gtp"))
 
-    # Hundreds of DTensor's own collectives over gloo, in which a worker once died of a corrupted heap.
-    @pytest.mark.soak
+    @pytest.mark.long
     def test_r7_torch_muon_is_right_up_to_the_order_of_bf16_sums(self) -> None:
         """DTensor runs the same iteration with every product sharded, if there are as many rows as ranks."""
         names = [name for name in self.matrices() if name != "three rows"]
