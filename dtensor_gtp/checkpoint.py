@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -41,7 +41,9 @@ def _plane_key(recipes: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(?P<weight>.+)_(?P<recipe>{names})\.(?P<plane>{planes})")
 
 
-_PLANE_KEY = _plane_key(RECIPES)
+def _by_name(recipes: Iterable[Recipe]) -> dict[str, Recipe]:
+    """These recipes, and those of the package that have other names."""
+    return {name: cls() for name, cls in RECIPES.items()} | {recipe.name: recipe for recipe in recipes}
 
 
 def load(
@@ -53,6 +55,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     allow_partial_load: bool = False,
+    recipes: Sequence[Recipe] = (),
 ) -> None:
     """``torch.distributed.checkpoint.load``, also if checkpoint and ``state_dict`` store a weight differently.
 
@@ -64,6 +67,7 @@ def load(
         model: The module whose native weights are in ``state_dict``; needed only if some must be quantized.
         checkpoint_id, storage_reader, process_group, no_dist: As for ``dcp.load``.
         allow_partial_load: Leave entries as they are that the checkpoint does not have.
+        recipes: Recipes of your own in which the checkpoint holds weights that are not native in ``model``.
 
     Raises:
         ValueError: A native weight must be quantized but ``model`` does not have it, or shapes differ.
@@ -78,7 +82,7 @@ def load(
         >>> native = gtp_shard(native.requires_grad_(False), mesh)
         >>> load(native.state_dict(), model=native, checkpoint_id="step10")  # quantizes
     """
-    planner = ConvertingLoadPlanner(model, allow_partial_load)
+    planner = ConvertingLoadPlanner(model, allow_partial_load, recipes)
     load_as_stored(
         state_dict,
         checkpoint_id=checkpoint_id,
@@ -124,7 +128,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     """The planner of :func:`load`. Call :meth:`finish` when ``dcp.load`` has returned on all ranks.
 
     Args:
-        model: As in :func:`load`.
+        model, recipes: As in :func:`load`.
         allow_partial_load: As in ``DefaultLoadPlanner``.
 
     Example:
@@ -136,13 +140,14 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         >>> planner.finish()
     """
 
-    def __init__(self, model: nn.Module | None = None, allow_partial_load: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, allow_partial_load: bool = False, recipes: Sequence[Recipe] = ()
+    ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._model = model
-        # Also recipes that a user has written.
         natives = [native_of(param) for param in ([] if model is None else model.parameters())]
-        own = {native.recipe.name: native.recipe for native in natives if native is not None}
-        self._recipes = {name: cls() for name, cls in RECIPES.items()} | own
+        own = [native.recipe for native in natives if native is not None]
+        self._recipes = _by_name([*recipes, *own])
         self._plane_key = _plane_key(self._recipes)
         self._regions: dict[str, _Region] = {}  # by the key of the weight
 
@@ -271,12 +276,15 @@ def _checked(key: str, stored: Mapping[str, Any], shape: torch.Size) -> TensorSt
     return meta
 
 
-def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def dequantize_state_dict(
+    state_dict: Mapping[str, Any], module: nn.Module, recipes: Sequence[Recipe] = ()
+) -> dict[str, Any]:
     """A full state dict in which each native weight is one tensor, for a module that does not store it as planes.
 
     Args:
         state_dict: A full state dict of plain tensors.
         module: Its parameters give the shape and dtype of each weight.
+        recipes: Recipes of your own that are in ``state_dict``.
 
     Returns:
         A new dict.
@@ -293,12 +301,13 @@ def dequantize_state_dict(state_dict: Mapping[str, Any], module: nn.Module) -> d
         torch.Size([64, 64])
     """
     params = dict(module.named_parameters(remove_duplicate=False))
-    result = {key: value for key, value in state_dict.items() if not _PLANE_KEY.fullmatch(key)}
-    weights = {match["weight"] for key in state_dict if (match := _PLANE_KEY.fullmatch(key))}
-    recipes = {name: cls() for name, cls in RECIPES.items()}
+    known = _by_name(recipes)
+    plane_key = _plane_key(known)
+    result = {key: value for key, value in state_dict.items() if not plane_key.fullmatch(key)}
+    weights = {match["weight"] for key in state_dict if (match := plane_key.fullmatch(key))}
     with Progress(_LOG, "dequantization of a state dict", len(weights)) as progress:
         for weight in progress.over(weights):
-            recipe, param = _recipe_of(state_dict, weight, recipes), params.get(weight)
+            recipe, param = _recipe_of(state_dict, weight, known), params.get(weight)
             if param is None or recipe is None:
                 raise ValueError(
                     f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has "

@@ -176,6 +176,22 @@ class TestNativeCheckpoint(GlooTest):
             checkpoint.load(model.state_dict(), model=model, checkpoint_id=path)
             self.assert_same(model.state_dict(), saved.state_dict())
 
+    def test_a_recipe_of_the_user_into_a_plain_model(self) -> None:
+        """The checkpoint does not say the recipe, so the caller does."""
+        mesh, recipe = self.gtp_mesh(), Int8Rows(levels=100)
+        saved = on_gtp(recipe, mesh)(net(1))
+        expected = {name: full(param.detach()) for name, param in saved.named_parameters()}
+        with shared_directory() as path:
+            dcp.save(saved.state_dict(), checkpoint_id=path)
+            plain = fsdp(net(2), mesh)
+            checkpoint.load(plain.state_dict(), checkpoint_id=path, recipes=[recipe])
+            self.assert_same({name: full(param.detach()) for name, param in plain.named_parameters()}, expected)
+            with self.assertRaisesRegex(CheckpointException, "layers.0.up.weight"):
+                checkpoint.load(plain.state_dict(), checkpoint_id=path)
+        alone = net(2)
+        alone.load_state_dict(checkpoint.dequantize_state_dict(whole_state(saved), alone, [recipe]))
+        self.assert_same(dict(alone.named_parameters()), expected)
+
     def test_full_state_dicts(self) -> None:
         """Out to rank 0 and back, from rank 0 and from every rank; planes, and high-precision values."""
         mesh = self.gtp_mesh()
