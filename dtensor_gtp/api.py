@@ -251,7 +251,7 @@ class GTPModule(RefusedMethods, BoundModule):
         """Gather all weights below this module and keep them gathered until :meth:`reshard`.
 
         Until then ``submodule.weight`` reads as the full weight outside of a forward, too, and a parameter that is not
-        sharded (``submodule.bias``) as a plain tensor.
+        sharded (``submodule.bias``) as a plain tensor. ``parameters()`` still yields the sharded DTensors.
 
         Args:
             async_op: Return at once. The caller waits by the handle before it reads a weight.

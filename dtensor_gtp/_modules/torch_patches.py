@@ -193,8 +193,8 @@ def _refusal(what: str, name: str, param: ManagedParam) -> ValueError:
         f"{what} cannot go around a module after gtp_shard: parameter '{name}' of shape {tuple(param.param.shape)} is "
         f"sharded, and its gradient averaged, over mesh axes {param.mesh.mesh_dim_names} alone (rank "
         f"{dist.get_rank()}). Pass a 2-D (replicate, gtp) mesh to gtp_shard instead, or call fully_shard over the "
-        "outer mesh axis after it. To reduce the ignored_params of gtp_shard alone, pass process_group=mesh.get_group()"
-        " of its mesh to DistributedDataParallel."
+        "outer mesh axis after it. To reduce other parameters alone, pass the sharded modules to replicate as "
+        "ignored_modules, or process_group=mesh.get_group() of their mesh to DistributedDataParallel."
     )
 
 

@@ -27,12 +27,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from . import needs_extra
-from ._sharded import outermost, without_gradient_sync
+from ._sharded import outermost, take_gpu_generator, without_gradient_sync
 
 with needs_extra("accelerate"):
     from accelerate import Accelerator
     from accelerate.checkpointing import load_accelerator_state
     from accelerate.utils import RNG_STATE_NAME, is_peft_model
+    from accelerate.utils import load as load_file
 
 STATE_FOLDER = "sharded_state"  # below a checkpoint, what torch.distributed.checkpoint wrote
 
@@ -106,6 +107,19 @@ class GTPAccelerator(Accelerator):
         with super().no_sync(model), without_gradient_sync(model):
             yield
 
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As ``Accelerator.unscale_gradients``, also where an ``mp_policy`` casts. Clipping calls it.
+
+        Args:
+            optimizer: One or a list of those that ``prepare`` has returned, by default all.
+        """
+        native_amp = self.native_amp
+        self.native_amp = native_amp or self.scaler is not None  # without it, the stock method does nothing
+        try:
+            super().unscale_gradients(optimizer)
+        finally:
+            self.native_amp = native_amp
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict in whole tensors on the host of rank 0; an empty one on other ranks. Collective.
 
@@ -152,7 +166,11 @@ class GTPAccelerator(Accelerator):
         _set_shards(models, optimizers, state)
         num_saved = len(list(folder.glob(f"{RNG_STATE_NAME}_*.pkl")))
         if self.process_index >= num_saved:
-            self.step = load_accelerator_state(str(folder), [], [], [], [], self.process_index % num_saved)["step"]
+            rank = self.process_index % num_saved
+            self.step = load_accelerator_state(str(folder), [], [], [], [], rank)["step"]
+            states = load_file(folder / f"{RNG_STATE_NAME}_{rank}.pkl")
+            if "torch_cuda_manual_seed" in states:
+                take_gpu_generator(states["torch_cuda_manual_seed"], rank)
 
     @contextmanager
     def _without_sharded(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:

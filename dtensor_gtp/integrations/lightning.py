@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import needs_extra
-from ._sharded import without_gradient_sync
+from ._sharded import is_offloaded, move_unsharded, without_gradient_sync
 
 with needs_extra("lightning"):
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -60,6 +60,13 @@ class GTPStrategy(ModelParallelStrategy):
             )
         self._data_parallel_size = num_processes // self._tensor_parallel_size
         super().setup_environment()
+
+    def model_to_device(self) -> None:
+        """Move the module to this process's device, but not shards that an ``offload_policy`` keeps on the host."""
+        if is_offloaded(self.model):
+            move_unsharded(self.model, self.root_device)
+        else:
+            super().model_to_device()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

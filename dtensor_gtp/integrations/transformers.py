@@ -8,16 +8,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from . import needs_extra
+from ._sharded import is_offloaded, move_unsharded, take_gpu_generator
 
 with needs_extra("transformers"):
     from accelerate.utils import is_peft_model
     from transformers import Trainer
+    from transformers.trainer_pt_utils import safe_globals
 
     from .accelerate import STATE_FOLDER, GTPAccelerator, options_of, whole_state_dict
 
@@ -50,6 +53,13 @@ class GTPTrainer(Trainer):
         """Make ``self.accelerator`` a ``GTPAccelerator``."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = GTPAccelerator  # it has methods of its own, and no state
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave shards on the host where the model's ``offload_policy`` keeps them there."""
+        if is_offloaded(model):
+            move_unsharded(model, device)
+        else:
+            super()._move_model_to_device(model, device)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Gather on all ranks what rank 0 writes."""
@@ -112,6 +122,11 @@ class GTPTrainer(Trainer):
             name = f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
             os.symlink(saved[rank % len(saved)].absolute(), Path(folder) / name)
             super()._load_rng_state(folder)
+        if rank >= len(saved):
+            with safe_globals():
+                states = torch.load(saved[rank % len(saved)], weights_only=True)
+            if "cuda" in states:
+                take_gpu_generator(states["cuda"], rank % len(saved))
 
     def _job_state(self) -> dict[str, Any]:
         """What a checkpoint has in shards; on resuming, where they are loaded to."""

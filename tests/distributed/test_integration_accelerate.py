@@ -12,6 +12,7 @@ from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared
 from integration_common import needs, process
 from runtime_common import Net, counted, make_tokens, token_loss
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
@@ -47,7 +48,9 @@ class Loop:
 class AcceleratedLoop(Loop):
     """The same in a job of so many processes."""
 
-    def __init__(self, num_processes: int) -> None:
+    mp_policy = MixedPrecisionPolicy()
+
+    def __init__(self, num_processes: int, **options: Any) -> None:
         from accelerate import DataLoaderConfiguration
 
         from dtensor_gtp.integrations.accelerate import GTPAccelerator
@@ -56,13 +59,13 @@ class AcceleratedLoop(Loop):
         self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("gtp",))
         config = DataLoaderConfiguration(split_batches=True)
         self.accelerator = GTPAccelerator(
-            cpu=True, gradient_accumulation_steps=NUM_MICROBATCHES, dataloader_config=config
+            cpu=True, gradient_accumulation_steps=NUM_MICROBATCHES, dataloader_config=config, **options
         )
         self.reductions: list[int] = []  # that each microbatch took
         super().__init__()
 
     def optimize(self) -> None:
-        gtp_shard(self.model, self.mesh, schedule=ALL)
+        gtp_shard(self.model, self.mesh, schedule=ALL, mp_policy=self.mp_policy)
         super().optimize()
         prepared = self.accelerator.prepare(self.model, self.optimizer, self.scheduler)
         self.model, self.optimizer, self.scheduler = prepared
@@ -75,6 +78,16 @@ class AcceleratedLoop(Loop):
                 self.reductions.append(sum(count()[1:]))
         assert self.accelerator.sync_gradients
         self.norm = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+
+class ScaledLoop(AcceleratedLoop):
+    """Scales its loss, as accelerate does on GPUs for fp16. The policy's dtype is one that changes no bit."""
+
+    mp_policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+
+    def optimize(self) -> None:
+        self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
+        super().optimize()
 
 
 @needs("accelerate", extra="accelerate")
@@ -113,6 +126,13 @@ class TestAccelerator(GlooTest):
                     self.assertEqual((torch.rand(1).item(), random.random()), drawn)
                 assert_same_params(resumed.model, reference.model)
                 self.check(resumed, reference, range(2, 4))
+
+    def test_clips_what_is_not_scaled(self) -> None:
+        """Without autocast, which the policy replaces."""
+        with process(2):
+            loop = ScaledLoop(2, mixed_precision="fp16")
+            self.check(loop, Loop(), range(3))
+            self.assertFalse(loop.accelerator.native_amp)
 
     def test_ranks_that_did_not_save_take_random_numbers_counted_round(self) -> None:
         with shared_directory() as folder:
