@@ -1,8 +1,8 @@
 """Runs the code blocks of a page of the documentation.
 
 All python blocks of a page are one program, run in order in one namespace, in an empty temporary folder. Bash blocks
-run in between, where they stand. Device strings "cuda" become "cpu"; else the text runs as it is. HTML comments direct
-it:
+run in between, where they stand; one that is a call of gtp-plan alone runs in this process. Device strings "cuda" become
+"cpu"; else the text runs as it is. HTML comments direct it:
 
 - ``<!-- ranks: 4 -->``: so many processes run the program; their process group exists. Rank 0 alone runs bash blocks.
 - ``<!-- setup``, lines of python, ``-->``: code that readers do not see, run in place.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+
+from dtensor_gtp.planner import command_line
 
 ROOT = Path(__file__).parents[2]
 _PROGRAMS = ("python", "bash")
@@ -145,10 +148,21 @@ def run(page: Page, rank: int = 0) -> None:
             text = re.sub(r"""(["'])cuda(?=\1|:)""", r"\1cpu", block.text)
             exec(compile("\n" * (block.line - 1) + text, str(page.path), "exec"), vars(program))
         else:
-            if rank == 0:
+            if rank == 0 and (plan := re.fullmatch(r"gtp-plan ([^\\\n]+)\n", block.text)):
+                _run_plan(page, block, shlex.split(plan[1]))
+            elif rank == 0:
                 _run_bash(page, block)
             if page.ranks:
                 dist.barrier()
+
+
+def _run_plan(page: Page, block: Block, arguments: list[str]) -> None:
+    """What the installed command does, without a process that imports torch again."""
+    try:
+        status = command_line.main(arguments)
+    except SystemExit as end:  # it does not know an argument
+        status = end.code
+    assert status == 0, f"{page.path}:{block.line}: exit status {status}\n{block.text}"
 
 
 def _run_bash(page: Page, block: Block) -> None:

@@ -94,6 +94,14 @@ def test_a_failing_command_is_named(run, command: str) -> None:
         run(PAGE.replace("echo two >> file", f"{command}\necho two >> file"))
 
 
+def test_a_call_of_the_planner_runs_and_a_failing_one_is_named(run) -> None:
+    call = "```bash\ngtp-plan llama3-8b --machine h100 --gpus 8 --gtp 8 --pp 1 --tp 1 --json ran\n```"
+    assert '"gtp": 8' in run(call)
+    for wrong in ("--gpus 0", "--no-such-option"):
+        with pytest.raises(AssertionError, match=r"page\.md:2: exit status 2"):
+            run(call.replace("--gpus 8", wrong))
+
+
 def test_a_class_of_a_page_can_be_pickled(run) -> None:
     text = "import pickle\nclass A: pass\nassert type(pickle.loads(pickle.dumps(A()))) is A\nopen('ran', 'w')"
     run(f"```python\n{text}\n```")

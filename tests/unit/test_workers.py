@@ -55,7 +55,7 @@ class Deeds(GlooTest):
             raise ValueError("another thing")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     some = Pools()
     yield some
