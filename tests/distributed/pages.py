@@ -1,8 +1,8 @@
 """Runs the code blocks of a page of the documentation.
 
 All python blocks of a page are one program, run in order in one namespace, in an empty temporary folder. Bash blocks
-run in between, where they stand; one that is a call of gtp-plan alone runs in this process. Device strings "cuda" become
-"cpu"; else the text runs as it is. HTML comments direct it:
+run in between, where they stand; one that is a call of gtp-plan alone runs in this process. Device strings "cuda"
+become "cpu"; else the text runs as it is. HTML comments direct it:
 
 - ``<!-- ranks: 4 -->``: so many processes run the program; their process group exists. Rank 0 alone runs bash blocks.
 - ``<!-- setup``, lines of python, ``-->``: code that readers do not see, run in place.
