@@ -259,9 +259,9 @@ class TestSharded(unittest.TestCase):
         with fake_world(world_size=4):
             mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
             x = torch.ones(1, columns, dtype=torch.bfloat16, requires_grad=True)
+            before = held_storages()
             for recipe in (MXFP8(), NVFP4(), Float8Rowwise()):
                 for wrap in (gtp_shard, lambda model, mesh: fully_shard(model, mesh=mesh)):
-                    before = held_storages()
                     model = nn.Sequential(nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16))
                     model = wrap(native(model, recipe).requires_grad_(False), mesh)
                     model(x).sum().backward()
