@@ -24,7 +24,7 @@ from fuzz import AXES, Draw
 from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, _torch_compat, gtp_shard, register_gtp_forward_method
@@ -292,6 +292,10 @@ def _backward(draw: Draw, model: Model, loss: torch.Tensor, micro: int) -> None:
         if draw.retains_graph:
             loss.backward(retain_graph=True)
         loss.backward()
+    else:  # no backward takes from the model what an outer fully_shard has gathered and keeps
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _break_off(draw: Draw, model: Model, step: int, rows: slice) -> None:
