@@ -1,4 +1,5 @@
-"""What users of ``fully_shard`` bring along: meshes of single parameters, all-reduce hooks; and what is refused."""
+"""What users of ``fully_shard`` bring along: meshes of single parameters, chunked losses, all-reduce hooks; and what is
+refused."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, check_training, fake_world
+from common import ALL, GlooTest, assert_same_params, check_training, fake_world, rows_of_rank
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -68,6 +69,60 @@ class TestMeshes(GlooTest):
             self.assertEqual((named[name].device_mesh, named[name].placements), (hsdp, placements))
         self.assertEqual(named["first.bias"].device_mesh, hsdp)
         self.assertEqual(named["attention.out_proj.weight"].device_mesh, gtp)
+
+
+class Chunked(nn.Module):
+    """A language model that leaves its head to the loss, which calls it on parts of a sequence."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(35, WIDTH), nn.LayerNorm(WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 35, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.body(self.embedding(tokens)))
+        return y
+
+    def backward(self, tokens: torch.Tensor) -> None:
+        """A backward for each chunk of the head, while that of the body is still to come."""
+        hidden, grads = self(tokens), []
+        for part in hidden.detach().chunk(4, dim=1):
+            part = part.contiguous().requires_grad_()
+            self.head(part).square().mean().backward()
+            grads.append(part.grad)
+        hidden.backward(torch.cat(grads, dim=1))
+
+
+class TestChunkedLoss(GlooTest):
+    def test_head_runs_by_itself(self) -> None:
+        """One call on the root, or calls on parts too; the head kept gathered for all chunks; microbatches."""
+        mesh = self.gtp_mesh()
+        for is_tied, parts, is_kept in ((False, (), False), (True, (), False), (False, ("body", "head"), True)):
+            reference, model = Chunked(is_tied), Chunked(is_tied)
+            for part in (*(getattr(model, name) for name in parts), model):
+                gtp_shard(part, mesh, schedule=ALL)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (reference, model)]
+            for step in range(3):
+                for microbatch in range(2):
+                    model.set_requires_gradient_sync(microbatch == 1)
+                    if is_kept:
+                        model.head.set_reshard_after_forward(False)
+                        model.head.set_reshard_after_backward(False)
+                    generator = torch.Generator().manual_seed(2 * step + microbatch)
+                    tokens = torch.randint(35, (8, 12), generator=generator)
+                    reference.backward(tokens)
+                    model.backward(rows_of_rank(tokens, mesh))
+                    if is_kept:
+                        model.head.reshard()
+                assert_same_params(model, reference, "grad")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference)
 
 
 class TestAllReduceHook(GlooTest):
