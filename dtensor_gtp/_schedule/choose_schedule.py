@@ -12,6 +12,7 @@ import torch.nn as nn
 from .._comm.debug import format_nbytes
 from .._params.sharded_weight import ShardedWeight
 from ..policy import Schedule, SchedulePolicy
+from .guesses import blocks_in
 
 # What a link of 300 GB/s moves in 1.8 ms. Larger windows were no faster on 8 x H200.
 _MOST_AHEAD = 512 << 20
@@ -113,17 +114,9 @@ def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -
         owner = weight.sites[0].module
         by_module[owner] = by_module.get(owner, 0) + weight.gatherables[0].nbytes
     total = sum(by_module.values())
-    blocks = [block for root in roots for container in root.modules() for block in _blocks(container)]
+    blocks = [block for root in roots for container in root.modules() for block in blocks_in(container)]
     sizes = (sum(by_module.get(module, 0) for module in block.modules()) for block in blocks)
     return max(sizes, default=0) or total
-
-
-def _blocks(container: nn.Module) -> list[nn.Module]:
-    if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        return []
-    children = list(container.children())
-    classes = [type(child) for child in children]
-    return [child for child in children if classes.count(type(child)) > 1]
 
 
 def no_copy_engines(device: torch.device, groups: list[dist.ProcessGroup], has_unequal_replicas: bool) -> str | None:

@@ -25,6 +25,7 @@ from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from ..policy import SchedulePolicy
+from .guesses import NUM_SEEN
 from .keep_and_free import KeepAndFree
 from .order_of_uses import Chain
 
@@ -126,6 +127,8 @@ class Gathering(KeepAndFree):
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
         """Launch what the plan expects to be in flight by now, after a use that it did not expect, or if not all is."""
         lane = used.lane
+        if chain.may_guess and self._is_in_backward:
+            self._guess_backward(chain)
         if is_expected:
             self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
             return
@@ -133,6 +136,13 @@ class Gathering(KeepAndFree):
         logger.debug(text, used.weight.fqn, chain.num_deviations)
         self._drop_unexpected(chain, used)
         self._fill(chain, None if lane == 0 else (lane,))
+
+    def _guess_backward(self, chain: Chain) -> None:
+        """Guess the rest of a first backward from its first uses."""
+        forward = self._forward_of_backward
+        blocks = [] if forward is None else self.guesses.backward(forward.plan.uses, chain.observed)
+        if blocks is not None:
+            chain.guess(blocks, NUM_SEEN)
 
     def _begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""

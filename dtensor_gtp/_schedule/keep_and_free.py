@@ -22,6 +22,7 @@ from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
 from .choose_schedule import Facts, block_nbytes, choose, no_copy_engines
 from .first_forward import agree_to_begin
+from .guesses import Guesses
 from .order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from .order_of_uses import Chain, ChainKey, Entry
 from .reduce_gradients import BlockRecording, Gradients
@@ -42,6 +43,7 @@ class KeepAndFree:
     all others after their last use."""
 
     is_initialized = False
+    guesses: Guesses  # since the first forward
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         self.device, self.device_type = device, device.type
@@ -59,6 +61,7 @@ class KeepAndFree:
         self._num_calls = 0  # of ``gtp_shard``
         self._is_in_backward = False
         self._forward_chain: Chain | None = None
+        self._forward_of_backward: Chain | None = None  # of the running or last backward
         # In the running forward: weights that ``keep_nbytes`` keeps; weights that ``keep_last`` keeps if used last.
         self._kept_until_backward: frozenset[int] = frozenset()
         self._kept_if_last: frozenset[int] = frozenset()
@@ -104,6 +107,8 @@ class KeepAndFree:
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))
+        roots = (call.module for call in reversed(self.calls))
+        self.guesses = Guesses(roots, self.gatherables, schedule.prefetch_nbytes)
         self.is_initialized = True
 
     def _set_rings(self) -> None:

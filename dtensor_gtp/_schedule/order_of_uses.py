@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import torch.nn as nn
 
+from .guesses import Blocks, reordered
 from .order_of_gathers import Launch, Plan, Traits, Window
+
+_MOST_REORDERED = 16  # times that a guess is changed: each makes a plan, and blocks may differ
 
 
 class Entry(NamedTuple):
@@ -32,6 +35,9 @@ class Chain:
     def __init__(self, window: Window, traits: Callable[[], Sequence[Traits]]) -> None:
         self.window = window
         self.plan = Plan()
+        self.may_guess = True  # nothing was observed or guessed yet, see [Note: guesses]
+        self._guessed: Blocks | None = None  # the plan, if it was not observed
+        self._num_reordered = 0
         self.num_deviations = 0
         self._traits = traits
         self.begin()
@@ -41,6 +47,12 @@ class Chain:
         self._num_as_planned = 0  # uses before the first deviation
         self._observed: list[int] | None = None  # all uses; None until the first deviation
         self._cursors_after_deviation: dict[int, int] = {}
+
+    def guess(self, blocks: Blocks, num_past: int = 0) -> None:
+        """Expect these uses of lane 0 in a first pass, which has made the first ``num_past`` of them."""
+        self.may_guess, self._guessed = False, blocks
+        self.plan = Plan([use for block in blocks for use in block], self._traits(), self.window)
+        self._cursors_after_deviation = {0: num_past}
 
     def advance(self, use: int, lane: int = 0) -> Sequence[Launch] | None:
         """Record a use. Gives the launches that follow it in the plan, or None if the plan did not expect the use."""
@@ -63,14 +75,33 @@ class Chain:
             cursors[lane] = cursor + 1
             return self.plan.launches[self.plan.lanes[lane][cursor] + 1]
         self.num_deviations += 1
-        if use in uses[cursor:]:  # this pass has left out the uses before it
-            cursors[lane] = uses.index(use, cursor) + 1
+        if use in uses[cursor:]:
+            position = uses.index(use, cursor)
+            if not (self._guessed and self._reorder(self._guessed, cursor, position)):
+                cursors[lane] = position + 1  # this pass has left out the uses before it
+        elif self._guessed and use in uses:  # behind its block
+            self.guess([])
         return None
+
+    def _reorder(self, guessed: Blocks, cursor: int, position: int) -> bool:
+        """Change a guess to what its block has shown, unless the use is in another block."""
+        blocks = reordered(guessed, cursor, position)
+        if blocks is not None:
+            self._num_reordered += 1
+            if self._num_reordered > _MOST_REORDERED:
+                blocks = []
+            self.guess(blocks, cursor + 1)
+        return blocks is not None
 
     @property
     def _cursors(self) -> dict[int, int]:
         """How many uses of each lane happened or were left out."""
         return self.plan.cursors(self._num_as_planned) if self._observed is None else self._cursors_after_deviation
+
+    @property
+    def observed(self) -> Sequence[int]:
+        """The uses of this pass so far."""
+        return self.plan.uses[: self._num_as_planned] if self._observed is None else self._observed
 
     def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
         """Positions of the uses to come, in these lanes or all, whose weights should be in memory or in flight by now;
@@ -93,8 +124,8 @@ class Chain:
 
     def end(self) -> None:
         """The pass is complete: its uses are the plan of the next one."""
-        number, uses = self._num_as_planned, self.plan.uses
-        observed = uses[:number] if self._observed is None else tuple(self._observed)
-        if observed != uses:
+        observed = tuple(self.observed)
+        if observed != self.plan.uses:
             self.plan = Plan(observed, self._traits(), self.window)
+        self.may_guess, self._guessed = False, None
         self.begin()

@@ -131,6 +131,8 @@ class Runtime(Gathering):
         chain = self._chain(entry, is_backward=False, is_grad_enabled=torch.is_grad_enabled())
         self._forward_chain = chain
         self._choose_kept(entry)
+        if chain.may_guess and entry.method == "forward":
+            chain.guess(self.guesses.forward(entry.module))
         self._begin(chain)
 
     def note_backward(self, entry: Entry | None = None) -> None:
@@ -146,6 +148,7 @@ class Runtime(Gathering):
         self._end_of_backward = weakref.ref(end)
         compat.queue_backward_callback(end)
         self._backward_chain = self._chain(entry, is_backward=True)
+        self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
 
     def watch_saved(self, saved: SavedWeights) -> None:

@@ -194,10 +194,11 @@ class TestLoRA(GlooTest):
                 self.assertEqual(counts()[1:], expected)
                 used = {name: count - before[name] for name, count in num_gathers(model).items()}
                 for name, count in used.items():
-                    # No gradient flows below the first block: its first base has no dgrad. The head turns.
+                    # No gradient flows below the first block: its first base has no dgrad, but the first backward may
+                    # guess that it has. The head turns.
                     is_forward_only = name in ("embedding.weight", "blocks.0.first.base.weight")
                     is_kept = name == "head.weight" and step > 0
-                    if "lora" not in name:
+                    if "lora" not in name and (step > 0 or name != "blocks.0.first.base.weight"):
                         self.assertEqual(count, 1 if is_forward_only or is_kept else 2, f"step {step}: {name}")
             assert_idle(model)
 

@@ -112,6 +112,16 @@ def test_the_largest_block_counts() -> None:
         assert block_nbytes([], runtime.weights) == 2 * (100 * 8 + 2 * 8 * (32 + 64 + 16))
 
 
+def test_blocks_with_calls_of_their_own_are_of_one_class() -> None:
+    """Each call makes classes of its own."""
+    model = Net()
+    with fake_world(4):
+        for block in model.blocks:
+            _sharded(block, SchedulePolicy(min_shard_numel=0))
+        runtime = binding_of(_sharded(model, SchedulePolicy(min_shard_numel=0))).group.runtime
+        assert block_nbytes([model], runtime.weights) == 2 * 8 * 64 * 2
+
+
 def test_chosen_leaves_nothing_open() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with fake_world(4):

@@ -1,0 +1,240 @@
+"""The first pass gathers by a guess. A wrong one costs gathers, never a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import GlooTest, check_training, fake_world
+from runtime_common import assert_idle, num_gathers, runtime_of
+from schedules import explicit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import gtp_shard
+
+WIDTH = 16
+NUM_BLOCKS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.unused, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.is_swapped = self.uses_all = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (self.down, self.up) if self.is_swapped else (self.up, self.down)
+        y = torch.tanh(first(x))
+        if self.uses_all:
+            y = torch.tanh(self.unused(y))
+        result: torch.Tensor = x + second(y)
+        return result
+
+
+class Model(nn.Module):
+    """Blocks between a table and a head, in ``order``. A ``head`` registered before the blocks is used last."""
+
+    def __init__(self, order: tuple[int, ...] = tuple(range(NUM_BLOCKS))) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+        self.blocks = nn.ModuleList([Block() for _ in range(NUM_BLOCKS)])
+        self.table = nn.Embedding(8, WIDTH)
+        self.order = order
+        self.use_reentrant: bool | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for number in self.order:
+            block = self.blocks[number]
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        output: torch.Tensor = self.head(x)
+        return output
+
+
+def make_tokens(generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(8, (8, 3), generator=generator)
+
+
+def square_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(tokens).square().mean()
+    return loss
+
+
+class TestWrongGuesses(GlooTest):
+    """Three steps beside one process, whatever the guess of the first one was."""
+
+    def check(self, reference: nn.Module, is_nested: bool = False, **options: Any) -> None:
+        mesh = self.gtp_mesh()
+        for numbers in ({}, {"coalesce_nbytes": 0, "prefetch_nbytes": 2 * 4 * WIDTH**2}):
+            schedule = explicit(min_shard_numel=0, **numbers, **options)
+
+            def shard(model: nn.Module) -> nn.Module:
+                for block in reversed(model.blocks) if is_nested else ():
+                    gtp_shard(block, mesh, schedule=schedule)  # noqa: B023
+                return gtp_shard(model, mesh, schedule=schedule)  # noqa: B023
+
+            model = check_training(reference, shard, mesh, make_tokens, square_loss)
+            assert_idle(model)
+
+    def model(self, *order: int) -> Model:
+        torch.manual_seed(0)
+        return Model(order) if order else Model()
+
+    def test_a_weight_of_each_block_is_not_used(self) -> None:
+        self.check(self.model())
+        self.check(self.model(), is_nested=True)
+
+    def test_blocks_in_another_order(self) -> None:
+        for order in ((3, 2, 1, 0), (1, 0, 3, 2), (2, 3), (0, 3, 1, 2)):
+            self.check(self.model(*order))
+
+    def test_weights_of_a_block_in_another_order(self) -> None:
+        model = self.model()
+        for block in model.blocks:
+            block.is_swapped = block.uses_all = True
+        self.check(model)
+
+    def test_blocks_that_run_several_times(self) -> None:
+        self.check(self.model(0, 0, 1, 2, 1, 3, 3), is_nested=True)
+
+    def test_recomputed_blocks(self) -> None:
+        for use_reentrant in (False, True):
+            for order in ((), (0, 2, 1, 3)):
+                model = self.model(*order)
+                model.use_reentrant = use_reentrant
+                self.check(model)
+
+    def test_tied_weights(self) -> None:
+        model = self.model()
+        model.blocks[2].up.weight = model.blocks[0].up.weight
+        model.head.weight = model.table.weight
+        self.check(model)
+
+    def test_nothing_is_kept_of_a_guess(self) -> None:
+        self.check(self.model(), keep_nbytes=8 * WIDTH**2)
+        self.check(self.model(), keep_last=False, wgrad_first=False)
+
+
+class TestGuesses(TestCase):
+    """One process of a group that communicates nothing counts gathers."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        world = fake_world(world_size=4)
+        world.__enter__()
+        self.addCleanup(world.__exit__, None, None, None)
+
+    def shard(self, model: Model, **options: Any) -> Model:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        return gtp_shard(model, mesh, schedule=explicit(min_shard_numel=0, **options))
+
+    def launches(self, model: Model) -> list[int]:
+        """Launches of a forward and its backward."""
+        runtime, gather = runtime_of(model), runtime_of(model)._gather
+        counts = []
+
+        def counted(targets: Any) -> None:
+            counts[-1] += 1
+            gather(targets)
+
+        runtime._gather = counted  # type: ignore[method-assign]
+        counts.append(0)
+        loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
+        counts.append(0)
+        loss.backward()
+        del runtime._gather  # type: ignore[method-assign]
+        assert_idle(model)
+        return counts
+
+    def used_blocks(self, **options: Any) -> Model:
+        model = Model()
+        for block in model.blocks:
+            block.uses_all = True
+        return self.shard(model, **options)
+
+    def test_blocks_of_the_first_pass_travel_together(self) -> None:
+        """The table and the head travel alone, and so do the two weights that backward uses first in blocks."""
+        model = self.used_blocks()
+        self.assertEqual(self.launches(model), [3, 4])
+        self.assertEqual(self.launches(model), [1, 1])
+        self.assertEqual(self.launches(self.used_blocks(prefetch_depth=0)), [14, 13])
+
+    def test_recomputed_blocks_of_the_first_pass_travel_together(self) -> None:
+        model = self.used_blocks()
+        model.use_reentrant = False
+        first, second = self.launches(model), self.launches(model)
+        self.assertEqual(first, [3, second[1] + 3])
+
+    def test_an_unused_weight_is_gathered_once_in_all(self) -> None:
+        model = self.shard(Model(), coalesce_nbytes=0)
+        for _ in range(3):
+            self.launches(model)
+        counts = {name: count for name, count in num_gathers(model).items() if "unused" in name}
+        self.assertEqual(set(counts.values()), {1}, counts)
+
+    def test_an_unused_weight_leaves_when_its_block_is_passed(self) -> None:
+        model = self.shard(Model(), coalesce_nbytes=0)
+        pending: list[int] = []
+        unused = [self.weight(model, block) for block in model.blocks]
+        for block in model.blocks:
+            block.up.register_forward_hook(lambda *_: pending.append(sum(len(weight.pending) for weight in unused)))
+        for coming in ([NUM_BLOCKS - number for number in range(NUM_BLOCKS)], [0] * NUM_BLOCKS):
+            model(torch.zeros(2, 3, dtype=torch.int64))
+            self.assertEqual(pending, coming)
+            pending.clear()
+        self.assertEqual({weight.num_gathers for weight in unused}, {1})
+
+    def test_blocks_of_the_first_pass_follow_the_order_of_the_first_one(self) -> None:
+        model = self.used_blocks(coalesce_nbytes=0, prefetch_nbytes=2 * 4 * WIDTH**2)
+        for block in model.blocks:
+            block.is_swapped = True
+        self.launches(model)
+        self.assertEqual(set(num_gathers(model).values()), {1, 2}, "nothing is dropped")
+        (chain,) = [c for key, c in runtime_of(model).chains.items() if key.is_grad_enabled and not key.is_backward]
+        self.assertEqual(chain.num_deviations, 4, "the table, the first block twice, the head")
+
+    def weight(self, model: Model, block: nn.Module) -> Any:
+        (found,) = [w for w in runtime_of(model).weights if w.sites[0].module is block.unused]
+        return found
+
+    def test_what_may_never_be_gathered_is_not_guessed(self) -> None:
+        """Tables, heads outside of blocks, and what is larger than the window."""
+
+        class Tables(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.tables = nn.ModuleList([nn.Embedding(8, WIDTH) for _ in range(2)])
+                self.heads = nn.ModuleList([nn.Linear(WIDTH, 64 * WIDTH, bias=False) for _ in range(2)])
+                self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                output: torch.Tensor = self.blocks[0](x)
+                return output
+
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        schedule = explicit(min_shard_numel=0, prefetch_nbytes=8 * WIDTH**2)
+        model = gtp_shard(Tables(), mesh, schedule=schedule)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        used = {name.removesuffix(".weight"): count for name, count in num_gathers(model).items() if count}
+        self.assertEqual(used, {"blocks.0": 1, "blocks.1": 1})
+
+    def test_other_methods_are_not_guessed(self) -> None:
+        from dtensor_gtp import register_gtp_forward_method
+
+        class WithMethod(Model):
+            def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.table(tokens)
+                return found
+
+        model = self.shard(WithMethod())
+        register_gtp_forward_method(model, "embed")
+        model.embed(torch.zeros(2, 3, dtype=torch.int64))
+        used = [name for name, count in num_gathers(model).items() if count]
+        self.assertEqual(used, ["table.weight"])
+
+
+if __name__ == "__main__":
+    run_tests()
