@@ -101,27 +101,48 @@ def _first_difference(described: dict[int, Sequence[str]]) -> str:
     raise AssertionError("the hashes of the ranks differ, but not their descriptions")
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """One number for the bits of a plain tensor of any dtype and layout: int64, shape ``()``, 0 for no elements.
+def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One number for the bits of each plain tensor, of any dtype and layout: int64, shape ``(len(tensors),)``, on
+    ``device``; 0 for no elements.
 
-    It differs if one element differs and, almost surely, if several elements or their order differ.
+    It differs if one element differs and, almost surely, if several elements or their order differ. Tensors of one size
+    are mixed together: a model has many small ones, and each kernel costs host time.
     """
+    alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        alike.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(index)
+    found = [torch.zeros((), dtype=_WORD, device=device)] * len(tensors)
+    for (numel, _, _), indices in alike.items():
+        num_rows = max(1, _PIECE // max(1, numel))
+        for begin in range(0, len(indices) if numel else 0, num_rows):
+            some = indices[begin : begin + num_rows]
+            words = [_words_of(tensors[index]) for index in some]
+            rows = torch.stack(words) if len(some) > 1 else words[0].unsqueeze(0)
+            for index, total in zip(some, _mixed(rows).to(device).unbind(), strict=True):
+                found[index] = total
+    return torch.stack(found) if found else torch.zeros(0, dtype=_WORD, device=device)
+
+
+def _words_of(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.contiguous().flatten()
     if flat.nbytes % _WORD.itemsize:
-        words = as_integers(flat)
-    else:
-        is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
-        words = (flat if is_aligned else flat.clone()).view(_WORD)
-    total = torch.zeros((), dtype=_WORD, device=tensor.device)
-    for begin in range(0, words.numel(), _PIECE):
-        piece = words[begin : begin + _PIECE].to(_WORD)
+        return as_integers(flat)
+    is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
+    return (flat if is_aligned else flat.clone()).view(_WORD)
+
+
+def _mixed(rows: Tensor) -> Tensor:
+    """One number for each row of words."""
+    totals = torch.zeros(len(rows), dtype=_WORD, device=rows.device)
+    for begin in range(0, rows.shape[1], _PIECE):
+        piece = rows[:, begin : begin + _PIECE].to(_WORD)
         # As in the generator, the state at each place is a multiple of an odd number.
-        places = torch.arange(begin + 1, begin + 1 + piece.numel(), device=tensor.device)
+        places = torch.arange(begin + 1, begin + 1 + piece.shape[1], device=rows.device)
         mixed = piece + places * _STRIDE
         for shift, factor in _STEPS:
             without_sign = (mixed >> shift) & ((1 << (64 - shift)) - 1)
             mixed = (mixed ^ without_sign) * factor
-        total += mixed.sum()
-    return total
+        totals += mixed.sum(1)
+    return totals

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._comm.agreement import digest
+from .._comm.agreement import digests
 from .._comm.collectives import has_replicas
 from .._howto import see
 from .._params.managed_param import ManagedParam
@@ -35,16 +35,15 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
     compared = dict(sorted(compared.items(), key=lambda item: item[0].size()))
     everything = [param for of_mesh in compared.values() for param in of_mesh]
     error: RuntimeError | None = None
-    digests = torch.zeros(len(everything), dtype=torch.int64, device=device)
+    found = torch.zeros(len(everything), dtype=torch.int64, device=device)
     try:
         _check_materialized(params, device)
-        for index, param in enumerate(everything):
-            digests[index] = _digest_of(param)
+        found = digests([_comparable(param) for param in everything], device)
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
     # The largest of all ranks counts, so the complement of the least free memory.
     most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device)], device=device)
-    result = _compare(compared, most, digests)
+    result = _compare(compared, most, found)
     if error is not None:
         raise error
     if type(result) is not Tensor:
@@ -92,12 +91,13 @@ def _free_nbytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def _digest_of(param: ManagedParam) -> Tensor | int:
-    """0 for what cannot be compared: cut again by an outer ``fully_shard``, or several tensors (a quantized weight)."""
+def _comparable(param: ManagedParam) -> Tensor:
+    """The values of a parameter; none of what cannot be compared: cut again by an outer ``fully_shard``, or several
+    tensors (a quantized weight)."""
     values = param.shard.detach()
     if param.is_cut_again or type(values) is not Tensor or values.is_quantized:
-        return 0
-    return digest(values)
+        return torch.empty(0)
+    return values
 
 
 def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._comm.agreement import device_of, digest
+from .._comm.agreement import device_of, digests
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._howto import see
@@ -298,18 +298,19 @@ class ReplicaSync:
         Raises:
             RuntimeError: They differ. All ranks name the first parameter that does.
         """
-        # Of each group, in the same order on all ranks: indices of parameters, and digests of what its ranks share.
+        # Of each group, in the same order on all ranks: indices of parameters, and what its ranks share of them.
         shared: dict[str, list[tuple[int, Tensor]]] = {}
         for index, (param, weight) in enumerate(zip(self._params, self.plan.weights, strict=True)):
             param.follow(param.sites[0])
             for channel, slices in self._parts.get(param, []):
-                shared.setdefault(channel.group_name, []).append((index, digest(param.shard[slices])))
+                shared.setdefault(channel.group_name, []).append((index, param.shard[slices]))
             # Whole parameters that tensor parallelism cuts differ along tp: the weights beside them are compared.
             if isinstance(param, WholeParam) and weight.tp_dim is None:
-                shared.setdefault(self._world_name, []).append((index, digest(param.shard)))
-        first = torch.tensor(len(self._params), device=device_of(self.mesh.world))
+                shared.setdefault(self._world_name, []).append((index, param.shard))
+        device = device_of(self.mesh.world)
+        first = torch.tensor(len(self._params), device=device)
         for group_name, compared in shared.items():
-            own = torch.stack([number for _, number in compared])
+            own = digests([values for _, values in compared], device)
             extremes = torch.stack([own, ~own])  # the largest and, as its complement, the smallest
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=compat.resolve_group(group_name))
             for (index, _), differs in zip(compared, (extremes[0] != ~extremes[1]).tolist(), strict=True):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_gtp._comm import agreement
-from dtensor_gtp._comm.agreement import digest
+from dtensor_gtp._comm.agreement import digests
+
+CPU = torch.device("cpu")
+
+
+def digest(values: torch.Tensor) -> torch.Tensor:
+    return digests([values], CPU)[0]
 
 
 @pytest.mark.parametrize(
@@ -58,3 +67,32 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_values() -> None:
     assert digest(torch.ones(0)) == 0
+
+
+def test_many_tensors_have_the_digests_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one size together, as many as a piece has room for, whatever else stands between them."""
+    drawn = [torch.randn(size) for size in (6, 7, 6, 0, 40, 6, 7, 6)]
+    drawn += [torch.randn(6).bfloat16(), torch.randn(3, 2), drawn[0].clone()]
+    alone = torch.stack([digest(values) for values in drawn])
+    assert torch.equal(digests(drawn, CPU), alone)
+    assert alone[0] == alone[-1]
+    assert len(set(alone.tolist())) == len(drawn) - 1
+    monkeypatch.setattr(agreement, "_PIECE", 9)
+    assert torch.equal(digests(drawn, CPU), alone)
+    assert digests([], CPU).shape == (0,)
+
+
+def test_small_tensors_of_one_size_share_kernels() -> None:
+    class Counting(TorchDispatchMode):
+        num_ops = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_ops += func not in (torch.ops.aten.view.dtype, torch.ops.aten.detach.default)  # no kernels
+            return func(*args, **(kwargs or {}))
+
+    drawn = [torch.randn(64) for _ in range(60)]
+    with Counting() as few:
+        digests(drawn[:2], CPU)
+    with Counting() as many:
+        digests(drawn, CPU)
+    assert many.num_ops == few.num_ops
