@@ -52,6 +52,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         lanes().start([item.cls.in_workers(item.name) for item in items], max(2, (os.cpu_count() or 1) // 4))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_objects_of_this_file() -> None:
+    """Hides what earlier files have left from the collector, and so from the search of gtp_shard for early optimizers,
+    which looks at all objects."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     if "workers" in sys.modules:
         sys.modules["workers"].lanes().stop()

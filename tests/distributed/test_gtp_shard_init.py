@@ -160,29 +160,25 @@ GTPSequential(
             "no rows": (torch.randn(0, 4), GTPShard(0)),
             "no columns": (torch.randn(4, 0), GTPShard(0)),
         }
-        for name, (value, placement) in cases.items():
-            parts: list[torch.Tensor] = []
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in cases}
 
-            def check(
-                mesh: DeviceMesh,
-                value: torch.Tensor = value,
-                placement: Placement = placement,
-                parts: list[torch.Tensor] = parts,
-            ) -> None:
+        def check(mesh: DeviceMesh) -> None:
+            for name, (value, placement) in cases.items():
                 module = nn.ParameterList([nn.Parameter(value)])
-                gtp_shard(nn.Sequential(module), mesh, shard_placement_fn=lambda param: placement)
+                gtp_shard(nn.Sequential(module), mesh, shard_placement_fn=lambda param, it=placement: it)
                 param = module[0]
                 self.assertEqual((param.shape, param.stride()), (value.shape, torch.empty(value.shape).stride()))
                 self.assertTrue(local(param).is_contiguous())
                 self.assertNotEqual(local(param).untyped_storage().data_ptr(), value.untyped_storage().data_ptr() or -1)
-                parts.append(local(param).detach())
+                parts[name].append(local(param).detach())
 
-            self.as_each_rank(check)
+        self.as_each_rank(check)
+        for name, (value, placement) in cases.items():
             dim, block_size = placement.dim % value.ndim, getattr(placement, "block_size", 1)  # type: ignore[attr-defined]
             rows = -(-value.shape[dim] // (block_size * NUM_RANKS)) * block_size
             expected = list(value.split(rows, dim)) if rows else [value]
             expected += [value.narrow(dim, 0, 0)] * (NUM_RANKS - len(expected))
-            for part, rows_of_part in zip(parts, expected, strict=True):
+            for part, rows_of_part in zip(parts[name], expected, strict=True):
                 self.assertTrue(torch.equal(part, rows_of_part), f"{name}: {part} vs {rows_of_part}")
 
     def test_replicas_hold_the_same_rows(self) -> None:

@@ -278,9 +278,10 @@ def _run(module: str, cls: str, method: str, rank: int) -> Result:
 
 
 def _forget() -> None:
-    """Between classes: what the one before has compiled, and its garbage."""
+    """Between classes: what the one before has compiled, and its garbage. The collector skips what is left."""
     torch._dynamo.reset()
     gc.collect()
+    gc.freeze()
 
 
 class _KnownGroups:
