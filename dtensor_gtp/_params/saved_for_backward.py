@@ -130,15 +130,15 @@ class SavedWeights:
                 watched.append(_Watched(use, name, int(part.storage_offset()), _end_of(part), part.dtype))
 
     def _pack(self, tensor: Tensor) -> Any:
+        if not self._watched:  # before a module is known to read no weights, all that it saves comes here
+            return self._pack_as_it_is(tensor)
         spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
         inner = compat.local_part(tensor)
         parts = _parts_of(inner)
         part_spec = spec if type(inner) in _PLAIN else None
         handles = {name: h for name, part in parts.items() if (h := self._handle(part, part_spec)) is not None}
         if not handles:
-            if self.outer is not None:
-                return _Delegated(self.outer[1], self.outer[0](tensor))
-            return _Saved(tensor.detach(), tensor._version)
+            return self._pack_as_it_is(tensor)
         for handle in handles.values():
             handle.use.num_saved += 1
         if type(inner) in _PLAIN:
@@ -147,6 +147,11 @@ class SavedWeights:
         context, size, stride = inner.__tensor_flatten__()[1], inner.size(), inner.stride()  # type: ignore[attr-defined]
         unflatten: Any = type(inner).__tensor_unflatten__  # type: ignore[attr-defined]
         return _Composed({**handles, **others}, lambda parts: unflatten(parts, context, size, stride), spec)
+
+    def _pack_as_it_is(self, tensor: Tensor) -> Any:
+        if self.outer is not None:
+            return _Delegated(self.outer[1], self.outer[0](tensor))
+        return _Saved(tensor.detach(), tensor._version)
 
     def _handle(self, part: Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
         watched = self._watched.get(part.untyped_storage().data_ptr())

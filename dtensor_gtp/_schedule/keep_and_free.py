@@ -101,8 +101,11 @@ class KeepAndFree:
                 )
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
+        groups: dict[int, Groups] = {}  # by mesh; to ask a mesh for its groups takes long
         for param in progress.over(self.params):
-            param.groups = self.comm.groups(param.mesh, schedule)
+            if id(param.mesh) not in groups:
+                groups[id(param.mesh)] = self.comm.groups(param.mesh, schedule)
+            param.groups = groups[id(param.mesh)]
         self._set_rings()
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0

@@ -185,18 +185,20 @@ def _put_together(
     """The launches of one lane, whose positions are ``due`` at these steps: each takes consecutive uses of different
     weights of up to ``limit`` bytes, but does not cross ``borders``, the positions at which a block begins."""
     launches: list[Launch] = []
-    total = before = 0  # bytes of the launch that is being put together, and of those before it
+    taken: set[int] = set()  # weights of the launch that is being put together
+    total = before = 0  # bytes of it, and of those before it
     for position, step in due.items():
         nbytes, bundle = traits[uses[position]].nbytes, traits[uses[position]].bundle
         total += nbytes
         if launches and position not in borders:
             begun = launches[-1]
-            others = [uses[other] for other in begun.positions]
-            is_bundled = bundle != -1 and bundle == traits[others[-1]].bundle
-            if uses[position] not in others and (is_bundled or total <= min(limit, max(before, _QUICK_NBYTES))):
+            is_bundled = bundle != -1 and bundle == traits[uses[begun.positions[-1]]].bundle
+            if uses[position] not in taken and (is_bundled or total <= min(limit, max(before, _QUICK_NBYTES))):
                 launches[-1] = Launch(begun.step, (*begun.positions, position))
+                taken.add(uses[position])
                 continue
         launches.append(Launch(step, (position,)))
+        taken = {uses[position]}
         before += total - nbytes
         total = nbytes
     return launches
