@@ -9,7 +9,7 @@ beside one process. Run ``python tests/distributed/fuzz.py --help`` for long run
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 # Axes of every root mesh, before a draw puts them in its own order.
@@ -91,6 +91,7 @@ class Draw:
         scales: Parameters are multiplied in place after each microbatch: each ``param``, or its ``local`` part.
         calls: ``forward`` runs the model, a ``method`` registered to count as one, or both take ``turns``.
         breaks: An exception ends a ``forward`` or a ``backward`` before each step; training goes on.
+        recipe: Quantizes the weights of linear layers.
     """
 
     seed: int = 0
@@ -144,6 +145,7 @@ class Draw:
     wgrad_first: bool = True
     keep_last: bool = True
     calls: Literal["forward", "method", "turns"] = "forward"
+    recipe: str = ""
 
     @property
     def world(self) -> int:
@@ -285,6 +287,14 @@ def _problem_of_whole(draw: Draw) -> str:
     middle = draw.layers[draw.order[len(draw.order) // 2]]
     if draw.breaks and (middle.period or middle.frozen or middle.kind == "late"):
         return "nothing would break"
+    if draw.recipe and (draw.dtype != "float32" or draw.mixed or has_own_dtype):
+        return "the reference of recipes computes in float32"
+    if draw.recipe and any(layer.tp or layer.placement in ("block", "replicate") for layer in draw.layers):
+        return "shards that may cut blocks of the recipe, or none"
+    if draw.recipe and not any(layer.kind in ("linear", "mlp") for layer in draw.layers):
+        return "nothing to quantize"
+    if draw.uses_dp and draw.recipe not in ("", "float8_rowwise", "float8_tensorwise"):
+        return "fully_shard over blocks is refused, where they are not torch's chunks"
     if draw.uses_dp and has_own_dtype:
         return "fully_shard expects one dtype"
     if draw.uses_dp and _problem_beside_fully_shard(draw):
@@ -319,7 +329,21 @@ def draw_of(seed: int) -> Draw:
     while True:
         draw = _draw(rng, seed)
         if not problem_of(draw):
-            return draw
+            quantized = _quantized(random.Random(-1 - seed), draw)
+            return draw if problem_of(quantized) else quantized
+
+
+def _quantized(rng: random.Random, draw: Draw) -> Draw:
+    """``draw`` with a recipe, two times of three, and perhaps with layers of several blocks."""
+    some = rng.choice(("mxfp8", "nvfp4", "float8_rowwise", "float8_blockwise", "float8_tensorwise"))
+    recipe = rng.choice(("", some, some))
+    factor = rng.choice((1, 7, 9)) if recipe else 1
+    is_head = [layer.tied == 0 and draw.vocabulary > 0 for layer in draw.layers]
+    layers = [
+        layer if head else replace(layer, out=factor * layer.out)
+        for layer, head in zip(draw.layers, is_head, strict=True)
+    ]
+    return replace(draw, recipe=recipe, width=factor * draw.width, layers=tuple(layers))
 
 
 def _draw(rng: random.Random, seed: int) -> Draw:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from fuzz import AXES, Draw
-from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize
+from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize, quantize, spell_out
+from quant_common import take_over
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -194,6 +195,8 @@ def run_draw(draw: Draw, meshes: Meshes) -> list[str]:
     if any(layer.compiled for layer in draw.layers):
         torch._dynamo.reset()
     reference, model = Model(draw), Model(draw)
+    spell_out(reference)
+    quantize(model)
     # The search for optimizers and wrappers that were made too early goes through all objects of the process.
     no_search = mock.patch.object(_validate, "_living", return_value=[])
     with no_search, mock.patch.object(_torch_compat, "twin_group", meshes.twin_group):
@@ -233,6 +236,8 @@ def _train(draw: Draw, reference: Model, model: Model, index: int) -> Iterator[s
         if norms:
             yield from _difference(draw, f"norm of step {step}", _whole(norms[1]), _whole(norms[0]))
         yield from _compare(draw, model, reference, f"param after step {step}")
+        if draw.recipe:
+            take_over(reference, model)
         if draw.evaluates:
             yield from _evaluate(draw, reference, model, step, rows)
 
