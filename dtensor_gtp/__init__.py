@@ -29,8 +29,9 @@ same.
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
+from ._modules.gtp_module import GTPModule, UnshardHandle
 from ._version import __version__
-from .api import GTPModule, UnshardHandle, gtp_shard, register_gtp_forward_method
+from .api import gtp_shard, register_gtp_forward_method
 from .graphs.capture_blocks import CapturedBlocks, capture_blocks
 from .graphs.capture_step import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh

@@ -1,13 +1,11 @@
-"""``gtp_shard`` checks everything on all ranks, then shards in place; ``GTPModule`` is what it adds to the class."""
+"""``gtp_shard`` checks everything on all ranks, then shards in place."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -22,13 +20,13 @@ from ._modules.bad_arguments import (
     validate_mesh,
     validate_module,
 )
-from ._modules.binding import BoundModule, binding_of
+from ._modules.binding import binding_of
 from ._modules.decide import Decision, decide
 from ._modules.frames import as_forward
-from ._modules.from_fully_shard import RefusedMethods, refuse_arguments
+from ._modules.from_fully_shard import refuse_arguments
+from ._modules.gtp_module import GTPModule
 from ._modules.shard_module import shard_module
-from ._params.managed_param import ManagedParam, Site
-from ._params.sharded_weight import ShardedWeight
+from ._params.managed_param import Site
 from ._schedule.runtime import Runtime
 from .policy import SchedulePolicy
 
@@ -188,266 +186,3 @@ def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
             f"'{method_name}'."
         )
     setattr(module, method_name, as_forward(stock, method_name).__get__(module, type(module)))
-
-
-class UnshardHandle:
-    """Handle of an asynchronous :meth:`GTPModule.unshard`.
-
-    Example:
-        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-        >>> handle = model.unshard(async_op=True)
-        >>> ...  # work that does not read the weights
-        Ellipsis
-        >>> handle.wait()
-        >>> model.weight.shape
-        torch.Size([64, 64])
-        >>> model.reshard()
-    """
-
-    def __init__(self, runtime: Runtime, weights: list[ShardedWeight]) -> None:
-        self._runtime = runtime
-        self._weights = weights
-
-    def wait(self) -> None:
-        """Make the current stream wait for the gathers. Waiting twice is harmless."""
-        for weight in self._weights:
-            self._runtime.wait_kept(weight)
-
-
-class GTPModule(RefusedMethods, BoundModule):
-    """What ``gtp_shard`` adds to the class of the module that it was given.
-
-    The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning. Those that are missing
-    raise NotImplementedError, and name what to use instead.
-
-    ``state_dict()`` holds the shards, not copies. A ``dcp.load`` into them counts in the next forward, also where
-    weights are kept gathered. ``load_state_dict`` takes such DTensors, or whole tensors, of which each rank takes its
-    part without communication. With ``assign=True`` the tensors given become the parameters, and ties stay ties; a
-    tensor that is placed in another way is refused. Create the optimizer after that, for it holds the old parameters.
-
-    ``param.data = tensor`` takes a whole tensor, of which each rank copies its part, or an earlier ``param.data``.
-    Inside of ``fully_shard`` it raises: write with ``copy_`` under ``torch.no_grad()``.
-
-    Example:
-        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-        >>> isinstance(model, GTPModule) and isinstance(model, nn.Linear)
-        True
-        >>> for is_last in (False, True):  # two microbatches, one reduction
-        ...     model.set_requires_gradient_sync(is_last)
-        ...     model(torch.randn(2, 64)).sum().backward()
-        >>> model.weight.grad.placements
-        (GTPShard(dim=0),)
-    """
-
-    def _params(self, recurse: bool = True) -> list[ManagedParam]:
-        group, bindings = self._gtp_binding.group, map(binding_of, self.modules())
-        chosen = [binding for binding in bindings if binding is not None and (recurse or binding.group is group)]
-        return list(dict.fromkeys(param for binding in chosen for param in binding.params.values()))
-
-    def _weights(self) -> list[ShardedWeight]:
-        return [param for param in self._params() if isinstance(param, ShardedWeight)]
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather all weights below this module and keep them gathered until :meth:`reshard`.
-
-        Until then ``submodule.weight`` reads as the full weight outside of a forward, too, and a parameter that is not
-        sharded (``submodule.bias``) as a plain tensor. ``parameters()`` still yields the sharded DTensors.
-
-        Args:
-            async_op: Return at once. The caller waits by the handle before it reads a weight.
-
-        Returns:
-            An :class:`UnshardHandle` with ``async_op``, else None.
-
-        Example:
-            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-            >>> model.unshard()
-            >>> weight = model.weight.detach().clone()  # a plain tensor with all rows
-            >>> weight.shape
-            torch.Size([64, 64])
-            >>> model.reshard()
-            >>> model.weight.to_local().shape
-            torch.Size([16, 64])
-        """
-        for param in self._params():
-            param.is_pinned = True
-        runtime, weights = self._gtp_binding.group.runtime, self._weights()
-        for weight in weights:
-            runtime.gather_kept(weight)
-        handle = UnshardHandle(runtime, weights)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free the gathered weights below this module. The counterpart of :meth:`unshard`, which has the example."""
-        for param in self._params():
-            param.is_pinned = False
-        for weight in self._weights():
-            self._gtp_binding.group.runtime.drop_kept(weight)
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether backward reduces gradients: no for all microbatches of a step but the last.
-
-        Args:
-            requires_gradient_sync: False sums full gradients on each rank, in ``reduce_dtype``, until a backward with
-                True. That saves communication and costs the memory of a full gradient for each weight.
-            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
-
-        Example:
-            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-            >>> for is_last in (False, True):
-            ...     model.set_requires_gradient_sync(is_last)
-            ...     model(torch.ones(2, 64)).sum().backward()
-            >>> model.bias.grad.to_local()[0]  # two samples in each of two microbatches
-            tensor(4.)
-        """
-        for param in self._params(recurse):
-            param.flags.requires_gradient_sync = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether backward all-reduces over the replicate axis of a 2-D mesh.
-
-        Args:
-            requires_all_reduce: False sums gradients that are reduce-scattered over gtp, until a backward with True.
-                It takes less memory than :meth:`set_requires_gradient_sync`, which sums gradients in full size.
-            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
-
-        Example:
-            >>> model = nn.Linear(64, 64)
-            >>> model = gtp_shard(model, init_weight_mesh("cpu", replicate=2, gtp=2).weights)
-            >>> for is_last in (False, True):
-            ...     model.set_requires_all_reduce(is_last)
-            ...     model(torch.ones(2, 64)).sum().backward()
-            >>> model.weight.grad.to_local().shape
-            torch.Size([32, 64])
-        """
-        for param in self._params(recurse):
-            param.flags.requires_all_reduce = requires_all_reduce
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether weights are freed after their forward, as the argument of :func:`gtp_shard` does.
-
-        Args:
-            reshard_after_forward: False keeps each weight gathered until its backward.
-            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
-
-        Example:
-            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-            >>> model.set_reshard_after_forward(False)
-        """
-        for param in self._params(recurse):
-            param.flags.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose whether weights are freed after their backward.
-
-        Args:
-            reshard_after_backward: False keeps each weight gathered for the next microbatch, which saves a gather.
-            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
-
-        Example:
-            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-            >>> for is_last in (False, True):
-            ...     model.set_reshard_after_backward(is_last)
-            ...     model(torch.randn(2, 64)).sum().backward()
-        """
-        for param in self._params(recurse):
-            param.flags.reshard_after_backward = reshard_after_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of ranks of the mesh.
-
-        Args:
-            factor: Positive. 1 gives the sum over all ranks, for a loss that is divided by the number of all tokens.
-
-        Raises:
-            ValueError: ``factor`` is not positive.
-
-        Example:
-            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-            >>> model.set_gradient_divide_factor(1.0)
-            >>> model(torch.ones(2, 64)).sum().backward()
-            >>> model.bias.grad.to_local()[0]  # 2 samples on each of 4 ranks
-            tensor(8.)
-        """
-        if not factor > 0:
-            raise ValueError(f"set_gradient_divide_factor expects a positive factor, but got {factor}.")
-        for param in self._params():
-            param.flags.gradient_divide_factor = float(factor)
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call ``hook`` with each reduced gradient before it is added to ``.grad``, e.g. to sum it over more ranks.
-
-        It is called at the end of backward, once for each parameter below this module, in the same order on all ranks.
-        All-reduces in it are not hidden behind backward; those of a (replicate, gtp) mesh are.
-
-        Args:
-            hook: Changes this rank's part of a gradient in place. The part is on the host with shards on the host.
-            stream: Must be None: the hook runs on the stream that called backward.
-
-        Raises:
-            NotImplementedError: ``stream`` is given.
-
-        Example:
-            >>> model = nn.Linear(64, 64)
-            >>> mesh = init_weight_mesh("cpu", replicate=2, gtp=2)
-            >>> model = gtp_shard(model, mesh["gtp"])
-            >>> group = mesh["replicate"].get_group()
-            >>> all_reduce = torch.distributed.all_reduce
-            >>> model.set_all_reduce_hook(lambda grad: all_reduce(grad, group=group))
-            >>> model(torch.ones(2, 64)).sum().backward()
-            >>> model.bias.grad.to_local()[0]  # an average over gtp, summed over replicas
-            tensor(4.)
-        """
-        if stream is not None:
-            raise NotImplementedError(
-                "set_all_reduce_hook expects no stream, because the hook runs on the stream that called backward. "
-                "Leave it out; in the hook, switch to a stream of your own and wait for it."
-            )
-        for param in self._params():
-            param.flags.all_reduce_hook = hook
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of :meth:`set_gradient_divide_factor`, which torch deprecates.
-
-        Args:
-            factor: Positive.
-
-        Raises:
-            ValueError: ``factor`` is not positive.
-        """
-        self.set_gradient_divide_factor(factor)
-
-    def reset_iter_state(self) -> None:
-        """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet.
-
-        Gradients of microbatches without sync are among them. The next pass after an exception does so by itself.
-
-        Example:
-            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-            >>> loss = model(torch.randn(2, 64)).sum()
-            >>> model.reset_iter_state()  # this loss gets no backward
-        """
-        self._gtp_binding.group.runtime.abandon()
-
-    def _chosen_policy(self) -> SchedulePolicy | None:
-        return self._gtp_binding.group.runtime.chosen_policy()
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether the next backward is the last one before ``.grad`` is read.
-
-        Args:
-            is_last_backward: False leaves gradients in flight when backward returns. Beside them ``capture_step``
-                refuses to record or replay.
-
-        Example:
-            >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-            >>> for is_last in (False, True):
-            ...     model.set_is_last_backward(is_last)
-            ...     model(torch.randn(2, 64)).sum().backward()
-            >>> model.weight.grad.shape
-            torch.Size([64, 64])
-        """
-        self._gtp_binding.group.runtime.is_last_backward = is_last_backward

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .._modules.binding import ShardGroup, binding_of, managed_params
-from ..api import GTPModule
+from .._modules.gtp_module import GTPModule
 
 
 def outermost(model: nn.Module) -> list[ShardGroup]:

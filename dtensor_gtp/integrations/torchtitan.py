@@ -8,7 +8,8 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..api import GTPModule, gtp_shard
+from .._modules.gtp_module import GTPModule
+from ..api import gtp_shard
 from . import needs_extra
 
 with needs_extra("torchtitan"):
