@@ -242,6 +242,8 @@ def _problem_of_spans(draw: Draw) -> str:
             return "a span outside of the program"
         if span.kind == "selective" and draw.retains_graph:
             return "torch has no second backward through selective checkpointing"
+        if span.kind == "selective" and any(draw.layers[i].kind == "gru" for i in draw.order[span.start : span.stop]):
+            return "torch saves products of a GRU that it overwrites: wrong gradients, also in one process"
         if span.kind == "selective" and draw.outer_units:
             return "torch counts the ops of fully_shard's hooks in such a region, and they differ in the recomputation"
         outside = (*draw.order[: span.start], *draw.order[span.stop :])
