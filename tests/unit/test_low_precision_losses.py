@@ -34,7 +34,7 @@ class TestLosses(unittest.TestCase):
 
         curves = self.curves(7, (None, "float8_tensorwise:float8", "mxfp8", "nvfp4"))
         self.assertEqual(losses.beyond_margins(curves), [], losses.table(curves))
-        self.assertLess(curves[0].points[-1][1], curves[0].points[0][1] - 1)
+        self.assertLess(curves[0].points[-1][1], curves[0].points[0][1] - 0.8)
         with mock.patch.object(cast, "float8_scale", too_small):
             broken = self.curves(7, ("float8_rowwise",))
         self.assertEqual(losses.beyond_margins([curves[0], *broken]), ["float8_rowwise"], losses.table(broken))
