@@ -313,9 +313,9 @@ class _OneDevice:
     Each group would have a thread of its own that polls a hundred times a second. The groups that workers keep would
     burn a quarter of a core for each hundred of them.
 
-    Each group runs its collectives in one thread. gloo has two by default, and torch (2.11 to 2.13) lets both assign
+    Each group runs its collectives in one thread. gloo has two by default, and torch (seen in 2.13) lets both assign
     one ``std::string`` without a lock, ``ProcessGroupGloo::pgStatus_->lastCompletedWorkName``. Names of more than 15
-    characters (ALLGATHER_COALESCED) are on the heap: now and then they are freed twice, and a worker dies of it later.
+    characters (ALLGATHER_COALESCED) are on the heap: two threads may free one, and the worker dies of it later.
     """
 
     def __init__(self) -> None:
