@@ -249,9 +249,7 @@ class Gradients:
         slot = weight.new_slot()
         with comm.reducing():
             if comm.is_debugged:
-                comm.before_collective("reduce_scatter", weight.fqn, weight.groups)
-                values = [(weight.fqn, weight.layout.full_view(buffer))]
-                comm.check_finite("the reduce_scatter of gradients", values, weight.groups)
+                self._look_at([weight], [buffer])
             work = compat.reduce_scatter_base(slot, buffer, scale.op, weight.groups.scatter, not comm.has_streams)
             gradient.buffer, earlier = None, weight.unreplicated_grad
             keep = [buffer, slot] if earlier is None else [buffer, slot, earlier]
@@ -272,17 +270,20 @@ class Gradients:
         )
         with comm.reducing():
             if comm.is_debugged:
-                names = [each.weight.fqn for each in together]
-                comm.before_collective("reduce_scatter", ", ".join(names), weight.groups)
-                sent = [each.weight.layout.full_view(full) for each, full in zip(together, fulls, strict=True)]
-                values = list(zip(names, sent, strict=True))
-                comm.check_finite("the reduce_scatter of gradients", values, weight.groups)
+                self._look_at([each.weight for each in together], fulls)
             work = scattering.launch(scale, weight.groups, comm)
             keep = scattering.keep()  # among them the full gradients, while the collective reads them
             for gradient in together:
                 if (earlier := gradient.weight.unreplicated_grad) is not None:
                     keep.append(earlier)  # the communication stream adds it to the result
             comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
+
+    def _look_at(self, weights: Sequence[ShardedWeight], fulls: Sequence[Tensor]) -> None:
+        """Debugging aids, before gradients of these weights travel together. Nobody writes to the padding of fulls."""
+        groups = weights[0].groups
+        self._comm.before_collective("reduce_scatter", ", ".join(weight.fqn for weight in weights), groups)
+        values = [(weight.fqn, weight.layout.full_view(full)) for weight, full in zip(weights, fulls, strict=True)]
+        self._comm.check_finite("the reduce_scatter of gradients", values, groups)
 
     def _places(
         self, ring: SendRing, together: list[_Gradient], fulls: list[Tensor]
