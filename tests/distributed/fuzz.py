@@ -295,8 +295,6 @@ def _problem_of_whole(draw: Draw) -> str:
         return "shards that may cut blocks of the recipe, or none"
     if draw.recipe and not any(layer.kind in ("linear", "mlp") for layer in draw.layers):
         return "nothing to quantize"
-    if draw.uses_dp and draw.recipe not in ("", "float8_rowwise", "float8_tensorwise"):
-        return "fully_shard over blocks is refused, where they are not torch's chunks"
     if draw.uses_dp and has_own_dtype:
         return "fully_shard expects one dtype"
     if draw.uses_dp and _problem_beside_fully_shard(draw):
@@ -307,7 +305,8 @@ def _problem_of_whole(draw: Draw) -> str:
 
 
 def _problem_beside_fully_shard(draw: Draw) -> str:
-    if any(layer.placement == "block" for layer in draw.layers):
+    has_blocks = draw.recipe not in ("", "float8_rowwise", "float8_tensorwise")
+    if has_blocks or any(layer.placement == "block" for layer in draw.layers):
         return "fully_shard over blocks is refused, where they are not torch's chunks"
     if draw.breaks or draw.interleaves:
         return "fully_shard alone does not promise that"

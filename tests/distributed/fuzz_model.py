@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import quant_common
 import torch
 import torch.nn as nn
 from fuzz import Draw, Layer, Span, widths
+from quant_common import spell_out
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -254,22 +254,11 @@ def _is_quantized(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and "attention" not in name
 
 
-def quantize(model: Model) -> None:
-    if model.draw.recipe:
-        quantize_(model, model.draw.recipe, filter_fn=_is_quantized)
-
-
-def spell_out(reference: Model) -> None:
-    """Let one process compute what the recipe means."""
-    if not reference.draw.recipe:
-        return
-    recipe = RECIPES[reference.draw.recipe]()
-    heads = [module for name, module in reference.named_modules() if _is_quantized(module, name)]
-    for module in heads:
-        module.__class__, module.recipe = quant_common.Linear, recipe
-    for module in reference.modules():
-        if isinstance(module, nn.Embedding) and any(module.weight is head.weight for head in heads):
-            module.__class__, module.recipe = quant_common.Embedding, recipe
+def quantize(reference: Model, model: Model) -> None:
+    """Quantize a model, and let one process compute what its recipe means."""
+    if name := model.draw.recipe:
+        spell_out(reference, RECIPES[name](), _is_quantized)
+        quantize_(model, name, filter_fn=_is_quantized)
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:

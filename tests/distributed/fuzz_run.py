@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from fuzz import AXES, Draw
-from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize, quantize, spell_out
+from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize, quantize
 from quant_common import take_over
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
@@ -195,8 +195,7 @@ def run_draw(draw: Draw, meshes: Meshes) -> list[str]:
     if any(layer.compiled for layer in draw.layers):
         torch._dynamo.reset()
     reference, model = Model(draw), Model(draw)
-    spell_out(reference)
-    quantize(model)
+    quantize(reference, model)
     # The search for optimizers and wrappers that were made too early goes through all objects of the process.
     no_search = mock.patch.object(_validate, "_living", return_value=[])
     with no_search, mock.patch.object(_torch_compat, "twin_group", meshes.twin_group):

@@ -150,17 +150,23 @@ def blocks_only(module: nn.Module, name: str) -> bool:
 
 def reference_of(model: nn.Module, recipe: Recipe, names: Callable[[nn.Module, str], bool]) -> nn.Module:
     reference = copy.deepcopy(model)
-    for name, module in reference.named_modules():
-        if isinstance(module, nn.Linear) and names(module, name):
-            module.__class__ = Linear
-            module.recipe = recipe
-        if isinstance(module, GroupedLinear) and names(module, name):
-            module.__class__ = Grouped
-            module.recipe = recipe
-    if isinstance(reference.head, Linear) and reference.head.weight is reference.embedding.weight:
-        reference.embedding.__class__ = Embedding
-        reference.embedding.recipe = recipe
+    spell_out(reference, recipe, names)
     return reference
+
+
+def spell_out(model: nn.Module, recipe: Recipe, names: Callable[[nn.Module, str], bool]) -> None:
+    """Let the layers that ``names`` accepts, and tables that share their weights, compute what the recipe means."""
+    kinds: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, GroupedLinear: Grouped}
+    quantized = [
+        (module, cls)
+        for name, module in model.named_modules()
+        for kind, cls in kinds.items()
+        if isinstance(module, kind) and names(module, name)
+    ]
+    weights = {module.weight for module, _ in quantized}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight in weights]
+    for module, cls in (*quantized, *((table, Embedding) for table in tables)):
+        module.__class__, module.recipe = cls, recipe  # type: ignore[assignment]
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
