@@ -232,7 +232,8 @@ class TestRefused(unittest.TestCase):
         for options in ({}, {"process_group": self.mesh["dp"].get_group()}, {"device_mesh": self.mesh["dp"]}):
             model = replicate_by_ddp(self.sharded(), **options)
             message = (
-                "replicate, or DistributedDataParallel with a device_mesh, cannot .*to replicate as ignored_modules"
+                r"replicate, or DistributedDataParallel with a device_mesh, cannot .*2-D \(replicate, gtp\) mesh .*"
+                "to replicate as ignored_modules"
             )
             self.refused(message, lambda m=model: m(torch.zeros(1, 2, dtype=torch.int64)), model)
 

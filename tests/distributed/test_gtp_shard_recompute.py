@@ -144,8 +144,12 @@ class TestRecompute(GlooTest):
                     # Both policies save what the fused linear returns, so that nobody recomputes it.
                     expected = {name: 2 if "linear" in name else 3 for name in used}
                     expected |= {"first.weight": 1, "last.weight": 2 if seed == 0 else 1}
-                    is_guessed = depth > 0 and seed == 0  # as if nothing were recomputed
-                    assert is_guessed or used == expected, f"depth {depth}, step {seed}: {used}"
+                    if depth > 0 and seed == 0:
+                        # The first backward guesses that nothing is recomputed: it gathers once for nothing, but for
+                        # the parameters that it uses first.
+                        for name in used.keys() - {"first.weight", "last.weight"}:
+                            expected[name] += not name.startswith("blocks.2.raw")
+                    assert used == expected, f"depth {depth}, step {seed}: {used}"
 
     def test_checkpointing_the_whole_model(self) -> None:
         for use_reentrant in (True, False):
