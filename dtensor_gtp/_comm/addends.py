@@ -8,7 +8,9 @@ gradient) and for gradients that torch adds in parts: of one element, or of more
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # torch splits more addends of one element among threads.
 _MOST_RANKS = 63
+# Of gradients that travel together. Aligned addends have a kernel of their own.
+_TRIED = ([1040, 16], [1001, 8])
 # ``triton_addends.add``
 Sum = Callable[[Tensor, Tensor, Sequence[Tensor], int, int, float], None]
 
@@ -41,9 +45,41 @@ def _verdicts() -> dict[_Key, tuple[Sum | None, str]]:
     return {}
 
 
+@cache
+def _loading() -> dict[_Key, threading.Thread]:
+    """The threads of ``load_ahead``, until the kernel is tried."""
+    return {}
+
+
+def load_ahead(device: torch.device, dtype: torch.dtype, num_ranks: int) -> None:
+    """Begin to load the kernel that ``fused_sum`` will try, on a thread: Triton reads all of itself (0.3 s) and
+    compiles what it has not cached, so let the first forward run beside that."""
+    if device.index is None or not _may_add(device, dtype, num_ranks):
+        return
+    key = _Key(device.index, dtype, num_ranks)
+    if key not in _verdicts() and key not in _loading():
+        thread = _loading()[key] = threading.Thread(target=_load, args=(key,), name="gtp_load_triton")
+        thread.start()
+
+
+def _load(key: _Key) -> None:
+    device = torch.device("cuda", key.device)
+    with suppress(Exception), torch.no_grad():  # the trial says what does not work
+        from .triton_addends import add
+
+        with torch.cuda.device(device):
+            for sizes in _TRIED:
+                rows = torch.zeros(key.num_ranks, sum(sizes), dtype=key.dtype, device=device)
+                add(torch.empty(sum(sizes), device=device), rows, [], 0, key.num_ranks, 1.0)
+
+
+def _may_add(device: torch.device, dtype: torch.dtype, num_ranks: int) -> bool:
+    return device.type == "cuda" and dtype in _DTYPES and num_ranks <= _MOST_RANKS
+
+
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
     """The kernel that adds the addends of ``num_ranks`` ranks, of the dtype and device of ``like``; None: torch."""
-    if type(like) is not Tensor or not like.is_cuda or like.dtype not in _DTYPES or num_ranks > _MOST_RANKS:
+    if type(like) is not Tensor or not _may_add(like.device, like.dtype, num_ranks):
         return None
     return _decided(_Key(like.device.index, like.dtype, num_ranks))[0]
 
@@ -58,14 +94,15 @@ def _decided(key: _Key) -> tuple[Sum | None, str]:
 
 def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
     """The kernel, if it works and has torch's bits. Waits for the GPU."""
+    if (thread := _loading().pop(key, None)) is not None:
+        thread.join()
     if torch.version.hip is not None:
         return None, "not tested on rocm"
     try:
         from .triton_addends import add  # needs Triton, which comes with torch for GPUs
 
         with waiting_allowed(device), Progress(logger, f"compiling the sum of gradients for {device}"):
-            # Aligned addends have a kernel of their own.
-            for sizes in ([1040, 16], [1001, 8]):
+            for sizes in _TRIED:
                 if not all(has_same_bits(*pair) for pair in _probe(add, sizes, device, key)):
                     return None, "the sum by Triton has other bits than torch's"
     except Exception as error:

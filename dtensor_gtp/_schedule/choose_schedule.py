@@ -94,6 +94,13 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     return replace(schedule, **given), tuple(reasons)
 
 
+def adds_addends(policy: SchedulePolicy, no_copies: str | None) -> bool:
+    """Whether ranks will exchange gradients and then add them, as far as is known before communicators are made."""
+    if policy.reduce_scatter == "auto":
+        return no_copies is None and policy.memory != "least" and policy.gather_backend in ("auto", "copy_engine")
+    return policy.reduce_scatter != "ring"
+
+
 def _kept(policy: SchedulePolicy, facts: Facts) -> tuple[int, str]:
     """Bytes that stay gathered until backward, and why."""
     if policy.keep_nbytes is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from .. import _torch_compat as compat
+from .._comm.addends import load_ahead
 from .._comm.collectives import Groups
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags, poison
@@ -20,7 +21,7 @@ from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
-from .choose_schedule import Facts, block_nbytes, choose, no_copy_engines
+from .choose_schedule import Facts, adds_addends, block_nbytes, choose, no_copy_engines
 from .first_forward import agree_to_begin
 from .guesses import Guesses
 from .order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
@@ -87,9 +88,6 @@ class KeepAndFree:
         logger.info("chosen: %s", "; ".join((*self.comm.choices, *self.reasons)))
 
     def _initialize(self, progress: Progress) -> None:
-        with compat.unseen_by_checkpoint_policies():
-            free_nbytes = agree_to_begin(self.params, self.device)
-        blocks = block_nbytes((call.module for call in self.calls), self.weights)
         gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in self.params}]
         no_copies = no_copy_engines(self.device, gathering, self.grads.replicas is not None)
         if any(param.offload is not None for param in self.params):
@@ -99,6 +97,12 @@ class KeepAndFree:
                     "gtp_shard does not support SchedulePolicy(gather_backend='copy_engine') with offload_policy: copy "
                     "engines send what is on the device. Leave gather_backend at its default."
                 )
+        if adds_addends(self.policy, no_copies) and torch.is_grad_enabled():
+            for dtype, num_ranks in {(weight.reduce_dtype, weight.layout.world) for weight in self.weights}:
+                load_ahead(self.device, dtype, num_ranks)
+        with compat.unseen_by_checkpoint_policies():
+            free_nbytes = agree_to_begin(self.params, self.device)
+        blocks = block_nbytes((call.module for call in self.calls), self.weights)
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
         groups: dict[int, Groups] = {}  # by mesh; to ask a mesh for its groups takes long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +59,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attempt = addends._try
     monkeypatch.setattr(addends, "_try", lambda device, key: attempt(torch.device("cpu"), key))
     addends._verdicts.cache_clear()
+    addends._loading.cache_clear()
     yield
     addends._verdicts.cache_clear()
+    addends._loading.cache_clear()
 
 
 def triton(kernel: Callable[..., None] | None) -> Any:
@@ -139,6 +142,42 @@ def test_nothing_is_decided_while_a_graph_is_recorded(monkeypatch: pytest.Monkey
         assert addends._decided(key) == (None, "first used in a CUDA graph")
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         assert addends._decided(key) == (add, "")
+
+
+def test_a_kernel_is_loaded_once_and_tried_when_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the first forward. The trial waits, because a CUDA graph may be recorded after it."""
+    join, at_end, order = threading.Thread.join, threading.Semaphore(0), []
+    monkeypatch.setattr(addends, "_load", lambda key: (at_end.acquire(), order.append(key)))
+    monkeypatch.setattr(threading.Thread, "join", lambda thread: (at_end.release(), join(thread)))
+
+    def tried(*args: Any) -> None:
+        order.append("tried")
+        add(*args)
+
+    key = _Key(0, BF16, 4)
+    gpu = torch.device("cuda", 0)
+    for _ in range(2):
+        addends.load_ahead(gpu, BF16, 4)
+    assert addends._loading().keys() == {key}
+    with triton(tried):
+        assert addends._decided(key) == (tried, "")
+    at_end.release()  # for a thread that nobody has joined
+    assert order[:2] == [key, "tried"]
+    assert order.count(key) == 1
+    for device, dtype, num_ranks in (
+        (gpu, BF16, 4),
+        (gpu, torch.float64, 2),
+        (gpu, BF16, 64),
+        (torch.device("cpu"), BF16, 2),
+    ):
+        addends.load_ahead(device, dtype, num_ranks)
+    assert not addends._loading(), "decided, or no kernel adds it"
+
+
+def test_what_fails_while_it_loads_is_told_by_the_trial() -> None:
+    with triton(broken):
+        addends._load(_Key(0, BF16, 4))
+        assert "Failed to find C compiler" in addends._decided(_Key(0, BF16, 4))[1]
 
 
 def test_torch_adds_elsewhere() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp._modules.binding import binding_of
-from dtensor_gtp._schedule.choose_schedule import Facts, block_nbytes, choose
+from dtensor_gtp._schedule.choose_schedule import Facts, adds_addends, block_nbytes, choose
 from dtensor_gtp.policy import Schedule
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -137,3 +137,18 @@ def test_chosen_leaves_nothing_open() -> None:
         again(torch.ones(2, 8))
         assert SchedulePolicy.chosen(again) == chosen
         assert dict(chosen._numbers) == vars(choose(chosen, CPUS)[0])
+
+
+def test_whether_gradients_will_be_added_is_known_before_ranks_meet() -> None:
+    """As the schedule has it then, if the GPUs can map each other's memory."""
+    for policy in (
+        SchedulePolicy(),
+        SchedulePolicy(memory="least"),
+        SchedulePolicy(memory="least", reduce_scatter="copy_engine"),
+        SchedulePolicy(reduce_scatter="ring"),
+        SchedulePolicy(reduce_scatter="all_to_all"),
+    ):
+        for facts in (GPUS, CPUS):
+            chosen = choose(policy, facts)[0].reduce_scatter
+            assert adds_addends(policy, facts.no_copy_engines) == (chosen != "ring"), (policy, facts)
+    assert not adds_addends(SchedulePolicy(gather_backend="process_group"), None), "reductions follow gathers"
