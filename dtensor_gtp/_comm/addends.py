@@ -69,8 +69,8 @@ def _load(key: _Key) -> None:
 
         with torch.cuda.device(device):
             for sizes in _TRIED:
-                rows = torch.zeros(key.num_ranks, sum(sizes), dtype=key.dtype, device=device)
-                add(torch.empty(sum(sizes), device=device), rows, [], 0, key.num_ranks, 1.0)
+                for _ in _probe(add, sizes, device, key):
+                    continue
 
 
 def _may_add(device: torch.device, dtype: torch.dtype, num_ranks: int) -> bool:

@@ -19,8 +19,9 @@ is printed when it is measured, so that a run that is stopped has told what it k
 
 import argparse
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,9 +203,10 @@ def check(actual: torch.Tensor, expected: torch.Tensor, name: str) -> float:
     return error
 
 
-def fused_op(device: torch.device) -> Any:
-    """Torch's own op, None if torch lacks it. The module that is asked for the backend registers it."""
-    compat.symmetric_memory_backend(device)
+def fused_op() -> Any:
+    """Torch's own op, None if torch lacks it. A module registers it that nothing else may have imported."""
+    with suppress(ImportError):
+        import_module("torch.distributed._symmetric_memory")
     return getattr(torch.ops.symm_mem, "fused_all_gather_matmul", None)
 
 
@@ -212,7 +214,7 @@ def time_fused(
     x: torch.Tensor, shard: torch.Tensor, expected: torch.Tensor, world: World, steps: int
 ) -> tuple[float | None, str | None]:
     """Milliseconds of torch's own op, or why there are none."""
-    fused = fused_op(world.device)
+    fused = fused_op()
     if fused is None:
         return None, f"torch {torch.__version__} lacks fused_all_gather_matmul"
     if not world.is_cuda:
