@@ -133,6 +133,13 @@ class Gradients:
             poison(buffer)
         return buffer, False
 
+    def takes_new(self, weight: ShardedWeight) -> bool:
+        """Whether ``submit`` sends any new tensor that the current stream fills, so that nobody needs a ``target``."""
+        if self.recording is not None or weight.ring is not None or weight.unsharded_grad is not None:
+            return False
+        self._comm.note_compute()
+        return True
+
     def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
         """Take a full gradient in the weight's shape. If ``is_owned``, nobody else reads it: it need not be copied."""
         layout = weight.layout

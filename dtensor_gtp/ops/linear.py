@@ -17,6 +17,7 @@ from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
 from .._params.saved_for_backward import check_differentiable, check_unmodified, refuse_partial_recording
 from .._params.sharded_weight import ShardedWeight
+from .._schedule.reduce_gradients import Gradients
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs, Tensors
@@ -125,14 +126,31 @@ def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
     """Compute the weight's gradient, written by the GEMM into the buffer that the reduce-scatter sends."""
-    buffer, is_accumulating = runtime.grads.target(weight)
-    view_NK = buffer if weight.layout.is_as_buffer else weight.layout.full_view(buffer)
     if compat.is_profiling():
         with profiler_range("GTP::wgrad", weight.fqn):
-            _multiply_into(view_NK, grad_MN.t(), input_MK, is_accumulating)
+            buffer = _multiply_to_send(runtime.grads, weight, grad_MN.t(), input_MK)
     else:
-        _multiply_into(view_NK, grad_MN.t(), input_MK, is_accumulating)
+        buffer = _multiply_to_send(runtime.grads, weight, grad_MN.t(), input_MK)
     runtime.grads.submit(weight, buffer)
+
+
+def _multiply_to_send(grads: Gradients, weight: ShardedWeight, left: Tensor, right: Tensor) -> Tensor:
+    """The product in the layout and the dtype in which it is sent."""
+    layout, dtype = weight.layout, weight.reduce_dtype
+    if layout.is_as_buffer and grads.takes_new(weight):  # an output that the GEMM allocates takes the host less time
+        if dtype == left.dtype:
+            return left.mm(right)
+        if _keeps_wide_sum(dtype, left):
+            return torch.mm(left, right, torch.float32)
+    buffer, is_accumulating = grads.target(weight)
+    _multiply_into(layout.full_view(buffer), left, right, is_accumulating)
+    return buffer
+
+
+def _keeps_wide_sum(dtype: torch.dtype, operand: Tensor) -> bool:
+    """Whether a GEMM of 16-bit operands is to give a gradient of ``dtype`` itself. cuBLAS accumulates in fp32 anyway:
+    keep those bits instead of rounding them away and widening again."""
+    return dtype == torch.float32 and operand.is_cuda and operand.dtype in (torch.bfloat16, torch.float16)
 
 
 def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating: bool) -> None:
@@ -140,8 +158,7 @@ def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating:
         target += left.mm(right)
     elif target.dtype == left.dtype:
         torch.mm(left, right, out=target)
-    elif target.dtype == torch.float32 and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        # cuBLAS accumulates in fp32 anyway: keep those bits instead of rounding them away and widening again.
+    elif _keeps_wide_sum(target.dtype, left):
         torch.mm(left, right, torch.float32, out=target)
     else:
         target.copy_(left.mm(right))
