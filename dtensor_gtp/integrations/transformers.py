@@ -49,6 +49,8 @@ class GTPTrainer(Trainer):
         1
     """
 
+    _whole: Mapping[str, Any] | None = None  # while ``save_model`` runs
+
     def create_accelerator_and_postprocess(self) -> None:
         """Make ``self.accelerator`` a ``GTPAccelerator``."""
         super().create_accelerator_and_postprocess()
@@ -61,12 +63,18 @@ class GTPTrainer(Trainer):
         else:
             super()._move_model_to_device(model, device)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As ``Trainer.save_model``: whole tensors, which all ranks gather and rank 0 writes. Collective."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        self._whole = whole_state_dict(model, trained_only=is_peft_model(model))
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Gather on all ranks what rank 0 writes."""
-        if state_dict is None:
-            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            state_dict = whole_state_dict(model, trained_only=is_peft_model(model))
-        super()._save(output_dir, state_dict=state_dict)
+        """Write what was gathered. Older versions of ``Trainer.save_model`` call this on rank 0 alone."""
+        super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(self._job_state(), checkpoint_id=Path(output_dir) / STATE_FOLDER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,28 @@ class TestTrainer(GlooTest):
                 other = arguments(folder / "other", 1, per_device_train_batch_size=BATCH // 2)
                 with self.assertRaisesRegex(ValueError, f"expects steps of {BATCH} samples"):
                     trainer_of(make_llama(), other, 1).train(resume_from_checkpoint=str(checkpoint))
+
+    def test_all_ranks_gather_what_rank_0_writes(self) -> None:
+        """``Trainer.save_model`` calls ``_save`` on all ranks, older versions on rank 0 alone."""
+        from transformers import Trainer
+
+        from dtensor_gtp.integrations import transformers as integration
+
+        def older_save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            if trainer.args.should_save:
+                trainer._save(output_dir)
+
+        with shared_directory() as folder, process(2):
+            trainer = trainer_of(make_llama(), arguments(folder, 2), 2)
+            with (
+                mock.patch.object(Trainer, "save_model", older_save_model),
+                mock.patch.object(Trainer, "_save") as written,
+                mock.patch.object(integration, "whole_state_dict") as gathered,
+            ):
+                trainer.save_model("whole")
+            gathered.assert_called_once_with(trainer.model, trained_only=False)
+            expected = [mock.call("whole", state_dict=gathered.return_value)] if self.rank == 0 else []
+            self.assertEqual(written.mock_calls, expected)
 
     def test_microbatches_communicate_no_gradients(self) -> None:
         with shared_directory() as folder:
