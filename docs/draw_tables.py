@@ -317,7 +317,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "moe": (draw_moe, ("4xh200_moe",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "cpu": (draw_cpu, ("cpu_compiled",)),
-    "aims": (draw_aims, ()),
+    "aims": (draw_aims, ("2xh100_first",)),
     "history": (draw_history, ()),
 }
 
