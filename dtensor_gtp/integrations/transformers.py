@@ -47,6 +47,7 @@ class GTPTrainer(Trainer):
         >>> trainer.remove_callback(PrinterCallback)
         >>> trainer.train().global_step
         1
+        >>> trainer.save_model("model")  # for GPT2LMHeadModel.from_pretrained
     """
 
     _whole: Mapping[str, Any] | None = None  # while ``save_model`` runs
@@ -64,7 +65,12 @@ class GTPTrainer(Trainer):
             super()._move_model_to_device(model, device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As ``Trainer.save_model``: whole tensors, which all ranks gather and rank 0 writes. Collective."""
+        """As ``Trainer.save_model``: whole tensors, which all ranks gather and rank 0 writes. Collective.
+
+        Args:
+            output_dir: The folder; by default that of the arguments.
+            _internal_call: As in the stock method, which checkpoints call with True.
+        """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self._whole = whole_state_dict(model, trained_only=is_peft_model(model))
         try:

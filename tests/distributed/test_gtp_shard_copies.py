@@ -94,7 +94,7 @@ class TestCopies(TestCase):
                 self.of(linears(dtype=dtype), rows(dtype)),
                 """\
 forward: GATHER, GATHER, mm, mm
-backward: GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm""",
+backward: GATHER, mm, SCATTER, mm, mm, SCATTER, mm""",
             )
 
     def test_mixed_precision(self) -> None:
@@ -122,13 +122,13 @@ backward: copy_, GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm, clone, clone"
             self.of(linears(15), rows()),
             """\
 forward: GATHER, GATHER, mm, mm
-backward: GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm""",
+backward: GATHER, mm, SCATTER, mm, mm.out, SCATTER, mm""",
         )
         self.assertExpectedInline(
             self.of(linears(15), rows(), rank=3),
             """\
 forward: copy_, GATHER, GATHER, mm, mm
-backward: copy_, GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm""",
+backward: copy_, GATHER, mm, SCATTER, mm, mm.out, SCATTER, mm""",
         )
 
     def test_replicas(self) -> None:
@@ -139,7 +139,7 @@ backward: copy_, GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm""",
                 launches(model, rows()),
                 """\
 forward: GATHER, GATHER, mm, mm
-backward: GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm, REDUCE, REDUCE""",
+backward: GATHER, mm, SCATTER, mm, mm, SCATTER, mm, REDUCE, REDUCE""",
             )
 
     def test_all_to_all(self) -> None:
@@ -151,7 +151,7 @@ backward: GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm, REDUCE, REDUCE""",
                 launches(gtp_shard(linears(), mesh, schedule=schedule), rows()),
                 """\
 forward: GATHER, GATHER, mm, mm
-backward: GATHER, mm.out, EXCHANGE, mm, mm.out, EXCHANGE, mm, mean.out, mean.out""",
+backward: GATHER, mm, EXCHANGE, mm, mm, EXCHANGE, mm, mean.out, mean.out""",
             )
 
     def test_embedding(self) -> None:
