@@ -47,7 +47,7 @@ def _verdicts() -> dict[_Key, tuple[Sum | None, str]]:
 
 @cache
 def _loading() -> dict[_Key, threading.Thread]:
-    """The threads of ``load_ahead`` that nobody has waited for."""
+    """The threads of ``load_ahead``, until the kernel is tried."""
     return {}
 
 
@@ -60,15 +60,6 @@ def load_ahead(device: torch.device, dtype: torch.dtype, num_ranks: int) -> None
     if key not in _verdicts() and key not in _loading():
         thread = _loading()[key] = threading.Thread(target=_load, args=(key,), name="gtp_load_triton")
         thread.start()
-
-
-def finish_loading() -> None:
-    """Wait for what ``load_ahead`` has begun. Call it at the end of the first forward: a CUDA graph may be recorded
-    next, and a thread that loads kernels would void it."""
-    loading = _loading()
-    while loading:
-        _, thread = loading.popitem()
-        thread.join()
 
 
 def _load(key: _Key) -> None:
@@ -103,7 +94,8 @@ def _decided(key: _Key) -> tuple[Sum | None, str]:
 
 def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
     """The kernel, if it works and has torch's bits. Waits for the GPU."""
-    finish_loading()
+    if (thread := _loading().pop(key, None)) is not None:
+        thread.join()
     if torch.version.hip is not None:
         return None, "not tested on rocm"
     try:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _torch_compat as compat
-from .._comm.addends import finish_loading
 from .._comm.debug import DebugFlags
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
@@ -106,7 +105,6 @@ class Runtime(Gathering):
         """End a forward; ``is_complete`` is False if it raised."""
         self.reads.pop(frame)
         if not self.reads.frames and self._forward_chain is not None:
-            finish_loading()
             self._drop_prefetched()
             self.comm.finish_uploads()
             if is_complete:

@@ -13,11 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn as nn
-from mesh_common import fake_world
-from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._comm import addends
 from dtensor_gtp._comm.addends import _Key
 
@@ -148,17 +144,12 @@ def test_nothing_is_decided_while_a_graph_is_recorded(monkeypatch: pytest.Monkey
         assert addends._decided(key) == (add, "")
 
 
-@pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """Keys of kernels when they are loaded, which takes until somebody waits for it; tests append what else happens."""
-    join, at_end, happened = threading.Thread.join, threading.Semaphore(0), []
-    monkeypatch.setattr(addends, "_load", lambda key: (at_end.acquire(), happened.append(key)))
+def test_a_kernel_is_loaded_once_and_tried_when_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the first forward. The trial waits, because a CUDA graph may be recorded after it."""
+    join, at_end, order = threading.Thread.join, threading.Semaphore(0), []
+    monkeypatch.setattr(addends, "_load", lambda key: (at_end.acquire(), order.append(key)))
     monkeypatch.setattr(threading.Thread, "join", lambda thread: (at_end.release(), join(thread)))
-    yield happened
-    at_end.release(9)  # for threads that nobody has joined
 
-
-def test_a_kernel_is_loaded_once_and_tried_when_that_is_done(order: list[object]) -> None:
     def tried(*args: Any) -> None:
         order.append("tried")
         add(*args)
@@ -170,6 +161,7 @@ def test_a_kernel_is_loaded_once_and_tried_when_that_is_done(order: list[object]
     assert addends._loading().keys() == {key}
     with triton(tried):
         assert addends._decided(key) == (tried, "")
+    at_end.release()  # for a thread that nobody has joined
     assert order[:2] == [key, "tried"]
     assert order.count(key) == 1
     for device, dtype, num_ranks in (
@@ -180,21 +172,6 @@ def test_a_kernel_is_loaded_once_and_tried_when_that_is_done(order: list[object]
     ):
         addends.load_ahead(device, dtype, num_ranks)
     assert not addends._loading(), "decided, or no kernel adds it"
-
-
-def test_no_thread_outlives_the_first_forward(order: list[object]) -> None:
-    """A CUDA graph may be recorded after it, and would be void if another thread loaded kernels meanwhile."""
-    with fake_world(2):
-        model = gtp_shard(
-            nn.Linear(16, 16),
-            init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",)),
-            schedule=SchedulePolicy(min_shard_numel=0),
-        )
-        model.register_forward_pre_hook(lambda *_: addends.load_ahead(torch.device("cuda", 0), BF16, 2))
-        model.register_forward_hook(lambda *_: order.append("end of the forward's code"))
-        model(torch.ones(1, 16))
-    assert not addends._loading()
-    assert order == ["end of the forward's code", _Key(0, BF16, 2)]
 
 
 def test_what_fails_while_it_loads_is_told_by_the_trial() -> None:
