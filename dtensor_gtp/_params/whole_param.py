@@ -94,7 +94,8 @@ class WholeParam(ManagedParam):
 
     def take_local_grad(self) -> Tensor | None:
         """Return the local gradient since the last reduction, in reduce_dtype, and forget it."""
-        grad, self.leaf.grad = self.leaf.grad, None
+        leaf = self.leaf if self.group is None else self.group.leaf_of(self)
+        grad, leaf.grad = leaf.grad, None
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:
             grad = wide if grad is None else wide + grad

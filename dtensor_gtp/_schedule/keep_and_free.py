@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from .._comm.send_ring import SendRing
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
@@ -56,7 +58,9 @@ class KeepAndFree:
         self.debug = debug
         self.weights: list[ShardedWeight] = []
         self.whole: list[WholeParam] = []
-        self.gatherables: list[Gatherable] = []  # of the weights; plans name them by index
+        self.gatherables: list[Gatherable] = []  # of single weights, and groups; plans name them by index
+        self.groups: list[WeightGroup] = []
+        self.make_groups: Callable[[], None] | None = None  # called once, in the first forward
         self.chains: dict[ChainKey, Chain] = {}
         self.recording: BlockRecording | None = None  # set while a block is recorded
         self._num_calls = 0  # of ``gtp_shard``
@@ -78,6 +82,22 @@ class KeepAndFree:
     @property
     def params(self) -> list[ManagedParam]:
         return [*self.weights, *self.whole]
+
+    @property
+    def single_weights(self) -> list[ShardedWeight]:
+        """The weights that no group gathers."""
+        return [weight for weight in self.weights if weight.group is None]
+
+    def add_groups(self, groups: Sequence[WeightGroup]) -> None:
+        """Gather and reduce the members of ``groups`` as groups from now on. No gather may be in memory or in flight."""
+        self.groups = list(groups)
+        for group in groups:
+            group.read_outside = self.hold_until_end
+        self.gatherables = [target for target in self.gatherables if target.weight.group is None]
+        self.gatherables += groups
+        for index, target in enumerate(self.gatherables):
+            target.index = index
+        self.chains.clear()
 
     def ensure_initialized(self) -> None:
         """In the first forward, on all ranks alike: check that they can run, choose a schedule, make communicators."""
@@ -102,6 +122,8 @@ class KeepAndFree:
                 load_ahead(self.device, dtype, num_ranks)
         with compat.unseen_by_checkpoint_policies():
             free_nbytes = agree_to_begin(self.params, self.device)
+        if self.make_groups is not None:
+            self.make_groups()
         blocks = block_nbytes((call.module for call in self.calls), self.weights)
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
@@ -120,10 +142,10 @@ class KeepAndFree:
 
     def _set_rings(self) -> None:
         sizes: dict[SendRing, list[int]] = {}
-        for weight in self.weights:
+        for weight in (*self.single_weights, *self.groups):
             if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
                 weight.ring = self.comm.send_ring(weight.groups)
-                sizes.setdefault(weight.ring, []).append(weight.sent_nbytes * weight.param.requires_grad)
+                sizes.setdefault(weight.ring, []).append(weight.sent_nbytes * weight.has_gradient)
         for ring, expected in sizes.items():
             ring.expect(expected)
 
@@ -220,7 +242,7 @@ class KeepAndFree:
             gathered = pending.popleft()
             if target.weight.is_fresh(gathered):
                 return gathered
-            self._discard(gathered)
+            self._discard(target, gathered)
         return None
 
     def _end_keeps(self) -> None:
@@ -248,17 +270,19 @@ class KeepAndFree:
     def _drop_kept(self, target: Gatherable) -> None:
         kept, target.kept = target.kept, None
         if kept is not None:
-            self._discard(kept)
+            self._discard(target, kept)
 
-    def _discard(self, gathered: Gathered) -> None:
+    def _discard(self, target: Gatherable, gathered: Gathered) -> None:
         """Free the buffer of a gather that nobody uses."""
         # While the gather runs, its memory must not be reused and nobody may write to the shard.
         self.comm.wait_to_drop(gathered.done, gathered.buffer)
-        self._free(gathered)
+        self._free(target, gathered)
 
-    def _free(self, gathered: Gathered) -> None:
+    def _free(self, target: Gatherable, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
-        if self.debug.poison and not gathered.is_alias:
+        if isinstance(target, WeightGroup):
+            target.free()
+        elif self.debug.poison and not gathered.is_alias:
             gathered.forget()
             # We are two of the owners: the buffer, and the Python object of its storage.
             if compat.storage_use_count(gathered.buffer.untyped_storage()) <= 2:
