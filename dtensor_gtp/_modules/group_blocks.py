@@ -8,7 +8,7 @@ shared with other blocks or lies on another mesh, is quantized, offloaded, tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,8 +27,11 @@ from .binding import BoundModule, ShardGroup, binding_of, join_name
 
 # A block that has more than this share of a model is no unit of gathering if it has blocks inside.
 _MOST_OF_MODEL = 0.3
-# Elements of a weight, on average over a block, below which its GEMM takes less time than the host needs for it.
-_SMALL_NUMEL = 6 << 20
+# Elements of a weight times tokens, on average over a block: below that its GEMM takes less time than the host needs for
+# the weight by itself. 5e10 products and sums take an H100 0.15 ms; so long a fast host takes for one weight.
+_SMALL_GEMM = 50e9
+# Where the number of tokens is not known (images, sound).
+_SMALL_NUMEL = 16 << 20
 
 
 class GTPBlock(BoundModule):
@@ -90,21 +93,22 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def make_groups(runtime: Runtime, bind: Any) -> None:
-    """Turn blocks of the outermost call into groups. ``bind(module, is_block)`` swaps the class of a module."""
+def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_tokens: int) -> tuple[str, ...]:
+    """Turn blocks of the outermost call into groups. ``bind(module, is_block)`` swaps the class of a module. Returns
+    what was chosen and why."""
     call = runtime.calls[-1]
     assert isinstance(call, ShardGroup)
     if runtime.policy._numbers or runtime.grads.replicas is not None or len(runtime.calls) > 1:
-        return
-    groups = []
-    sites_of = {site.module: param for param in call.params for site in param.sites}
+        return ()
+    groups: list[WeightGroup] = []
+    reasons: dict[str, list[str]] = {}
     total = sum(_numel(param) for param in call.params)
     for name, block in _blocks(call.module, "", total):
         modules = [module for module in block.modules()]
         params = dict.fromkeys(
             param for module in modules if (binding := binding_of(module)) is not None for param in binding.params.values()
         )
-        if (why := _why_single(block, modules, list(params))) is None:
+        if (why := _why_single(modules, list(params), num_tokens)) is None:
             weights = [param for param in params if isinstance(param, ShardedWeight)]
             whole = [param for param in params if isinstance(param, WholeParam)]
             group = WeightGroup(name, block, weights, whole)
@@ -113,9 +117,17 @@ def make_groups(runtime: Runtime, bind: Any) -> None:
             for module in modules:
                 bind(module, module is block)
             block.__dict__["_gtp_group"] = group
-        runtime.reasons += () if why is None else (f"{name} is no group: {why}",)
+        else:
+            reasons.setdefault(why, []).append(name)
     if groups:
         runtime.add_groups(groups)
+    sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
+    chosen = [f"groups: the weights of {len(groups)} blocks each travel together ({sizes})"] if groups else []
+    return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))
+
+
+def _named(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _numel(param: ManagedParam) -> int:
@@ -139,13 +151,14 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
             yield from _blocks(child, fqn, total)
 
 
-def _why_single(block: nn.Module, modules: list[nn.Module], params: list[ManagedParam]) -> str | None:
+def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens: int) -> str | None:
     """Why the weights of a block are gathered one by one; None if they can be a group."""
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     if len(weights) < 2:
         return "it has fewer than two sharded weights"
-    if sum(map(_numel, weights)) > _SMALL_NUMEL * len(weights):
-        return "its weights are large"
+    numel = sum(map(_numel, weights)) / len(weights)
+    if numel * num_tokens > _SMALL_GEMM or (not num_tokens and numel > _SMALL_NUMEL):
+        return f"the GEMM of a weight lasts longer than the host needs for it ({numel:.3g} elements, {num_tokens} tokens)"
     first, inside = weights[0], set(modules)
     for param in params:
         if any(site.module not in inside for site in param.sites):

@@ -193,7 +193,9 @@ def bind_grouped(module: nn.Module, is_block: bool, classes: dict[tuple[Any, ...
     """Swap the class of a module whose parameters belong to a group: its calls and reads are those of ``nn.Module``. A
     call of the block itself is a use of the group."""
     bound = type(module)
-    cls: type = bound._gtp_original  # type: ignore[attr-defined]
+    cls: type | None = getattr(bound, "_gtp_original", None)
+    if cls is None:
+        return  # it has no parameters
     key = (is_block, cls)
     if key not in classes:
         bases = (GTPBlock, GTPManaged, cls) if is_block else (GTPManaged, cls)

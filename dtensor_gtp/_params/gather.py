@@ -142,12 +142,13 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
         for param, value in group.values_of_whole:
             copied.append(value)
             sources.append(param.shard)
-    for planes in planes_of:
-        for layout, part, buffer in planes:
+    for target, planes in zip(targets, planes_of, strict=True):
+        known = target.slots if isinstance(target, WeightGroup) else None
+        for index, (layout, part, buffer) in enumerate(planes):
             rows = layout.rows_of(part)
             if not (groups.casts_shards or layout.is_sendable(rows, buffer.dtype)):
                 sources.append(rows)
-                rows = layout.slot(buffer)
+                rows = layout.slot(buffer) if known is None else known[index]
                 copied.append(layout.filled(rows))
             slots.append(rows)
             outputs.append(buffer)

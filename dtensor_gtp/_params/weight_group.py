@@ -77,6 +77,7 @@ class WeightGroup(Gatherable):
         self.fqn, self.module = fqn, module
         self.sites = [Site(module, "")]
         self.weights, self.whole = list(weights), list(whole)
+        self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
         self.mesh, self.num_ranks, self.device = first.mesh, first.num_ranks, first.device
         self.compute_dtype, self.reduce_dtype = first.compute_dtype, first.reduce_dtype
@@ -94,12 +95,9 @@ class WeightGroup(Gatherable):
         self.read_outside: Callable[[WeightGroup], None]  # called when code outside of a use reads a leaf
         for member in self.members:
             member.flags, member.group = self.flags, self
+        self._shards = self._find_shards()
         self._make_leaves()
         self.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
-
-    @property
-    def members(self) -> list[ManagedParam]:
-        return [*self.weights, *self.whole]
 
     @property
     def groups(self) -> Any:
@@ -116,6 +114,10 @@ class WeightGroup(Gatherable):
     @property
     def kept_nbytes(self) -> int:
         return self._nbytes
+
+    def _find_shards(self) -> list[Tensor]:
+        """The parameters and their local tensors, whose versions count writes to them."""
+        return [tensor for member in self.members for tensor in (member.param, member.shard)]
 
     # The full weights.
 
@@ -135,6 +137,7 @@ class WeightGroup(Gatherable):
             # Gathers write through views with versions of their own: a gather of the same values is no modification.
             places = list(zip(shapes, offsets, strict=True))
             self.outputs = [_view(self.storage, whole, *place) for place in places]
+            self.slots = [w.layout.slot(output) for w, output in zip(self.weights, self.outputs, strict=False)]
             views = [_view(self.storage, whole, *place) for place in places]
             num_weights = len(self.weights)
             fulls = [w.layout.full_view(v) for w, v in zip(self.weights, views[:num_weights], strict=True)]
@@ -220,14 +223,11 @@ class WeightGroup(Gatherable):
 
     @property
     def version(self) -> Version:
-        total = self.num_updates
-        for member in self.members:
-            total += member.param._version + member.shard._version
-        return total, 0, 0
+        return self.num_updates + sum([tensor._version for tensor in self._shards]), 0, 0
 
     def is_fresh(self, gathered: Gathered) -> bool:
-        """Whether ``gathered`` has the present values of all shards."""
-        return gathered.version == self.version
+        """Whether ``gathered`` has the present values of all shards. One in use has those of the begin of its use."""
+        return gathered is self.live or gathered.version == self.version
 
     # The gradients.
 
@@ -237,6 +237,8 @@ class WeightGroup(Gatherable):
         self.reduced_weights: list[ShardedWeight] = list(weights)
         world, rank = self.weights[0].layout.world, self.weights[0].layout.rank
         self._slot_numels = [math.prod(weight.layout.slot_shape) for weight in self.reduced_weights]
+        shapes = [weight.layout.slot_shape for weight in self.reduced_weights]
+        self._slots_like = [compat.template(shape, self.reduce_dtype, self.device) for shape in shapes]
         numel = world * sum(self._slot_numels)
         self.layout = WeightLayout(torch.Size((numel,)), 0, world, rank)
         self.sent_nbytes = numel * self.reduce_dtype.itemsize
@@ -300,8 +302,8 @@ class WeightGroup(Gatherable):
 
     def accumulate(self, slot: Tensor) -> None:
         """Hand this rank's rows of all reduced gradients to the weights."""
-        for weight, part in zip(self.reduced_weights, slot.split(self._slot_numels), strict=True):
-            weight.accumulate(weight.layout.shard_of_rows(part.view(weight.layout.slot_shape)))
+        for weight, rows in zip(self.reduced_weights, compat.unflatten(slot, self._slots_like), strict=True):
+            weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
 
     def send_buffer(self) -> Tensor:
         """An uninitialized buffer for the packed gradients of this rank."""
@@ -330,6 +332,7 @@ class WeightGroup(Gatherable):
                 for site in member.sites:
                     member.follow(site)
                 self.num_updates += 1
+                self._shards = self._find_shards()
             if member._wide_grad is not None and param.grad is None:
                 member._wide_grad = None
             leaf = self.leaves[index]

@@ -185,6 +185,8 @@ class Gradients:
             if not any(found):
                 return
             group.agree(found)
+        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
+        self._comm.retire_all()
         buffer, is_accumulating = self.target(group)
         packed = group.send_buffer() if is_accumulating else buffer
         group.pack(packed)

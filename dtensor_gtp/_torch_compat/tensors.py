@@ -116,6 +116,11 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
     torch._chunk_cat(tensors, 0, num_chunks, out=out)
 
 
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Consecutive parts of ``flat`` as views with the shapes of ``like``, in one call."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
+
+
 def lerp_all(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:
     """Move each target towards its end, in place, as ``torch.optim.swa_utils`` does."""
     torch._foreach_lerp_(targets, ends, weight)
