@@ -106,7 +106,10 @@ def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_t
     for name, block in _blocks(call.module, "", total):
         modules = [module for module in block.modules()]
         params = dict.fromkeys(
-            param for module in modules if (binding := binding_of(module)) is not None for param in binding.params.values()
+            param
+            for module in modules
+            if (binding := binding_of(module)) is not None
+            for param in binding.params.values()
         )
         if (why := _why_single(modules, list(params), num_tokens)) is None:
             weights = [param for param in params if isinstance(param, ShardedWeight)]
@@ -158,7 +161,9 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
         return "it has fewer than two sharded weights"
     numel = sum(map(_numel, weights)) / len(weights)
     if numel * num_tokens > _SMALL_GEMM or (not num_tokens and numel > _SMALL_NUMEL):
-        return f"the GEMM of a weight lasts longer than the host needs for it ({numel:.3g} elements, {num_tokens} tokens)"
+        return (
+            f"the GEMM of a weight lasts longer than the host needs for it ({numel:.3g} elements, {num_tokens} tokens)"
+        )
     first, inside = weights[0], set(modules)
     for param in params:
         if any(site.module not in inside for site in param.sites):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -72,8 +72,10 @@ class WeightGroup(Gatherable):
     offload = None
     group = None
 
-    def __init__(self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]) -> None:
-        super().__init__(self)
+    def __init__(
+        self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
+    ) -> None:
+        super().__init__(cast("ShardedWeight", self))  # the schedule asks a group what it asks a weight
         self.fqn, self.module = fqn, module
         self.sites = [Site(module, "")]
         self.weights, self.whole = list(weights), list(whole)
@@ -297,7 +299,9 @@ class WeightGroup(Gatherable):
         for weight in self.reduced_weights:
             leaf = self._leaf_by_member[weight]
             grad, leaf.grad = leaf.grad, None
-            grads.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if grad is None else grad.detach())
+            grads.append(
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if grad is None else grad.detach()
+            )
         compat.chunk_cat(grads, self.layout.world, buffer.view(self.layout.world, -1))
 
     def accumulate(self, slot: Tensor) -> None:
@@ -347,7 +351,7 @@ class WeightGroup(Gatherable):
 def _view(storage: torch.UntypedStorage, like: Tensor, shape: tuple[int, ...], offset: int) -> Tensor:
     """A contiguous tensor in ``storage`` that shares no version with others."""
     stride = torch.empty(shape, device="meta").stride()
-    return like.new_empty(0).set_(storage, offset, shape, stride)  # type: ignore[call-overload, no-any-return]
+    return like.new_empty(0).set_(storage, offset, shape, stride)
 
 
 def _leaf_of(member: ManagedParam, full: Tensor) -> nn.Parameter:
@@ -355,3 +359,6 @@ def _leaf_of(member: ManagedParam, full: Tensor) -> nn.Parameter:
     own = member.param.detach().__dict__
     leaf.__dict__.update({key: value for key, value in member.param.__dict__.items() if key not in own})
     return leaf
+
+
+Reducible = ShardedWeight | WeightGroup  # whose gradients are reduce-scattered

@@ -19,7 +19,7 @@ from .._comm.send_ring import SendRing
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .._params.weight_group import WeightGroup
+from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
@@ -90,6 +90,10 @@ class KeepAndFree:
         """The weights that no group gathers."""
         return [weight for weight in self.weights if weight.group is None]
 
+    def hold_until_end(self, group: WeightGroup) -> None:
+        """Code outside of its block reads a weight of ``group``: hold it to the end of this pass and its backward."""
+        raise NotImplementedError
+
     def add_groups(self, groups: Sequence[WeightGroup]) -> None:
         """Gather and reduce the members of ``groups`` as groups from now on. No gather may be in memory or in flight."""
         self.groups = list(groups)
@@ -149,7 +153,8 @@ class KeepAndFree:
 
     def _set_rings(self) -> None:
         sizes: dict[SendRing, list[int]] = {}
-        for weight in (*self.single_weights, *self.groups):
+        reduced: list[Reducible] = [*self.single_weights, *self.groups]
+        for weight in reduced:
             if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
                 weight.ring = self.comm.send_ring(weight.groups)
                 sizes.setdefault(weight.ring, []).append(weight.sent_nbytes * weight.has_gradient)

@@ -26,14 +26,11 @@ from .._comm.send_ring import Place, SendRing
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .._params.weight_group import WeightGroup
+from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .order_of_reductions import fits, may_wait
 from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
-
-
-Reducible = ShardedWeight | WeightGroup
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +49,7 @@ class _Gradient:
 class Written(NamedTuple):
     """A gradient that a recorded block leaves in a buffer."""
 
-    weight: Reducible
+    weight: ShardedWeight
     buffer: Tensor
     bundle: int | None  # gradients with the same number travel together
 
@@ -61,9 +58,9 @@ class BlockRecording(Protocol):
     """Replaces gathers and reductions while a pass of a block is recorded: ``graphs.record_block.Recording``."""
 
     def acquire(self, target: Gatherable) -> Gathered: ...  # the weight where the graph will read it
-    def target(self, weight: Reducible) -> Tensor: ...  # a buffer for the gradient of a use
-    def keep(self, weight: Reducible, rows: Tensor) -> Tensor: ...  # a copy of a gradient, in the same dtype
-    def submit(self, weight: Reducible, buffer: Tensor) -> None: ...
+    def target(self, weight: ShardedWeight) -> Tensor: ...  # a buffer for the gradient of a use
+    def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor: ...  # a copy of a gradient, in the same dtype
+    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None: ...
     def together(self) -> AbstractContextManager[None]: ...  # bundles the gradients that are submitted in it
 
 
@@ -368,6 +365,7 @@ class Gradients:
         if scale.postdivide is not None:
             slot /= scale.postdivide
         if self.replicas is not None:  # the slot is the mean over this replica only
+            assert isinstance(weight, ShardedWeight), "unequal replicas have no groups"
             self.replicas.add(weight, slot, gradient.share)
         else:
             weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
@@ -375,7 +373,7 @@ class Gradients:
     def complete(self, params: Sequence[ManagedParam], groups: Sequence[WeightGroup] = ()) -> None:
         """Reduce all gradients of ``params`` and ``groups``, wait for them on the current stream and move them into ``.grad``."""
         # Earlier microbatches left gradients of weights that the last microbatch did not use.
-        weights = [*(p for p in params if isinstance(p, ShardedWeight)), *groups]
+        weights: list[Reducible] = [*(p for p in params if isinstance(p, ShardedWeight)), *groups]
         synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
         for weight in synced:
             if weight.unsharded_grad is not None:

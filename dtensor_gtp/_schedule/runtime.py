@@ -16,11 +16,11 @@ import torch.nn as nn
 
 from .. import _torch_compat as compat
 from .._comm.debug import DebugFlags
-from .._params.managed_param import ManagedParam
 from .._params.gathered import Gathered
+from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
-from .._params.weight_group import WeightGroup
+from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
@@ -174,7 +174,6 @@ class Runtime(Gathering):
         self._begin(self._backward_chain)
 
     def hold_until_end(self, group: WeightGroup) -> None:
-        """Code outside of its block reads a weight of ``group``: hold it until the end of this pass and its backward."""
         self._read_outside.append((group, self.acquire(group)))
 
     def _release_read_outside(self) -> None:
@@ -222,8 +221,10 @@ class Runtime(Gathering):
     def _forget_gradients(self) -> None:
         """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
         self.grads.abandon()
-        for param in (*self.params, *self.groups):
+        for param in self.params:
             param.reset_grads()
+        for group in self.groups:
+            group.reset_grads()
 
     @property
     def has_gradients_in_flight(self) -> bool:
@@ -236,7 +237,8 @@ class Runtime(Gathering):
         """If the last backward raised before its end, drop its prefetched weights and its gradients."""
         if not self._is_in_backward:
             return
-        sums = (grad for weight in (*self.weights, *self.groups) for grad in (weight.unsharded_grad, weight.unreplicated_grad))
+        reduced: list[Reducible] = [*self.weights, *self.groups]
+        sums = (grad for weight in reduced for grad in (weight.unsharded_grad, weight.unreplicated_grad))
         has_earlier = self.has_gradients_in_flight or any(grad is not None for grad in sums)
         others = ", with those of earlier microbatches that were not synced" if has_earlier else ""
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
