@@ -1,9 +1,9 @@
 """Which blocks of a model gather and reduce their weights as groups, and how a block is called then.
 
-A *block* is a module whose class stands at least twice in a container. In the first forward its weights become a group
-if the host would otherwise wait for weight after weight: many small ones. A block stays as single weights if a weight is
-shared with other blocks or lies on another mesh, is quantized, offloaded, tensor-parallel or cut again by an outer
-``fully_shard``, or if the schedule was given number by number.
+A *block* is a module whose class stands at least twice in a container. In the first forward its weights become a group,
+if they are small: the host would need longer for each of them than its GEMM lasts. A block keeps single weights if one
+is shared with other blocks, lies on another mesh, is quantized, offloaded, tensor-parallel or cut again by an outer
+``fully_shard``, or if the schedule was given number by number. ``sharding_report`` says which and why.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .binding import BoundModule, ShardGroup, binding_of, join_name
 
 # A block that has more than this share of a model is no unit of gathering if it has blocks inside.
 _MOST_OF_MODEL = 0.3
-# Elements of a weight times tokens, on average over a block: below that its GEMM takes less time than the host needs for
-# the weight by itself. 5e10 products and sums take an H100 0.15 ms; so long a fast host takes for one weight.
+# Elements of a weight times tokens, on average over a block. Below that, its GEMM takes less time than the host needs
+# for the weight by itself: 5e10 multiplications and additions take an H100 0.15 ms, a weight takes a host as long.
 _SMALL_GEMM = 50e9
 # Where the number of tokens is not known (images, sound).
 _SMALL_NUMEL = 16 << 20
@@ -104,7 +104,7 @@ def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_t
     reasons: dict[str, list[str]] = {}
     total = sum(_numel(param) for param in call.params)
     for name, block in _blocks(call.module, "", total):
-        modules = [module for module in block.modules()]
+        modules = list(block.modules())
         params = dict.fromkeys(
             param
             for module in modules
@@ -161,9 +161,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
         return "it has fewer than two sharded weights"
     numel = sum(map(_numel, weights)) / len(weights)
     if numel * num_tokens > _SMALL_GEMM or (not num_tokens and numel > _SMALL_NUMEL):
-        return (
-            f"the GEMM of a weight lasts longer than the host needs for it ({numel:.3g} elements, {num_tokens} tokens)"
-        )
+        return f"a GEMM lasts longer than the host needs for a weight ({numel:.3g} elements, {num_tokens} tokens)"
     first, inside = weights[0], set(modules)
     for param in params:
         if any(site.module not in inside for site in param.sites):

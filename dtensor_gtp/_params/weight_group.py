@@ -52,7 +52,9 @@ class FullParams(dict[str, Any]):
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         return ((name, self[name]) for name in self)

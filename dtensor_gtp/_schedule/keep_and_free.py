@@ -95,7 +95,7 @@ class KeepAndFree:
         raise NotImplementedError
 
     def add_groups(self, groups: Sequence[WeightGroup]) -> None:
-        """Gather and reduce the members of ``groups`` as groups from now on. No gather may be in memory or in flight."""
+        """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
         self.groups = list(groups)
         for group in groups:
             group.read_outside = self.hold_until_end

@@ -121,7 +121,7 @@ class Gradients:
     def target(self, weight: Reducible) -> tuple[Tensor, bool]:
         """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one is to be added."""
         if self.recording is not None:
-            return self.recording.target(weight), False
+            return self.recording.target(_single(weight)), False
         self._comm.note_compute()
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
@@ -148,7 +148,7 @@ class Gradients:
         if is_owned and self._can_send(weight, grad):
             self._comm.note_compute()
             rows = layout.rows_of(grad)
-            self.submit(weight, rows if self.recording is None else self.recording.keep(weight, rows))
+            self.submit(weight, rows if self.recording is None else self.recording.keep(_single(weight), rows))
             return
         buffer, is_accumulating = self.target(weight)
         view = layout.full_view(buffer)
@@ -195,7 +195,7 @@ class Gradients:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
         layout's ``buffer_shape``, perhaps not contiguous, and ``reduce_dtype`` (with gradient sync, any dtype)."""
         if self.recording is not None:
-            self.recording.submit(weight, buffer)
+            self.recording.submit(_single(weight), buffer)
             return
         flags = weight.flags
         if not flags.requires_gradient_sync:
@@ -365,13 +365,13 @@ class Gradients:
         if scale.postdivide is not None:
             slot /= scale.postdivide
         if self.replicas is not None:  # the slot is the mean over this replica only
-            assert isinstance(weight, ShardedWeight), "unequal replicas have no groups"
-            self.replicas.add(weight, slot, gradient.share)
+            self.replicas.add(_single(weight), slot, gradient.share)
         else:
             weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
 
     def complete(self, params: Sequence[ManagedParam], groups: Sequence[WeightGroup] = ()) -> None:
-        """Reduce all gradients of ``params`` and ``groups``, wait for them on the current stream and move them into ``.grad``."""
+        """Reduce all gradients of ``params`` and ``groups``. Wait for them on the current stream and move them into
+        ``.grad``."""
         # Earlier microbatches left gradients of weights that the last microbatch did not use.
         weights: list[Reducible] = [*(p for p in params if isinstance(p, ShardedWeight)), *groups]
         synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
@@ -405,3 +405,9 @@ class Gradients:
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()
+
+
+def _single(weight: Reducible) -> ShardedWeight:
+    """A weight of a recorded block or of unequal replicas: these have no groups."""
+    assert isinstance(weight, ShardedWeight)
+    return weight
