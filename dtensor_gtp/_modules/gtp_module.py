@@ -110,6 +110,8 @@ class GTPModule(RefusedMethods, BoundModule):
         for param in self._params():
             param.is_pinned = False
         for weight in self._weights():
+            if weight.group is not None:
+                weight.group.unpin()
             self._gtp_binding.group.runtime.drop_kept(weight)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

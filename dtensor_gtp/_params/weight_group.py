@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,9 +40,9 @@ _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
 class FullParams(dict[str, Any]):
     """``nn.Module._parameters`` of a module during a pass: the full weights, which are gathered if they are not."""
 
-    def __init__(self, params: dict[str, Any], group: WeightGroup, grouped: set[str]) -> None:
+    def __init__(self, params: dict[str, Any], group: WeightGroup, grouped: set[str], sharded: dict[str, Any]) -> None:
         super().__init__(params)
-        self._group, self._grouped = group, grouped
+        self._group, self._grouped, self._sharded = group, grouped, sharded
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -56,11 +56,13 @@ class FullParams(dict[str, Any]):
             return default
         return self[name]
 
-    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+    def items(self) -> Any:
+        if not self._group.is_in_pass:  # after ``unshard``: optimizers and state dicts get the sharded parameters
+            return self._sharded.items()
         return ((name, self[name]) for name in self)
 
-    def values(self) -> Iterator[Any]:  # type: ignore[override]
-        return (self[name] for name in self)
+    def values(self) -> Any:
+        return (value for _, value in self.items())
 
 
 class WeightGroup(Gatherable):
@@ -86,7 +88,8 @@ class WeightGroup(Gatherable):
         self.mesh, self.num_ranks, self.device = first.mesh, first.num_ranks, first.device
         self.compute_dtype, self.reduce_dtype = first.compute_dtype, first.reduce_dtype
         self.flags = first.flags
-        self.is_pinned = False
+        self.is_pinned = self.is_in_pass = False
+        self._hooks: list[Any] = []
         self.ring: SendRing | None = None
         self.num_updates = 0  # writes to members that leave no version behind
         # Whether all ranks know which weights get gradients. ``reduced_weights`` are those, or all that may get some.
@@ -163,18 +166,39 @@ class WeightGroup(Gatherable):
             sharded = module._parameters
             full = {name: leaf_of.get(Site(module, name), param) for name, param in sharded.items()}
             grouped = {name for name in full if Site(module, name) in leaf_of}
-            views.append((module, sharded, full, FullParams(full, self, grouped)))
+            views.append((module, sharded, full, FullParams(full, self, grouped, sharded)))
         return views
 
     def show(self, *, is_compiled: bool = False) -> None:
-        """Let the modules have the full weights as their parameters."""
+        """Let the modules have the full weights as their parameters, in a pass."""
+        self.is_in_pass = True
         for module, _, plain, full in self._views:
             module.__dict__["_parameters"] = plain if is_compiled else full
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again."""
-        for module, sharded, _, _ in self._views:
-            module.__dict__["_parameters"] = sharded
+        """Let the modules have the sharded parameters again; after ``pin`` they still read the full weights."""
+        self.is_in_pass = False
+        for module, sharded, _, full in self._views:
+            module.__dict__["_parameters"] = full if self.is_pinned else sharded
+
+    def pin(self, note_backward: Callable[[], None]) -> None:
+        """Let modules read full weights outside of passes, too. ``note_backward`` is called with each gradient."""
+        if not self.is_pinned:
+            self.is_pinned = True
+            self._hooks = [
+                leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
+                for leaf in self.leaves
+                if leaf.requires_grad
+            ]
+            self.hide()
+
+    def unpin(self) -> None:
+        """The counterpart of ``pin``."""
+        self.is_pinned = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.hide()
 
     def allocate(self) -> None:
         """Give the leaves memory, on the current stream, for a gather of the present shards."""
@@ -329,25 +353,45 @@ class WeightGroup(Gatherable):
 
     def begin_forward(self) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
-        is_changed = False
+        is_replaced = is_frozen = False
         for index, member in enumerate(self.members):
-            param = member.param
+            param, leaf = member.param, self.leaves[index]
             module, name = member.sites[0]
-            if module._parameters.get(name) is not param or compat.local_tensor(param) is not member.shard:  # type: ignore[arg-type]
+            is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.shard
+            if (
+                not is_known
+                or module._parameters.get(name) is not param
+                or compat.local_tensor(param) is not member.shard
+            ):
                 member.begin_forward(False)
                 for site in member.sites:
                     member.follow(site)
-                self.num_updates += 1
-                self._shards = self._find_shards()
-            if member._wide_grad is not None and param.grad is None:
+                is_replaced = True
+            if member._wide_grad is not None and member.param.grad is None:
                 member._wide_grad = None
-            leaf = self.leaves[index]
-            if leaf.requires_grad is not param.requires_grad:
-                leaf.requires_grad_(param.requires_grad)
-                is_changed = True
-        if is_changed:
+            is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
+        if is_replaced:
+            self._follow_replaced()
+        if is_frozen:
+            for member, leaf in zip(self.members, self.leaves, strict=True):
+                leaf.requires_grad_(member.param.requires_grad)
             self.is_agreed = False
             self.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+
+    def _follow_replaced(self) -> None:
+        """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""
+        self.num_updates += 1
+        self._shards = self._find_shards()
+        dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
+        if len(dtypes) > 1:
+            raise RuntimeError(
+                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which travel together, but got "
+                f"{sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
+                "module.to(dtype)."
+            )
+        ((self.compute_dtype, self.reduce_dtype),) = dtypes
+        self._make_leaves()
+        self.reduce_only(self.reduced_weights)
 
 
 def _view(storage: torch.UntypedStorage, like: Tensor, shape: tuple[int, ...], offset: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -89,21 +89,6 @@ class KeepAndFree:
     def single_weights(self) -> list[ShardedWeight]:
         """The weights that no group gathers."""
         return [weight for weight in self.weights if weight.group is None]
-
-    def hold_until_end(self, group: WeightGroup) -> None:
-        """Code outside of its block reads a weight of ``group``: hold it to the end of this pass and its backward."""
-        raise NotImplementedError
-
-    def add_groups(self, groups: Sequence[WeightGroup]) -> None:
-        """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
-        self.groups = list(groups)
-        for group in groups:
-            group.read_outside = self.hold_until_end
-        self.gatherables = [target for target in self.gatherables if target.weight.group is None]
-        self.gatherables += groups
-        for index, target in enumerate(self.gatherables):
-            target.index = index
-        self.chains.clear()
 
     def ensure_initialized(self) -> None:
         """In the first forward, on all ranks alike: check that they can run, choose a schedule, make communicators."""
@@ -267,13 +252,14 @@ class KeepAndFree:
                     self._drop_kept(target)
 
     def wait_kept(self, weight: ShardedWeight) -> None:
-        if weight.kept is not None:
-            self.comm.wait(weight.kept.done)
+        kept = weight.kept if weight.group is None else weight.group.kept
+        if kept is not None:
+            self.comm.wait(kept.done)
             self.comm.finish_uploads()
 
     def drop_kept(self, weight: ShardedWeight) -> None:
         """Drop everything that was made of a shard."""
-        for target in weight.gatherables:
+        for target in weight.gatherables if weight.group is None else (weight.group,):
             self._drop_kept(target)
         weight.edition += 1
         if weight.wire is not None:

@@ -173,6 +173,30 @@ class Runtime(Gathering):
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
 
+    def add_groups(self, groups: Sequence[WeightGroup]) -> None:
+        """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
+        self.groups = list(groups)
+        for group in groups:
+            group.read_outside = self.hold_until_end
+        self.gatherables = [target for target in self.gatherables if target.weight.group is None]
+        self.gatherables += groups
+        for index, target in enumerate(self.gatherables):
+            target.index = index
+        self.chains.clear()
+
+    def gather_kept(self, weight: ShardedWeight) -> None:
+        """Gather a weight, or its group, ahead of any use, for ``unshard``."""
+        self.ensure_initialized()
+        group = weight.group
+        if group is None:
+            super().gather_kept(weight)
+            return
+        group.pin(self.note_backward)
+        if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
+            self._drop_kept(group)
+            self.comm.begin_pass(group.groups)
+            group.kept = self._take(group) or self._gather_now(group)
+
     def hold_until_end(self, group: WeightGroup) -> None:
         self._read_outside.append((group, self.acquire(group)))
 
