@@ -92,12 +92,14 @@ class WeightGroup(Gatherable):
         self._hooks: list[Any] = []
         self.ring: SendRing | None = None
         self.num_updates = 0  # writes to members that leave no version behind
-        # Whether all ranks know which weights get gradients. ``reduced_weights`` are those, or all that may get some.
+        # Whether all ranks know which members get gradients. ``reduced_weights`` are those, or all that may get some.
         self.is_agreed = False
+        self._used_whole: list[WholeParam] = []
         self.unsharded_grad: Tensor | None = None
         self.unreplicated_grad: Tensor | None = None
         self.uses_in_backward: set[object] = set()  # forwards of the module whose backward runs
         self.held: Gathered | None = None  # for them
+        self.is_compiled = False  # whether the block is, in its last forward
         self.has_second_backward = False  # whether the running backward creates a graph that needs the weights
         self.read_outside: Callable[[WeightGroup], None]  # called when code outside of a use reads a leaf
         for member in self.members:
@@ -169,17 +171,19 @@ class WeightGroup(Gatherable):
             views.append((module, sharded, full, FullParams(full, self, grouped, sharded)))
         return views
 
-    def show(self, *, is_compiled: bool = False) -> None:
-        """Let the modules have the full weights as their parameters, in a pass."""
-        self.is_in_pass = True
+    def show(self, *, is_compiled: bool = False, is_in_pass: bool = True) -> None:
+        """Let the modules read the full weights. In a pass (a forward), they are their parameters, too."""
+        self.is_in_pass = is_in_pass
         for module, _, plain, full in self._views:
             module.__dict__["_parameters"] = plain if is_compiled else full
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again; after ``pin`` they still read the full weights."""
+        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights, they
+        still read the full ones."""
         self.is_in_pass = False
+        reads_full = self.is_pinned or self.held is not None
         for module, sharded, _, full in self._views:
-            module.__dict__["_parameters"] = full if self.is_pinned else sharded
+            module.__dict__["_parameters"] = full if reads_full else sharded
 
     def pin(self, note_backward: Callable[[], None]) -> None:
         """Let modules read full weights outside of passes, too. ``note_backward`` is called with each gradient."""
@@ -248,6 +252,7 @@ class WeightGroup(Gatherable):
             member.shard.copy_(part)
         self._written = versions
         self.num_updates += 1
+        self._version_of_leaves = self.version  # a gather gives the values that were written
 
     @property
     def version(self) -> Version:
@@ -307,16 +312,18 @@ class WeightGroup(Gatherable):
         return any(leaf.grad is not None and w not in known for w, leaf in zip(self.weights, self.leaves, strict=False))
 
     @property
-    def weights_with_gradients(self) -> list[bool]:
-        """For each weight whether it gets gradients, as far as this rank knows."""
-        known = set(self.reduced_weights) if self.is_agreed else set()
-        return [weight in known or self.leaf_of(weight).grad is not None for weight in self.weights]
+    def members_with_gradients(self) -> list[bool]:
+        """For each member whether it gets gradients, as far as this rank knows."""
+        known = {*self.reduced_weights, *self._used_whole} if self.is_agreed else set()
+        return [member in known or self.leaf_of(member).grad is not None for member in self.members]
 
     def agree(self, found: Sequence[bool]) -> None:
-        """All ranks know which weights get gradients."""
-        used = [weight for weight, is_used in zip(self.weights, found, strict=True) if is_used]
-        if used != self.reduced_weights:
-            self.reduce_only(used)
+        """All ranks know which members get gradients."""
+        used = [member for member, is_used in zip(self.members, found, strict=True) if is_used]
+        weights = [member for member in used if isinstance(member, ShardedWeight)]
+        if weights != self.reduced_weights:
+            self.reduce_only(weights)
+        self._used_whole = [member for member in used if isinstance(member, WholeParam)]
         self.is_agreed = True
 
     def pack(self, buffer: Tensor) -> None:
@@ -328,6 +335,10 @@ class WeightGroup(Gatherable):
             grads.append(
                 torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if grad is None else grad.detach()
             )
+        for param in self._used_whole:  # all ranks reduce the same
+            leaf = self.leaf_of(param)
+            if leaf.grad is None and leaf.requires_grad:
+                leaf.grad = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
         compat.chunk_cat(grads, self.layout.world, buffer.view(self.layout.world, -1))
 
     def accumulate(self, slot: Tensor) -> None:
@@ -358,11 +369,8 @@ class WeightGroup(Gatherable):
             param, leaf = member.param, self.leaves[index]
             module, name = member.sites[0]
             is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.shard
-            if (
-                not is_known
-                or module._parameters.get(name) is not param
-                or compat.local_tensor(param) is not member.shard
-            ):
+            is_registered = module._parameters.get(name) is param
+            if not (is_known and is_registered and compat.local_part(param) is member.shard):
                 member.begin_forward(False)
                 for site in member.sites:
                     member.follow(site)

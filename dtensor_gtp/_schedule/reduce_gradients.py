@@ -178,7 +178,7 @@ class Gradients:
             return
         if not group.is_agreed or group.has_new_gradients:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
-            found = any_rank_has(group.weights_with_gradients, group.mesh, group.device)
+            found = any_rank_has(group.members_with_gradients, group.mesh, group.device)
             if not any(found):
                 return
             group.agree(found)

@@ -198,7 +198,10 @@ class Runtime(Gathering):
             group.kept = self._take(group) or self._gather_now(group)
 
     def hold_until_end(self, group: WeightGroup) -> None:
-        self._read_outside.append((group, self.acquire(group)))
+        if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
+            self.comm.wait(group.kept.done)
+        else:
+            self._read_outside.append((group, self.acquire(group)))
 
     def _release_read_outside(self) -> None:
         while self._read_outside:
