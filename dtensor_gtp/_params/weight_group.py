@@ -161,7 +161,7 @@ class WeightGroup(Gatherable):
         self._num_references = [2 + 2 * len(member.sites) for member in self.members]
 
     def _make_views(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any], FullParams]]:
-        """For each module its dict of parameters outside of passes, that for compiled code, and that for other code."""
+        """For each module its dict of parameters outside of passes, for compiled code, and for other code."""
         leaf_of = {site: leaf for member, leaf in zip(self.members, self.leaves, strict=True) for site in member.sites}
         views = []
         for module in dict.fromkeys(site.module for site in leaf_of):
@@ -178,8 +178,8 @@ class WeightGroup(Gatherable):
             module.__dict__["_parameters"] = plain if is_compiled else full
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights, they
-        still read the full ones."""
+        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights,
+        they still read the full ones."""
         self.is_in_pass = False
         reads_full = self.is_pinned or self.held is not None
         for module, sharded, _, full in self._views:

@@ -72,7 +72,13 @@ class TestGroups(GlooTest):
         sharding = {name: options.pop(name) for name in ("mp_policy", "reshard_after_forward") if name in options}
         tolerance = options.pop("tolerance", {"rtol": 1e-4, "atol": 1e-5})
         model = check_training(
-            reference, lambda m: gtp_shard(m, mesh, schedule=CHOSEN, **sharding), mesh, rows, loss, tolerance=tolerance, **options
+            reference,
+            lambda m: gtp_shard(m, mesh, schedule=CHOSEN, **sharding),
+            mesh,
+            rows,
+            loss,
+            tolerance=tolerance,
+            **options,
         )
         groups = runtime_of(model).groups
         self.assertEqual([group.fqn for group in groups], [f"layers.{n}" for n in range(len(groups))])
@@ -106,7 +112,10 @@ class TestGroups(GlooTest):
     def test_sums_over_unsynced_microbatches_keep_float32(self) -> None:
         """Each microbatch adds less than bfloat16 resolves beside the first one."""
         model = gtp_shard(
-            seeded(Model), self.gtp_mesh(), schedule=CHOSEN, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            seeded(Model),
+            self.gtp_mesh(),
+            schedule=CHOSEN,
+            mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         )
         x = torch.ones(2, WIDTH)
         grads = []
@@ -135,7 +144,9 @@ class TestGroups(GlooTest):
                     layer.compile(backend="aot_eager", fullgraph=fullgraph)
                 return model
 
-            check_training(copy.deepcopy(reference), shard, mesh, rows, square, steps=2, tolerance={"rtol": 1e-4, "atol": 1e-5})
+            check_training(
+                copy.deepcopy(reference), shard, mesh, rows, square, steps=2, tolerance={"rtol": 1e-4, "atol": 1e-5}
+            )
 
     def test_weights_kept_until_backward(self) -> None:
         model = self.check(seeded(Model), reshard_after_forward=False, steps=2)
@@ -320,7 +331,12 @@ class TestGroups(GlooTest):
 
         mesh = self.gtp_mesh()
         model = check_training(
-            seeded(tied), lambda m: gtp_shard(m, mesh, schedule=CHOSEN), mesh, rows, square, tolerance={"rtol": 1e-4, "atol": 1e-5}
+            seeded(tied),
+            lambda m: gtp_shard(m, mesh, schedule=CHOSEN),
+            mesh,
+            rows,
+            square,
+            tolerance={"rtol": 1e-4, "atol": 1e-5},
         )
         self.assertEqual([group.fqn for group in runtime_of(model).groups], ["layers.2"])
         self.assertIn("is shared with other modules", str(sharding_report(model, verbose=True)))

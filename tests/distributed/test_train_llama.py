@@ -174,7 +174,7 @@ class TestTraining:
         assert "schedule: not observed yet" in report
         schedule, rest = after_report.split("step    1/6", maxsplit=1)
         assert "backward of " in schedule
-        assert "use layers.1" in schedule
+        assert "use embedding.weight, layers.0, layers.1, output.weight" in schedule
         assert "use layers." not in rest
 
     def test_keeps_the_last_two_checkpoints(self, uninterrupted: Result, folder: Path) -> None:
