@@ -132,6 +132,16 @@ class TestGroups(GlooTest):
             call: Call = lambda layer, x, r=reentrant: checkpoint(layer, x, use_reentrant=r)  # type: ignore[misc]  # noqa: E731
             self.check(seeded(lambda call=call: Model(call=call)), steps=2)
 
+    def test_blocks_that_checkpoint_their_own_forward(self) -> None:
+        """As transformers does: the recomputation calls no block."""
+
+        class Recomputed(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+                return y
+
+        self.check(seeded(lambda: Model(block=Recomputed)), steps=2)
+
     def test_compiled_blocks(self) -> None:
         reference = seeded(Model)
         for fullgraph in (False, True):
