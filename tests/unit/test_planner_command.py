@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import runpy
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -189,6 +190,19 @@ def test_the_name_is_a_function_and_a_command(
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(Path(dtensor_gtp.__file__).with_name("plan.py")), run_name="__main__")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_importing_the_package_loads_no_planner() -> None:
+    code = (
+        "import sys, dtensor_gtp\n"
+        "loaded = [name for name in sys.modules if name.startswith('dtensor_gtp.plan')]\n"
+        "assert not loaded, loaded\n"
+        "from dtensor_gtp import PlanResult, plan\n"
+        "assert callable(plan) and PlanResult.__name__ == 'PlanResult'\n"
+        "import dtensor_gtp.plan\n"
+        "assert dtensor_gtp.plan is plan\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_plan_from_python(config: str) -> None:
