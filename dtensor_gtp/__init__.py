@@ -26,7 +26,7 @@ same.
 ``MASTER_PORT``, which ``torchrun`` sets.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -43,7 +43,7 @@ from .quant.api import quantize_
 from .random import MeshRNG
 from .report import ShardingReport, sharding_report
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from .planner.api import plan
     from .planner.text import PlanResult
 
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """Load the planner when it is asked for: training does not need it."""
     if name == "plan":
         from .planner.api import plan
