@@ -169,7 +169,8 @@ def _scaled(trace: Trace, batch: int) -> Trace:
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
     job = problem.job
     axes = tuple(layout.axes().items())
-    costs = Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise)
+    length = job.seq_len // layout.cp
+    costs = Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise, length)
     return Setting(
         trace_of(problem, layout, part),
         costs,
