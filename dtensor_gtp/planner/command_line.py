@@ -16,7 +16,7 @@ from ..policy import Memory
 from ..quant.recipes import RECIPES
 from .api import plan
 from .errors import PlanError
-from .job import AXES, CHECKPOINTS, OPTIMIZERS
+from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS
 from .machine import preset_names
 from .model import PRESETS
 from .text import PlanResult
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)}; default: adamw")
     add("--memory", default="balanced", help=f"{', '.join(get_args(Memory))}: as in SchedulePolicy")
     add("--reduce-dtype", default="bf16", help="bf16 or fp32: of gradients on the wire")
+    add("--loss", default="fp32", help=f"{', '.join(LOSSES)}: how logits and loss are computed; default: fp32")
     add("--compile", action="store_true", help="blocks are compiled")
     add("--capture", action="store_true", help="the step is one CUDA graph")
     axes = parser.add_argument_group("axes that are not searched")
@@ -131,6 +132,7 @@ def _job_of(options: argparse.Namespace) -> dict[str, Any]:
         "optimizer": options.optimizer,
         "memory": options.memory,
         "reduce_dtype": options.reduce_dtype,
+        "loss": options.loss,
         "is_compiled": options.compile,
         "is_captured": options.capture,
         "fixed": fixed,

@@ -145,7 +145,8 @@ class Costs:
     def _collective(self, op: Op) -> Work:
         axis = self.axis(op.kind.value)
         if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
-            # Inputs are cast before they are gathered: half of all messages have half of the bytes, and one more finds the scale.
+            # Inputs are cast before they are gathered: half of all messages have half of the bytes, and
+            # one more finds the scale.
             op = op._replace(nbytes=op.nbytes * 0.85)
         ms = self.exchange_ms(op.nbytes, axis) if op.kind is Kind.EP else self.gather_ms(op.nbytes, axis)
         received = op.nbytes * (axis.size - 1) / axis.size

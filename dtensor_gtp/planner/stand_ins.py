@@ -214,8 +214,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        # Language models pass causal masks.
-        share = 0.5 if is_causal or attn_mask is not None else 1.0
+        # The planner's own mask of one element stands for a causal one. Kernels with another mask compute all scores.
+        is_ours = attn_mask is not None and attn_mask.shape[-2:] == (1, 1)
+        share = 0.5 if is_causal or is_ours else 1.0
         output: torch.Tensor = _Attention.apply(query, key, value, share, recorder)  # type: ignore[no-untyped-call]
         return output
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import torch.nn as nn
 from .. import _torch_compat as compat
 from .model import ModelConfig
 from .peak import Amounts
-from .recorder import Op, Recorder, Stretch
+from .recorder import Kind, Op, Recorder, Stretch
 from .reference import Reference
 from .stand_ins import Collectives, Experts, recording, use_matrices
 
@@ -36,6 +36,7 @@ class Weight(NamedTuple):
         is_table: Whether it is looked up.
         is_expert: Whether it is of experts, which have a mesh of their own.
         has_dgrad: Whether backward computes the gradient of the input.
+        is_tied: Whether another use is of the same matrix and counts its state.
         block: Number of its block; -1 if it is in none.
         before: Operations of forward since the use before it.
         use: Those of the use itself.
@@ -55,6 +56,7 @@ class Weight(NamedTuple):
     backward: tuple[Op, ...]
     amounts: Amounts
     live: int
+    is_tied: bool = False
 
     @property
     def numel(self) -> int:
@@ -121,6 +123,7 @@ def record(
     with torch.device("meta") if is_meta else compat.fake_tensor_mode():
         model = make_model()
         _refuse_other_matrices(model)
+        tied = _tied(model)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
                 if param.ndim > 1:
@@ -134,7 +137,16 @@ def record(
             loss.backward()
             recorder.mark("")
     small = sum(param.numel() for param in model.parameters() if param.ndim < 2)
-    return _trace_of(recorder.stretches, modules, small)
+    return _trace_of(recorder.stretches, modules, small, tied)
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Names of matrices that have another name too, all but the last of each."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.ndim > 1:
+            names.setdefault(id(param), []).append(name)
+    return {name for found in names.values() for name in found[:-1]}
 
 
 def _refuse_other_matrices(model: nn.Module) -> None:
@@ -148,7 +160,9 @@ def _refuse_other_matrices(model: nn.Module) -> None:
                 )
 
 
-def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int) -> Trace:
+def _trace_of(
+    stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: Container[str] = ()
+) -> Trace:
     forward = [index for index, stretch in enumerate(stretches) if stretch.mark == "forward"]
     wgrads = [index for index, stretch in enumerate(stretches) if stretch.mark == "wgrad"]
     names = [stretches[index].name for index in forward]
@@ -179,6 +193,7 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
                 stretches[last - 1].ops,
                 amounts,
                 stretches[first].live,
+                f"{name}.weight" in tied,
             )
         )
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
@@ -193,7 +208,9 @@ _RECORDED = 3  # blocks of each kind: the first, one between two that are alike,
 
 
 @functools.lru_cache(maxsize=256)
-def record_reference(config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1) -> Trace:
+def record_reference(
+    config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1, loss: str = "bf16"
+) -> Trace:
     """The recording of a few blocks of each kind, for :func:`repeated`."""
     kinds = sorted(set(config.kinds))
     num_tokens = seq_len // cp
@@ -202,11 +219,41 @@ def record_reference(config: ModelConfig, batch: int, seq_len: int, tp: int = 1,
         assert isinstance(model, Reference)
         tokens = torch.zeros(batch, num_tokens + 1, dtype=torch.int64)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
-        return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep))
+        return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep), loss)
 
     blocks = [kind for kind in kinds for _ in range(_RECORDED)]
     trace = record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of, is_meta=True)
+    trace = with_loss(trace, loss)
+    if config.is_tied:
+        trace = _mapped(trace, lambda weight: weight._replace(is_tied=weight.is_table))
+    share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
+    if share != 1:
+        trace = _mapped(trace, lambda weight: _with_attention(weight, share))
     return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
+
+
+def _mapped(trace: Trace, change: Callable[[Weight], Weight]) -> Trace:
+    return replace(trace, weights=tuple(change(weight) for weight in trace.weights))
+
+
+def _with_attention(weight: Weight, share: float) -> Weight:
+    def ops(given: tuple[Op, ...]) -> tuple[Op, ...]:
+        return tuple(op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op for op in given)
+
+    return weight._replace(before=ops(weight.before), backward=ops(weight.backward))
+
+
+# Of the memory of whole logits: a loss in eight chunks of tokens, and a kernel that makes no logits.
+_LOGITS = {"chunked": 1 / 8, "fused": 0.0}
+
+
+def with_loss(trace: Trace, loss: str) -> Trace:
+    """The trace where the loss keeps fewer logits. ``loss`` is one of ``job.LOSSES``."""
+    head = trace.weights[-1]
+    if loss not in _LOGITS or head.block >= 0:
+        return trace
+    amounts = Amounts(*(head.live + int((amount - head.live) * _LOGITS[loss]) for amount in head.amounts))
+    return replace(trace, weights=(*trace.weights[:-1], head._replace(amounts=amounts)))
 
 
 class Part(NamedTuple):
@@ -235,6 +282,8 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
     outside = by_block.get(-1, [])
     weights = [weight for weight in outside if weight.is_table] if part.is_first else []
+    if not part.is_last:  # stages that are not one have a matrix each
+        weights = [weight._replace(is_tied=False) for weight in weights]
     num_saved = 0
     for number, kind in enumerate(part.kinds):
         is_begin, is_end = part.kinds[:number].count(kind) == 0, part.kinds[number + 1 :].count(kind) == 0

@@ -191,7 +191,7 @@ def causal_language_model(model: nn.Module, seq_len: int) -> _Built:
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
         # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
         mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-        logits = module(tokens, attention_mask=mask, use_cache=False).logits
+        logits = module(tokens, attention_mask=mask, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     return _Built(model, loss_of)

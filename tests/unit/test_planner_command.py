@@ -134,12 +134,14 @@ def test_bad_input_is_one_line_and_status_2(
     assert re.search(message, err), err
 
 
-def test_what_to_change_if_nothing_fits(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    machine = json.loads(load_machine("h100").as_json()) | {"memory_gib": 2.2}
+def test_what_to_change_if_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = json.loads(load_machine("h100").as_json()) | {"memory_gib": 0.7, "reserve_gib": 0.0}
     path = tmp_path / "small.json"
     path.write_text(json.dumps(machine))
+    deep = tmp_path / "config.json"
+    deep.write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
     arguments = ["--gpus", "2", "--seq-len", "4096", "--machine", str(path), "--checkpointing", "none"]
-    status, out, _ = run(capsys, config, *arguments)
+    status, out, _ = run(capsys, str(deep), *arguments)
     assert status == 1
     assert "does not fit by" in out
     assert "--checkpointing full: fits" in out or "--gpus" in out
