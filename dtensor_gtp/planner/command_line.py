@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add("model", nargs="?", help=f"{', '.join(PRESETS)}, a config.json, a class of transformers, or module:function")
     add("--machine", default="h100", help=f"{', '.join(preset_names())}, or a file of --calibrate; default: h100")
     add("--gpus", type=int, help="number of GPUs")
-    add("--seq-len", type=int, default=8192, help="tokens of a sequence; default: 8192")
+    add("--seq-len", type=int, help="tokens of a sequence; default: 8192, or those of the inputs of module:function")
     add("--global-batch", type=int, default=0, metavar="N", help="sequences of a step; default: one for each GPU")
     add("--recipe", default="bf16", help=f"bf16, {', '.join(RECIPES)}; with :dequantize for bf16 GEMMs")
     add("--checkpointing", default="auto", help=f"auto, {', '.join(CHECKPOINTS)}; default: the fastest that fits")
@@ -123,9 +123,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _job_of(options: argparse.Namespace) -> dict[str, Any]:
     fixed = {name: getattr(options, name) for name in (*AXES, "micro_batch") if getattr(options, name) is not None}
-    return {
+    given = {} if options.seq_len is None else {"seq_len": options.seq_len}
+    return given | {
         "gpus": options.gpus,
-        "seq_len": options.seq_len,
         "global_batch": options.global_batch,
         "recipe": options.recipe,
         "checkpointing": options.checkpointing,

@@ -62,7 +62,7 @@ class Job:
     fixed: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least, most in (("gpus", 1, 1 << 20), ("seq_len", 16, 1 << 24), ("global_batch", 0, 1 << 24)):
+        for name, least, most in (("gpus", 1, 1 << 20), ("seq_len", 1, 1 << 24), ("global_batch", 0, 1 << 24)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise PlanError(f"plan expects {name} from {least} to {most}, but got {value!r}. Pass another.")

@@ -18,11 +18,12 @@ import torch
 import torch.nn as nn
 
 from .. import _torch_compat as compat
+from .any_module import loose_numel, other_owners, shape_of, use_module
 from .model import ModelConfig
 from .peak import Amounts
 from .recorder import Kind, Op, Recorder, Stretch
 from .reference import Reference
-from .stand_ins import Collectives, Experts, recording, use_matrices
+from .stand_ins import Collectives, Experts, is_known, recording, use_matrices
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -113,30 +114,34 @@ def record(
     """One step of a model in bf16.
 
     Args:
-        make_model: Makes the model. Its matrices belong to linear layers, embeddings and experts; others are small.
+        make_model: Makes the model. Modules of other kinds with matrices are recorded as one use each.
         loss_of: Computes the loss from tensors that it makes.
         is_meta: On the meta device, four times as fast as on fake CPU tensors, for code that names no device.
 
     Raises:
-        ValueError: Backward does not use the matrices in the reverse order of the forward, or other modules have some.
+        ValueError: No matrix has a gradient.
     """
     with torch.device("meta") if is_meta else compat.fake_tensor_mode():
         model = make_model()
-        _refuse_other_matrices(model)
         tied = _tied(model)
+        owners = other_owners(model, is_known)
+        others = set(owners.values())  # their code may not cast: vectors are bf16 too then
+        loose = loose_numel(model, is_known)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
-                if param.ndim > 1:
+                if param.ndim > 1 or others:
                     setattr(module, name, nn.Parameter(param.detach().bfloat16()))
         recorder = Recorder([*model.parameters(), *model.buffers()])
         use_matrices(model, recorder.mark)
+        for name, module in owners.items():
+            use_module(name, module, recorder)
         modules = dict(model.named_modules())
         with recording(recorder):
             loss = loss_of(model, recorder)
             recorder.mark("after_backward")
             loss.backward()
             recorder.mark("")
-    small = sum(param.numel() for param in model.parameters() if param.ndim < 2)
+    small = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
     return _trace_of(recorder.stretches, modules, small, tied)
 
 
@@ -149,32 +154,18 @@ def _tied(model: nn.Module) -> set[str]:
     return {name for found in names.values() for name in found[:-1]}
 
 
-def _refuse_other_matrices(model: nn.Module) -> None:
-    """Their uses would not be seen: they are read as attributes."""
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            if param.ndim > 1 and not (isinstance(module, nn.Linear | nn.Embedding | Experts) and name == "weight"):
-                raise ValueError(
-                    f"record expects matrices of nn.Linear and nn.Embedding alone, but parameter '{prefix}.{name}' of "
-                    f"shape {tuple(param.shape)} belongs to a {type(module).__name__}."
-                )
-
-
 def _trace_of(
     stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: Container[str] = ()
 ) -> Trace:
-    forward = [index for index, stretch in enumerate(stretches) if stretch.mark == "forward"]
-    wgrads = [index for index, stretch in enumerate(stretches) if stretch.mark == "wgrad"]
-    names = [stretches[index].name for index in forward]
-    found = [stretches[index].name for index in wgrads]
-    if found != names[::-1]:
-        raise ValueError(f"record expects a backward in the order {names[::-1]}, but got {found}.")
+    pairs = _pairs(stretches)
+    if not pairs:
+        raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
+    forward, wgrads = [first for first, _ in pairs], [last for _, last in pairs][::-1]
     weights = []
-    for name, first, last in zip(names, forward, wgrads[::-1], strict=True):
+    for first, last in pairs:
+        name = stretches[first].name
         module = modules[name]
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        shape = tuple(weight.shape)
+        shape = tuple(module.get_parameter("weight").shape) if is_known(module) else shape_of(module)
         dgrad = stretches[last + 1]
         amounts = Amounts(
             stretches[first].most, stretches[first + 1].most, stretches[last - 1].most, stretches[last].most, dgrad.most
@@ -198,10 +189,26 @@ def _trace_of(
         )
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
     loss = stretches[forward[-1] + 1].ops
-    tail = stretches[wgrads[-1] + 2].ops
+    rest = stretches[wgrads[-1] + 2 :]
+    tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
     per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
     return Trace(tuple(weights), loss, tail, int(per_token * blocks[0].shape[-1] * 2) if blocks else 0, small_numel)
+
+
+def _pairs(stretches: list[Stretch]) -> list[tuple[int, int]]:
+    """Uses in forward, each with its gradient in backward: of several uses of a matrix the last one comes first. Uses
+    without a gradient are left out."""
+    waiting: dict[str, list[int]] = {}
+    for index, stretch in enumerate(stretches):
+        if stretch.mark == "wgrad":
+            waiting.setdefault(stretch.name, []).append(index)
+    pairs = []
+    for index in reversed(range(len(stretches))):
+        stretch = stretches[index]
+        if stretch.mark == "forward" and waiting.get(stretch.name):
+            pairs.append((index, waiting[stretch.name].pop(0)))
+    return pairs[::-1]
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last

@@ -31,7 +31,7 @@ def problem(config: ModelConfig = SMALL, machine: Machine | None = None, **job: 
     ("fields", "message"),
     [
         ({"gpus": 0}, "plan expects gpus from 1 to"),
-        ({"seq_len": True}, "plan expects seq_len from 16 to"),
+        ({"seq_len": True}, "plan expects seq_len from 1 to"),
         ({"recipe": "float7"}, "plan expects one of bf16, .* as recipe, but got 'float7'. Pass one of them."),
         ({"checkpointing": "some"}, "plan expects one of auto, none, selective, full as checkpointing"),
         ({"optimizer": "adam"}, "plan expects one of adamw, .* as optimizer"),
