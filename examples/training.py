@@ -229,7 +229,7 @@ class Trainer:
         while self.step < self.preset.steps:
             loss, grad_norm = self.train_step()
             if self.step == first_step:
-                self.place.print_once(sharding_report(self.model).schedule)
+                self.place.print_once(sharding_report(self.model))
             if self.step % self.preset.log_every == 0 or self.step == self.preset.steps:
                 self.log(loss, grad_norm)
             is_last = self.step == self.preset.steps
