@@ -1,10 +1,9 @@
-"""Which how-to page helps with an error: messages end with its address."""
+"""Which how-to page helps with an error: messages end with the command that prints it."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-_FOLDER = "docs/howto"
 Page = Literal[
     "add_a_gather_backend",
     "add_a_recipe",
@@ -21,5 +20,5 @@ Page = Literal[
 
 
 def see(page: Page) -> str:
-    """The last sentence of a message: the page to read."""
-    return f"See {_FOLDER}/{page}.md."
+    """The last sentence of a message: how to read the page."""
+    return f"Read `python -m dtensor_gtp.help {page}`."

@@ -138,7 +138,8 @@ def sharding_report(
         module: A module that was passed to ``gtp_shard``, or one inside of it.
         machine: As for :func:`dtensor_gtp.plan`. With one, the report has what the gathers and reductions of the plan
             take on its links in milliseconds, and below it the time between the last optimizer steps, and on GPUs the
-            most memory that the allocator has counted. docs/guides/planner.md has predictions of whole steps.
+            most memory that the allocator has counted. ``python -m dtensor_gtp.help planner`` has predictions of
+            whole steps.
         verbose: Show each parameter and each launch of gathers by itself.
 
     Returns:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "dtensor_gtp"
 # The highest first. A floor is a room (a folder) or a few files.
 FLOORS = (
     ("integrations",),
-    ("__init__", "plan"),
+    ("__init__", "plan", "trace", "help"),
     ("report",),
     ("planner",),
     ("api", "mesh", "checkpoint", "optim", "random"),
@@ -29,7 +29,7 @@ FLOORS = (
     ("quant",),
     ("_dtensor",),
     ("placement", "policy"),
-    ("_torch_compat", "_version", "_progress", "_howto"),
+    ("_torch_compat", "_version", "_progress", "_howto", "_trace"),
 )
 
 
