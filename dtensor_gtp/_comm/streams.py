@@ -37,6 +37,7 @@ from torch import Tensor
 from .. import _torch_compat as compat
 from ..policy import Waitable
 from .debug import DebugFlags, sleep
+from .waits import Waits
 
 _HOST = nullcontext()
 _MAX_DELAY_US = 300
@@ -65,6 +66,7 @@ class Streams:
         self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
         self._handle: int | None = None  # of the current one, if it is known; comparing numbers is quicker
         self._is_recorded = False  # whether a CUDA graph records them
+        self.waits = Waits(device)
         self._delays = None
         if debug.delay_seed is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -131,15 +133,23 @@ class Streams:
         """Make the compute stream, which is returned (without streams: the host), wait. Waiting twice is harmless."""
         event, work, origin = done
         stream: torch.Stream | None = None
+        began: torch.Event | float | None = None
+        is_timed = self.waits.is_on and not self.is_capturing
         if event is not None:
             stream = self._compute_stream()
+            if is_timed:
+                began = self.waits.begin(stream)
             stream.wait_event(event)
         elif work is not None:
+            if is_timed:
+                began = self.waits.begin(None)
             work.wait()
         elif origin is not None:
             stream = self._compute_stream()
             if stream != origin and self._may_wait_for(origin):
                 stream.wait_event(origin.record_event())
+        if began is not None:
+            self.waits.end(stream, began)
         return stream
 
     def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:

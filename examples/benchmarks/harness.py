@@ -320,8 +320,8 @@ def trace_steps(
 
     Ranges inside of a step name each weight's gather, compute and scatter; ``python -m dtensor_gtp.trace`` draws
     them. To record them and each operator makes the host slower. ``device_only`` spares that: the trace has what
-    the GPU does and the calls that launched it, and begins after two more steps, when the host is as far ahead as it comes without a
-    profiler.
+    the GPU does and the calls that launched it, and begins after two more steps, when the host is as far ahead as it
+    comes without a profiler.
     """
     ahead = 2 if device_only else 0
     world.barrier()
