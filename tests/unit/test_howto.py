@@ -15,7 +15,16 @@ from dtensor_gtp.help import main
 
 ROOT = Path(__file__).parents[2]
 # Nothing fails where these help.
-WITHOUT_MESSAGE = {"log_metrics"}
+WITHOUT_MESSAGE = {
+    "log_metrics",
+    "accumulate_gradients",
+    "add_tp",
+    "checkpoint_activations",
+    "context_parallel",
+    "feed_data",
+    "load_pretrained",
+    "move_from",
+}
 
 
 def _named() -> Iterator[str]:
