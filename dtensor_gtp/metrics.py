@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._comm.waits import Waits
+from ._comm.streams import Waits
 from ._modules.binding import binding_of, managed_params
 from ._params.sharded_weight import ShardedWeight
 from .planner.machine import Machine, load_machine, preset_names
