@@ -120,7 +120,7 @@ def read(path: Path) -> Page:
                 not_run = mark[2]
             else:
                 marks[mark[1]] = mark[2] or "yes"
-        elif "<!--" in line and not re.search(r"(: (begin|end)|<!-- table: [\w-]+|<!-- /?headline) -->$", line):
+        elif "<!--" in line and not re.search(r"(: (begin|end)|<!-- /?table: [\w-]+|<!-- /?headline) -->$", line):
             raise refuse(f"no such mark: {line.strip()}")
         at += 1
     is_long = bool(marks["long"] or marks["extra"])
