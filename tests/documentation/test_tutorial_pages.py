@@ -40,7 +40,7 @@ def test_the_shipped_file_is_what_readers_see(page: Path) -> None:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_nothing_that_is_needed_is_hidden(page: Path) -> None:
     """What is hidden checks, and defines nothing that a later block reads: test_pages runs a page with its checks,
-    test_tutorials of tests/distributed runs the file without them."""
+    test_tutorials beside this file runs the file without them."""
     assert "<!-- setup" not in page.read_text()
 
 
