@@ -70,9 +70,8 @@ class BlockUse:
             group.has_second_backward = True
         if group.held is None:
             group.held = self._runtime.acquire(group)
-            group.show(
-                is_compiled=group.is_compiled, is_in_pass=False
-            )  # for a recomputation (activation checkpointing)
+            # A recomputation (activation checkpointing) within the block reads its weights.
+            group.show(is_compiled=group.is_compiled, is_in_pass=False)
 
     def end(self, grads: object = None) -> None:
         """All gradients of this forward have arrived: free the weights and reduce the gradients."""
