@@ -9,10 +9,10 @@ A case is MODEL:TOKENS, the tokens of one rank. All modes have the same weights 
     gtp      ``gtp_shard(model, mesh, mp_policy=...)`` and nothing else
     MODE-c   the same with each block compiled
 
-Prints one line of JSON for each case and mode, the slowest rank: medians in ms of forward and backward (``fb_ms``), of
-the host until ``backward()`` has returned (``host_ms``) and of the step with AdamW (``step_ms``); the first step in ms;
-peak memory in GiB, allocated and reserved; the mean loss of the first and of the last step. With ``--table``, a table of
-ratios follows.
+Prints one line of JSON for each case and mode, of the slowest rank: medians in ms of forward and backward (``fb_ms``),
+of the host until ``backward()`` has returned (``host_ms``) and of the step with AdamW (``step_ms``); the first step in
+ms; peak memory in GiB, allocated and reserved; the mean loss of the first and of the last step. With ``--table``, a
+table of ratios follows.
 """
 
 from __future__ import annotations
