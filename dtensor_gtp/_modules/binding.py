@@ -96,7 +96,7 @@ def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, Site, nn.Paramete
     """Names, places and parameters below ``module`` that no call manages."""
     for prefix, submodule in module.named_modules():
         binding = binding_of(submodule)
-        for name, param in submodule._parameters.items():
+        for name, param in dict.items(submodule._parameters):  # gathers nothing, see ``FullParams``
             if param is not None and (binding is None or name not in binding.params):
                 yield join_name(prefix, name), Site(submodule, name), param
 

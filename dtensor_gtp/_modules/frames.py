@@ -78,7 +78,8 @@ def _call_in_frame(
     group, runtime = binding.group, binding.group.runtime
     if compat.is_jit_tracing():
         raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
-    if group.num_registrations != (number := _registrations()[0]):
+    is_outermost = not runtime.reads.frames
+    if is_outermost and group.num_registrations != (number := _registrations()[0]):
         _refuse_added_params(group)
         group.num_registrations = number
     if not runtime.is_initialized:

@@ -35,11 +35,13 @@ class Facts:
         no_copy_engines: Why GPUs cannot copy from each other here, as far as that is known before it is tried; or None.
         block_nbytes: Bytes of the gathered weights of the largest block, see :func:`block_nbytes`.
         free_nbytes: Free memory of the device, the least of all ranks.
+        has_groups: Whether the weights of blocks are gathered as groups.
     """
 
     no_copy_engines: str | None
     block_nbytes: int
     free_nbytes: int
+    has_groups: bool = False
 
 
 def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, ...]]:
@@ -88,7 +90,8 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     reasons += [f"gathers by {_word(gathers)}: {why_gathers}"] * (gathers != "auto")
     reasons += [f"reduce-scatters by {_word(reduces)}: {why_reduces}"] * (reduces != "auto")
     schedule = Schedule(
-        prefetch_depth=min(Schedule.prefetch_depth, ahead),  # 0 bytes ahead: no uses ahead either
+        # 0 bytes ahead: no uses ahead either. A group is a block: one ahead is enough, as in ``fully_shard``.
+        prefetch_depth=min(1 if facts.has_groups else Schedule.prefetch_depth, ahead),
         prefetch_nbytes=ahead,
         coalesce_nbytes=together,
         coalesce_grad_nbytes=min(together, grads_together),

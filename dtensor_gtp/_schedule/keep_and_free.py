@@ -120,7 +120,7 @@ class KeepAndFree:
             for dtype, num_ranks in {(weight.reduce_dtype, weight.layout.world) for weight in self.weights}:
                 load_ahead(self.device, dtype, num_ranks)
         blocks = block_nbytes((call.module for call in self.calls), self.weights)
-        schedule, reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
+        schedule, reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes, bool(self.groups)))
         self.reasons = (*why_groups, *reasons)
         self.use_schedule(schedule)
         groups: dict[int, Groups] = {}  # by mesh; to ask a mesh for its groups takes long
