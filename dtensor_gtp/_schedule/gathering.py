@@ -23,6 +23,7 @@ from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
+from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from ..policy import SchedulePolicy
 from .guesses import NUM_SEEN
@@ -37,6 +38,7 @@ class Gathering(KeepAndFree):
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
+        self._handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
         self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
         # Weights whose ranks have yet to agree on statistics in this forward, by mesh; meshes that agreed on some.
         self._to_agree: dict[Groups, list[ShardedWeight]] = {}
@@ -63,6 +65,8 @@ class Gathering(KeepAndFree):
         """Take or launch the gather of a weight that is not live, and launch those that the plan has next."""
         if not self.is_initialized:
             self.ensure_initialized()
+        if compat.is_tracing():
+            refuse_recording("torch.fx", target.weight.fqn)
         if target.weight.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._take(target) or self._gather_now(target)
@@ -106,7 +110,7 @@ class Gathering(KeepAndFree):
         if target.live is gathered:
             target.live = None
         is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
-        if is_kept and target.weight.is_fresh(gathered):
+        if is_kept and target.weight.is_fresh(gathered) and target.weight not in self._handed_out:
             target.kept = gathered
         elif self.debug.poison:
             self._free(gathered)
@@ -148,6 +152,7 @@ class Gathering(KeepAndFree):
         """Begin a pass, and launch its first gathers."""
         chain.begin()
         self._gaps.clear()
+        self._handed_out.clear()
         for launch in chain.plan.launches[0]:
             self._prefetch(chain, launch.positions)
 
@@ -162,6 +167,8 @@ class Gathering(KeepAndFree):
         missing, uses = [], chain.plan.uses
         for position in positions:
             target = self.gatherables[uses[position]]
+            if target.weight in self._handed_out:
+                continue
             if target.weight.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):

@@ -18,6 +18,7 @@ from .._comm.send_ring import SendRing
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.ties import warn_of_holders
 from .._params.whole_param import WholeParam
 from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
@@ -102,6 +103,7 @@ class KeepAndFree:
                 load_ahead(self.device, dtype, num_ranks)
         with compat.unseen_by_checkpoint_policies():
             free_nbytes = agree_to_begin(self.params, self.device)
+        warn_of_holders(self.params)
         blocks = block_nbytes((call.module for call in self.calls), self.weights)
         schedule, self.reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes))
         self.use_schedule(schedule)
