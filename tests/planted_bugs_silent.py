@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from planted_bugs_type import Bug
 
-_PARAMS = "tests/distributed/test_silent_params.py"
-_PROGRAMS = "tests/distributed/test_silent_programs.py"
-_WRITES = "tests/distributed/test_silent_writes.py"
+_PARAMS = "test_silent_params.py"
+_PROGRAMS = "test_silent_programs.py"
+_WRITES = "test_silent_writes.py"
 
 SILENT = [
     Bug(

@@ -1,6 +1,6 @@
 """Every pattern of failures, in processes: three steps end as one process on the whole batch ends them. For hours.
 
-tests/unit/test_elastic_plan.py has the same patterns in one process, test_elastic.py a few of them in CI.
+tests/elastic/test_elastic_plan.py has the same patterns in one process, test_elastic.py a few of them in CI.
 """
 
 from __future__ import annotations

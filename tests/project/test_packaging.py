@@ -92,7 +92,7 @@ def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(site)
     # -P and PYTHONPATH: neither the checkout nor another installed copy may be found first
     env = os.environ | {"PYTHONPATH": str(site)}
-    job = ROOT / "tests" / "unit" / "installed_job.py"
+    job = ROOT / "tests" / "project" / "installed_job.py"
     assert run(sys.executable, "-P", job, site, cwd=elsewhere, env=env).split() == [VERSION]
 
 
@@ -368,11 +368,11 @@ def test_no_mutable_module_globals() -> None:
 
 # Who may read the machine's clock, and why. All other tests wait for what happens, or replace the clock.
 READ_THE_CLOCK = {
-    "tests/distributed/timing.py": "limits that only end what hangs, and waits that no result depends on",
-    "tests/distributed/fuzz_cli.py": "prints how long a run has taken",
-    "tests/distributed/workers.py": "a limit that only ends what hangs; CPU time of a test",
+    "tests/support/timing.py": "limits that only end what hangs, and waits that no result depends on",
+    "tests/support/fuzz_cli.py": "prints how long a run has taken",
+    "tests/support/workers.py": "a limit that only ends what hangs; CPU time of a test",
     "tests/planted_bugs.py": "prints how long each bug has taken, and ends what hangs",
-    "tests/unit/test_workers.py": "a limit that a worker that hangs is to exceed",
+    "tests/project/test_workers.py": "a limit that a worker that hangs is to exceed",
 }
 CLOCK = re.compile(
     r"\btime\.(?:sleep|time|monotonic|perf_counter|process_time|thread_time)(?:_ns)?\b|^\s*from time import .*$", re.M

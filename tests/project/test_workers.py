@@ -10,14 +10,10 @@ import sys
 import threading
 import unittest
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # as pytest does for the tests there
-
 from common import GlooTest
 from workers import Pools
 

@@ -39,7 +39,7 @@ class TestFuzz(GlooTest):
             if any(outcome.is_raised for outcome in failed):
                 break
         if failed:
-            how = "python tests/distributed/fuzz.py --seed SEED shrinks a draw, see docs/contributing.md"
+            how = "python tests/support/fuzz.py --seed SEED shrinks a draw, see docs/contributing.md"
             self.fail("\n\n".join((how, *map(describe, failed[:5]))))
 
     def test_draws(self) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # as pytest does for the tests there
-
 import pages
+import pytest
 
 ROOT = pages.ROOT
 PAGES = pages.all_paths()

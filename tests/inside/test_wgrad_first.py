@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from common import fake_world
 from schedules import explicit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, quantize_
 from dtensor_gtp._schedule.gathering import Gathering

@@ -1,5 +1,5 @@
 """Each public name has a docstring with an example, and the example runs. Those of several ranks run in
-``tests/distributed/test_reference_on_ranks.py``."""
+``tests/documentation/test_reference_on_ranks.py``."""
 
 from __future__ import annotations
 

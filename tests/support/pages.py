@@ -12,7 +12,7 @@ become "cpu"; else the text runs as it is. HTML comments direct it:
 
 ``<!-- table: NAME -->`` and ``<!-- headline -->`` are marks of docs/draw_tables.py, and direct nothing here.
 
-``python tests/distributed/pages.py PAGE`` runs a page that has no ranks.
+``python tests/support/pages.py PAGE`` runs a page that has no ranks.
 """
 
 from __future__ import annotations

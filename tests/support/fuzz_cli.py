@@ -1,4 +1,4 @@
-"""Command line of the fuzzer: ``python tests/distributed/fuzz.py``."""
+"""Command line of the fuzzer: ``python tests/support/fuzz.py``."""
 
 from __future__ import annotations
 

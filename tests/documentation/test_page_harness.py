@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # as pytest does for the tests there
-
 import pages
+import pytest
 
 PAGE = """\
 # A page

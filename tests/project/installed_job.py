@@ -1,6 +1,6 @@
 """A program that needs nothing but the installed package: it shards a model, trains a step and prints the version.
 
-    python -P tests/unit/installed_job.py FOLDER
+    python -P tests/project/installed_job.py FOLDER
 
 checks that the package comes from FOLDER. It is what is run where the wheel is all that is installed.
 """

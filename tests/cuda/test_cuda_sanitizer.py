@@ -34,7 +34,7 @@ def sanitized(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """
     assert TOOL is not None
     options = [f"--tool={tool}", f"--error-exitcode={FOUND}", "--target-processes=application-only"]
-    path = os.pathsep.join(filter(None, (str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [TOOL, *options, "--report-api-errors=no", "--print-limit=20", sys.executable, str(SCRIPT), *arguments]
     result = subprocess.run(

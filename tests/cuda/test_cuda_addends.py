@@ -1,7 +1,7 @@
 """The sum over ranks as one kernel has the bits of torch's, on one GPU.
 
 Without a GPU, but with Triton, its interpreter adds:
-``TRITON_INTERPRET=1 python -m pytest tests/distributed/test_cuda_addends.py`` (Triton 3.6 needs numpy < 2.4 for it).
+``TRITON_INTERPRET=1 python -m pytest tests/cuda/test_cuda_addends.py`` (Triton 3.6 needs numpy < 2.4 for it).
 """
 
 from __future__ import annotations

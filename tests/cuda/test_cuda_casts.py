@@ -1,7 +1,7 @@
 """Casts by Triton equal the reference bit for bit, on one GPU.
 
 Without a GPU, but with Triton, its interpreter runs the arithmetic of GPUs that do not convert to float8 themselves:
-``TRITON_INTERPRET=1 python -m pytest tests/distributed/test_cuda_casts.py`` (Triton 3.6 needs numpy < 2.4 for it).
+``TRITON_INTERPRET=1 python -m pytest tests/cuda/test_cuda_casts.py`` (Triton 3.6 needs numpy < 2.4 for it).
 """
 
 from __future__ import annotations

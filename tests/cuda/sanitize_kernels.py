@@ -1,7 +1,7 @@
 """Runs every kernel of ours once over a few awkward tensors, for compute-sanitizer to watch: casts, sums over ranks.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 77 \\
-        python tests/distributed/sanitize_kernels.py
+    PYTHONPATH=.:tests/support PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
+        compute-sanitizer --tool memcheck --error-exitcode 77 python tests/cuda/sanitize_kernels.py
 
 Without torch's cache each tensor is an allocation of the driver's, which ends with its last element. So what a kernel
 reads or writes beyond an end is an error, and not another tensor's memory. Results are copied to the host, where they

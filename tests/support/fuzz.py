@@ -3,7 +3,7 @@
 A ``Draw`` prints as the Python expression that makes it again. ``draw_of(seed)`` is a pure function of the seed.
 ``problem_of`` says why a draw makes no sense or is refused by the documentation: the generator draws again then, and
 the shrinker (``fuzz_run.py``) leaves such steps out. ``fuzz_model.py`` builds the model, ``fuzz_run.py`` trains it
-beside one process. Run ``python tests/distributed/fuzz.py --help`` for long runs and to reproduce a seed.
+beside one process. Run ``python tests/support/fuzz.py --help`` for long runs and to reproduce a seed.
 """
 
 from __future__ import annotations

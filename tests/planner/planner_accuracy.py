@@ -1,6 +1,6 @@
 """Predictions beside measured steps and published runs: docs/data/planner_accuracy.csv, and tables of the guide.
 
-    python tests/unit/planner_accuracy.py    # writes the file, and the tables into docs/guides/planner.md
+    python tests/planner/planner_accuracy.py    # writes the file, and the tables into docs/guides/planner.md
 
 Each job ran on another machine. A row that is marked ``used`` fits a constant: compute at T=8192 the speed of the job's
 GPUs, compute at T=512 the speed of its host. The other rows that fit constants of the H200 preset:

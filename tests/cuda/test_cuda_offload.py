@@ -1,6 +1,6 @@
 """``CPUOffloadPolicy`` on GPUs: the bits of training without it, copies beside compute, memory of the device.
 
-Needs two ranks, which may share one GPU: ``RANKS_PER_GPU=2 pytest tests/distributed/test_cuda_offload.py``.
+Needs two ranks, which may share one GPU: ``RANKS_PER_GPU=2 pytest tests/cuda/test_cuda_offload.py``.
 """
 
 from __future__ import annotations
