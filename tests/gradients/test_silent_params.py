@@ -220,15 +220,16 @@ class TestEscapedParameters(GlooTest):
         return gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)  # type: ignore[return-value]
 
     def test_modules_that_come_later(self) -> None:
-        model = self.make()
-        self.check_refused(model, lambda: model.insert(1, nn.Linear(WIDTH, WIDTH)), "1.weight")
-        model = self.make()
-        self.check_refused(model, lambda: model._modules.update({"0": nn.Linear(WIDTH, WIDTH)}), "0.weight")
+        # Made before: a new module would count as a registration.
+        model, late = self.make(), nn.Linear(WIDTH, WIDTH)
+        self.check_refused(model, lambda: model.insert(1, late), "1.weight")
+        model, other = self.make(), nn.Linear(WIDTH, WIDTH)
+        self.check_refused(model, lambda: model._modules.update({"0": other}), "0.weight")
         inner = nn.Module()
         inner.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
         inner.forward = lambda x: functools.reduce(lambda x, layer: layer(x), inner.layers, x)
         gtp_shard(inner, self.gtp_mesh(), schedule=ALL)
-        self.check_refused(inner, lambda: inner.layers.insert(0, nn.Linear(WIDTH, WIDTH)), "layers.0.weight")
+        self.check_refused(inner, lambda: inner.layers.insert(0, late), "layers.0.weight")
 
     def test_unfrozen_later(self) -> None:
         for switch in ("step", "by hand"):
