@@ -88,7 +88,7 @@ def _leaves_of(managed: ManagedParam) -> list[Tensor]:
             f"rounds it (rank {dist.get_rank()}). Freeze the other parameters with requires_grad_(False), and call "
             "backward() without inputs."
         )
-    return managed.leaves
+    return managed.leaves if managed.group is None else [*managed.leaves, managed.group.leaf_of(managed)]
 
 
 def _leaves_below(outputs: Any) -> set[int]:

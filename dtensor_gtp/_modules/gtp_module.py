@@ -95,9 +95,10 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> model.weight.to_local().shape
             torch.Size([16, 64])
         """
+        runtime, weights = self._gtp_binding.group.runtime, self._weights()
+        runtime.ensure_initialized()  # decides what is gathered together
         for param in self._params():
             param.is_pinned = True
-        runtime, weights = self._gtp_binding.group.runtime, self._weights()
         for weight in weights:
             runtime.gather_kept(weight)
         handle = UnshardHandle(runtime, weights)
@@ -113,6 +114,8 @@ class GTPModule(RefusedMethods, BoundModule):
         weights, runtime = self._weights(), self._gtp_binding.group.runtime
         written = [weight for weight in weights if runtime.reads.is_written_outside(weight)]
         for weight in weights:
+            if weight.group is not None:
+                weight.group.unpin()
             runtime.drop_kept(weight)
         if written:
             raise written_to_no_effect(written[0], "between unshard() and reshard()")

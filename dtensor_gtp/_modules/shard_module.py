@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from . import backward_inputs, torch_patches, untraced_writes
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
-from .managed_module import bind
+from .group_blocks import make_groups
+from .managed_module import bind, bind_grouped
 
 
 def shard_module(
@@ -58,6 +59,7 @@ def shard_module(
             bind(submodule, binding, base if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
+    runtime.make_groups = partial(make_groups, runtime, partial(bind_grouped, classes={}))
     gradients.install()
     data_setter.install()
     torch_patches.install()
@@ -124,5 +126,5 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     managed.replaced = replaced = ReplacedParam(old)
     replaced.manager = managed
     if old.requires_grad:
-        old.register_hook(functools.partial(refuse_gradient_of_replaced, replaced))
+        old.register_hook(partial(refuse_gradient_of_replaced, replaced))
     return managed

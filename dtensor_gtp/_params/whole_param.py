@@ -119,7 +119,7 @@ class WholeParam(ManagedParam):
         self._wide_local_grad = grad if self._wide_local_grad is None else self._wide_local_grad + grad
 
     def take_local_grad(self) -> Tensor | None:
-        """Return the local gradient since the last reduction, in reduce_dtype, and forget it."""
+        """Return the local gradient since the last reduction, and forget it."""
         grad = self._take_grad_of_leaf()
         # Autograd, too, skips a leaf that was frozen after its forward.
         return self._with_unsynced(grad if self.param.requires_grad else None)
@@ -142,7 +142,8 @@ class WholeParam(ManagedParam):
         super().publish_grad()
 
     def _take_grad_of_leaf(self) -> Tensor | None:
-        grad, self.leaf.grad = self.leaf.grad, None
+        leaf = self.leaf if self.group is None else self.group.leaf_of(self)
+        grad, leaf.grad = leaf.grad, None
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:
             grad = wide if grad is None else wide + grad
@@ -154,7 +155,7 @@ class WholeParam(ManagedParam):
     def _with_unsynced(self, grad: Tensor | None) -> Tensor | None:
         unsynced, self.unsynced_grad = self.unsynced_grad, None
         if unsynced is None or grad is None:
-            return unsynced if grad is None else grad.to(self.reduce_dtype)
+            return unsynced if grad is None else grad
         return unsynced.add_(grad)  # rounded once, after the addition
 
     def reset_grads(self) -> None:

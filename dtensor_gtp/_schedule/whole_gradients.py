@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +42,7 @@ def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: Uneq
     for param in params:
         grad, flags = param.take_local_grad(), param.flags
         if not (flags.requires_gradient_sync and flags.requires_all_reduce):
-            param.unsynced_grad = grad
+            param.unsynced_grad = None if grad is None else grad.to(param.reduce_dtype)
         elif grad is not None or (replicas is None and param.awaits_reduction):
             key = param.groups, param.reduce_dtype, flags.gradient_divide_factor
             buckets.setdefault(key, []).append((param, grad))
@@ -49,7 +50,9 @@ def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: Uneq
         if replicas is None:
             _reduce_bucket(bucket, sum_dtype(bucket[0][0].groups.reduce_scatter, dtype), comm)
         else:
-            replicas.reduce_whole(dtype, factor, [(param, grad) for param, grad in bucket if grad is not None])
+            replicas.reduce_whole(
+                dtype, factor, [(param, grad.to(dtype)) for param, grad in bucket if grad is not None]
+            )
     for bucket in buckets.values():
         for param, _ in bucket:
             param.awaits_reduction = False
@@ -68,7 +71,7 @@ def _reduce_bucket(bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.
     for index, (_, grad) in enumerate(bucket):
         if grad is None:
             used[index].zero_()
-    flat = torch.cat([grad.reshape(-1) for grad in (*grads, used)]).to(dtype)
+    flat = _flatten([*grads, used], dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
 
     def complete() -> None:
@@ -76,14 +79,14 @@ def _reduce_bucket(bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.
             all_reduce_in_order(wire, scale, group, comm)
         if scale.postdivide is not None:
             wire.div_(scale.postdivide)
-        *parts, used_by_any = flat.split([each.numel() for each in (*grads, used)])
+        *parts, used_by_any = compat.unflatten(flat, [*grads, used])
         for (param, grad), part, is_used in zip(bucket, parts, used_by_any, strict=True):
             if grad is None and comm.is_capturing:  # a graph cannot ask: it does as the last eager step did
                 if not param.is_used_elsewhere:
                     continue
             elif grad is None:
                 param.note_use_elsewhere(is_used)
-            param.accumulate(part.view(param.shard.shape))
+            param.accumulate(part)
 
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
         if comm.is_debugged:
@@ -94,6 +97,14 @@ def _reduce_bucket(bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.
             wire.div_(scale.predivide)
         work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams) if active else None
         comm.reduction_launched(work, complete, (flat,))
+
+
+def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """All gradients one after the other, in the order that all ranks have. Those of one dtype are cast together."""
+    flats = []
+    for _, alike in groupby(grads, lambda grad: grad.dtype):
+        flats.append(torch.cat([grad if grad.ndim == 1 else grad.reshape(-1) for grad in alike]).to(dtype))
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
 
 
 def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
