@@ -17,8 +17,9 @@ from torch.nn.modules import module as nn_module
 
 from .. import _torch_compat as compat
 from .._howto import see
+from .._params.saved_for_backward import refuse_recording
 from .._schedule.order_of_uses import Entry
-from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
+from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .torch_patches import follow_pipelining
 
 ADVICE_FOR_JIT = (
@@ -65,6 +66,8 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
 def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
     """The call while the compiler traces it: frames are opened outside of compiled code, if at all."""
     group = module._gtp_binding.group
+    if torch.compiler.is_exporting() and group.params:
+        refuse_recording("torch.export", group.params[0].fqn)
     if group.module is not module:
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
@@ -79,9 +82,11 @@ def _call_in_frame(
     if compat.is_jit_tracing():
         raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
     is_outermost = not runtime.reads.frames
-    if is_outermost and group.num_registrations != (number := _registrations()[0]):
-        _refuse_added_params(group)
-        group.num_registrations = number
+    if is_outermost and torch.is_grad_enabled() and group.checked != (now := (_registrations()[0], runtime.num_trained)):
+        # Once a step, as containers change without a registration (``ModuleList.insert``), and modules are unfrozen.
+        if trains_unmanaged(group):
+            _refuse_added_params(group)
+        group.checked = now
     if not runtime.is_initialized:
         runtime.num_tokens = _num_tokens((args, kwargs))
     reads = binding.reads if reads is None else reads

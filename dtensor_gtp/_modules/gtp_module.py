@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
+from .._schedule.attribute_reads import written_to_no_effect
 from .._schedule.runtime import Runtime
 from ..policy import SchedulePolicy
 from .binding import BoundModule, binding_of
@@ -110,10 +111,14 @@ class GTPModule(RefusedMethods, BoundModule):
         """Free the gathered weights below this module. The counterpart of :meth:`unshard`, which has the example."""
         for param in self._params():
             param.is_pinned = False
-        for weight in self._weights():
+        weights, runtime = self._weights(), self._gtp_binding.group.runtime
+        written = [weight for weight in weights if runtime.reads.is_written_outside(weight)]
+        for weight in weights:
             if weight.group is not None:
                 weight.group.unpin()
-            self._gtp_binding.group.runtime.drop_kept(weight)
+            runtime.drop_kept(weight)
+        if written:
+            raise written_to_no_effect(written[0], "between unshard() and reshard()")
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients: no for all microbatches of a step but the last.

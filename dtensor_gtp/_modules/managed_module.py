@@ -27,6 +27,7 @@ from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
 from .group_blocks import GTPBlock
 from .other_libraries import PreparedByAccelerate
+from .untraced_writes import noting
 
 
 class GTPManaged(BoundModule):
@@ -55,6 +56,11 @@ class GTPManaged(BoundModule):
         for name, managed in self._gtp_binding.params.items():
             managed.follow(Site(self, name))
         return result
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
+        """Behind ``parameters()`` and the like."""
+        members = super()._named_members(*args, **kwargs)
+        return members if torch.compiler.is_compiling() else noting(self._gtp_binding.group.runtime, members)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Free gathered weights: whoever gets the shard may write to it without a trace, as ``dcp.load`` does."""
@@ -166,6 +172,8 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if fused is None and weights:
         binding.reads.is_reading = True
+    for weight in weights:
+        weight.is_fused |= fused is not None
     if getattr(type(module), "gtp_gathers_together", False) and len({weight.mesh for weight in weights}) == 1:
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
@@ -176,6 +184,7 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
         body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
         if isinstance(module, nn.RNNBase) and binding.params:
             # The list of parameters that recurrent layers pass on, made anew at each read. RNNBase assigns it.
+            module.__dict__.pop("_flat_weights", None)  # it would keep the old parameters in memory
             body["_flat_weights"] = property(
                 lambda m: [getattr(m, n, None) for n in m._flat_weights_names], lambda *_: None
             )

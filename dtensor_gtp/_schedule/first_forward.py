@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._comm.agreement import digests
+from .._comm.agreement import by_rank, device_of, digests, first_difference
 from .._comm.collectives import has_replicas
 from .._howto import see
 from .._params.managed_param import ManagedParam
@@ -59,6 +60,30 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
             f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in compared)} (rank {dist.get_rank()})."
         )
     return ~int(taken), int(num_tokens)
+
+
+def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeight], what: str) -> None:
+    """After the first pass of a kind, compare the ``uses`` of this rank with those of its peers, in one all-reduce for
+    each mesh of ``weights``. Raises RuntimeError on all ranks of a mesh if they differ: gathers of one size would have
+    mixed up the weights without an error."""
+    for mesh in dict.fromkeys(weight.mesh for weight in weights if weight.layout.world > 1):
+        # A weight that stays gathered may be read by one rank alone.
+        names = [f"'{weight.fqn}'" for weight in uses if weight.mesh is mesh and not weight.is_pinned]
+        code = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
+        extremes = torch.tensor([code, -code], device=device_of(mesh))
+        group = mesh.get_group(mesh.ndim - 1)
+        with compat.unseen_by_checkpoint_policies():
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        if type(extremes) is not Tensor:
+            return  # a fake one
+        highest, lowest = extremes.tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same "
+                f"order, because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: "
+                "they got parts of each other's weights. Run the same modules in the same order on all ranks, those "
+                f"without data on an empty input. {see('ranks_diverge')}"
+            )
 
 
 def _compare(compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor) -> Tensor:

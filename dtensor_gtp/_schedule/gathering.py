@@ -23,6 +23,7 @@ from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
+from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import WeightGroup
 from ..policy import SchedulePolicy
@@ -38,6 +39,7 @@ class Gathering(KeepAndFree):
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
+        self._handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
         self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
         # Weights whose ranks have yet to agree on statistics in this forward, by mesh; meshes that agreed on some.
         self._to_agree: dict[Groups, list[ShardedWeight]] = {}
@@ -64,6 +66,8 @@ class Gathering(KeepAndFree):
         """Take or launch the gather of a weight that is not live, and launch those that the plan has next."""
         if not self.is_initialized:
             self.ensure_initialized()
+        if compat.is_tracing():
+            refuse_recording("torch.fx", target.weight.fqn)
         if target.weight.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._take(target) or self._gather_now(target)
@@ -109,7 +113,7 @@ class Gathering(KeepAndFree):
         is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
         if isinstance(target, WeightGroup):
             is_kept = is_kept or self._is_next(target)
-        if is_kept and target.weight.is_fresh(gathered):
+        if is_kept and target.weight.is_fresh(gathered) and target.weight not in self._handed_out:
             target.kept = gathered
         else:
             self._free(target, gathered)
@@ -159,6 +163,7 @@ class Gathering(KeepAndFree):
         """Begin a pass, and launch its first gathers."""
         chain.begin()
         self._gaps.clear()
+        self._handed_out.clear()
         for launch in chain.plan.launches[0]:
             self._prefetch(chain, launch.positions)
 
@@ -173,6 +178,8 @@ class Gathering(KeepAndFree):
         missing, uses = [], chain.plan.uses
         for position in positions:
             target = self.gatherables[uses[position]]
+            if target.weight in self._handed_out:
+                continue
             if target.weight.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):

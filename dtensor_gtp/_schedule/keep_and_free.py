@@ -19,6 +19,7 @@ from .._comm.send_ring import SendRing
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.ties import warn_of_holders
 from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from .._progress import Progress
@@ -110,6 +111,7 @@ class KeepAndFree:
                 )
         with compat.unseen_by_checkpoint_policies():
             free_nbytes, num_tokens = agree_to_begin(self.params, self.device, self.num_tokens)
+        warn_of_holders(self.params)
         why_groups: tuple[str, ...] = ()
         if self.make_groups is not None:
             why_groups = self.make_groups(num_tokens)

@@ -198,6 +198,11 @@ class Gradients:
             self.recording.submit(_single(weight), buffer)
             return
         flags = weight.flags
+        is_frozen = isinstance(weight, ShardedWeight) and not weight.param.requires_grad
+        if is_frozen and weight.unsharded_grad is not buffer:
+            if weight.ring is not None:
+                weight.ring.withdraw()
+            return  # autograd, too, skips a leaf that was frozen after its forward
         if not flags.requires_gradient_sync:
             weight.unsharded_grad = buffer
             return
@@ -328,6 +333,8 @@ class Gradients:
     def add_rows(self, weight: Reducible, rows: Tensor) -> None:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
         reduce-scatter. They have the dtype of the sum or a wider one, and nobody else reads them."""
+        if isinstance(weight, ShardedWeight) and not weight.param.requires_grad:
+            return  # as in ``submit``
         flags, scale = weight.flags, self._scale(weight)
         if self._comm.is_debugged:
             values = [(weight.fqn, weight.layout.filled(rows))]

@@ -25,9 +25,10 @@ from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
+from .first_forward import agree_on_order
 from .gathering import Gathering
 from .optimizer_steps import optimizer_steps
-from .order_of_uses import Entry
+from .order_of_uses import Chain, Entry
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +48,49 @@ class Runtime(Gathering):
         # Parameters by the ids of their objects, for optimizer steps; ``note_step`` makes it anew if it is empty.
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
+        self._records_graph = False  # whether the running backward has ``create_graph=True``
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
         self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # held to the end of backward
         self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
         self._num_begun = -1
+        self._num_forwards = 0
+        self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
+        self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
+        self.num_trained = 0  # backwards that gave gradients, and optimizer steps
         optimizer_steps().watchers.add(self)
 
-    def note_step(self, updated: set[int]) -> None:
-        """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
+    def _known(self) -> dict[int, ManagedParam]:
+        """Parameters by the ids of their objects."""
         if not self._by_id:
             self._by_id = {id(param.param): param for param in self.params}
             # Of these parameters, optimizers hold the objects that an outer fully_shard has made.
             self._is_cut_again = any(param.is_cut_again for param in self.params)
-        written = [self._by_id[key] for key in updated & self._by_id.keys()]
+        return self._by_id
+
+    def note_handed_out(self, param: object) -> None:
+        """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
+        weight = self._known().get(id(param))
+        if not isinstance(weight, ShardedWeight) or weight.param is not param:
+            return
+        if self.reads.frames:
+            self._handed_out.add(weight)
+            self.drop_prefetched_of([weight])
+            for target in weight.gatherables:
+                target.live = None  # whoever uses it keeps it
+            self.reads.forget(weight)
+            self.drop_kept(weight)
+        elif weight.is_pinned:
+            self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
+        else:
+            for target in weight.gatherables:
+                self._drop_kept(target)
+
+    def note_step(self, updated: set[int]) -> None:
+        """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
+        written = [self._by_id[key] for key in updated & self._known().keys()]
         self.num_steps += bool(written) or self._is_cut_again
+        self.num_trained += 1
         for group in {param.group for param in written if param.group is not None}:
             group.num_updates += 1
             self._drop_kept(group)
@@ -115,6 +144,7 @@ class Runtime(Gathering):
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
+        misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
         self.reads.pop(frame)
         if not self.reads.frames:
             for group in self.groups:
@@ -124,12 +154,24 @@ class Runtime(Gathering):
         if not self.reads.frames and self._forward_chain is not None:
             self._drop_prefetched()
             self.comm.finish_uploads()
+            chain, self._forward_chain = self._forward_chain, None
             if is_complete:
-                self._forward_chain.end()
+                uses = chain.observed
+                chain.end()
+                if not (chain.is_compared or self.comm.is_capturing):
+                    self._compare_order(chain, uses)
             else:
-                self._forward_chain.begin()
+                chain.begin()
                 self._end_keeps()
-            self._forward_chain = None
+        if misuse is not None:
+            raise misuse
+
+    def _compare_order(self, chain: Chain, uses: Sequence[int]) -> None:
+        """After a first forward, raise on all ranks if they have used other weights, or in another order."""
+        chain.is_compared = True
+        entry = next((key.entry for key, known in self.chains.items() if known is chain), None)
+        what = "a forward" if entry is None else f"the first {entry.method} of a {type(entry.module).__name__}"
+        agree_on_order([self.gatherables[use].weight for use in uses], self.weights, what)
 
     def _begin_forward(self, entry: Entry) -> None:
         self.drop_broken_backward()
@@ -138,6 +180,13 @@ class Runtime(Gathering):
         release_all(self, self.groups)
         self.comm.begin_pass()
         self._end_keeps()
+        for weight in self._outdated:
+            self.drop_kept(weight)
+        self._outdated.clear()
+        self._num_forwards += 1
+        # In the forwards of number 1, 2, 4, 8 and so on, which costs nothing in the long run.
+        is_power = self._num_forwards & (self._num_forwards - 1) == 0
+        self.reads.looks_at_bits = is_power and not self.comm.is_capturing
         is_captured = self.comm.is_capturing
         for param in self.params:
             if param.group is None:
@@ -165,6 +214,11 @@ class Runtime(Gathering):
             return
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
+        asked = self.asked_for
+        for param in self.whole:
+            leaf = param.leaf if param.group is None else param.group.leaf_of(param)
+            param.awaits_reduction = param.param.requires_grad and (asked is None or id(leaf) in asked)
+        self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
         end = partial(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
@@ -222,12 +276,16 @@ class Runtime(Gathering):
         self._is_in_backward = False
         self._backward_chain.end()
         self.complete_gradients()
+        if self._records_graph:
+            for param in self.params:
+                param.mark_undifferentiable()
 
     def complete_gradients(self) -> None:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
         with self._forgetting_on_failure():
             self.grads.launch_waiting()
             if self.is_last_backward:
+                self.num_trained += 1
                 self.grads.complete(self.params, self.groups)
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
