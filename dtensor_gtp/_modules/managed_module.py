@@ -25,7 +25,7 @@ from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
 from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
-from .other_libraries import PreparedByAccelerate
+from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate
 
 
 class GTPManaged(BoundModule):
@@ -92,10 +92,14 @@ class GTPManaged(BoundModule):
         """Called by ``torch.jit.script``."""
         raise RuntimeError(f"torch.jit.script cannot compile a {type(self).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
 
-    def _get_name(self) -> str:
-        """What ``repr`` shows. The class itself keeps its name, because other code (transformers) goes by it."""
+    def __repr__(self) -> str:
+        """Marks what is sharded. ``_get_name`` keeps the original's answer, as the class keeps its name: libraries go
+        by them, e.g. transformers' ``Trainer`` where it smooths labels."""
+        text, name = super().__repr__(), f"{self._get_name()}("
+        if not text.startswith(name):
+            return text  # the module has a form of its own
         original = self._gtp_original.__name__
-        return f"{type(self).__name__.removesuffix(original)}{self._gtp_prefix}{original}"
+        return f"{type(self).__name__.removesuffix(original)}{self._gtp_prefix}{original}({text.removeprefix(name)}"
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
@@ -182,7 +186,10 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
             body["_fill_padding_idx_with_zero"] = _zero_padding_row
         # ``repr`` marks modules whose own parameters are sharded, and the root, but not containers.
         body["_gtp_prefix"] = "GTP" if binding.params or mixin is not None else ""
-        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_gtp_original": cls}
+        body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        body["_gtp_original"] = cls
         classes[key] = type(cls.__name__, bases, body)
     module.__dict__[BINDING] = binding
+    if binding.group.mesh.size() > 1:
+        module.__dict__["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
     module.__class__ = classes[key]

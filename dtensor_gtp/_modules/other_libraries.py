@@ -1,9 +1,11 @@
-"""What to write where another library would wrap a sharded module in ``DistributedDataParallel``."""
+"""What other libraries ask of a module: whether they may wrap it in ``DistributedDataParallel``, and whether its ranks
+must stay together."""
 
 from __future__ import annotations
 
 import sys
 
+import torch
 import torch.nn as nn
 
 INSTEAD_OF_DDP = (
@@ -30,3 +32,21 @@ class PreparedByAccelerate:
         if reader.partition(".")[0] != "accelerate":
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '_is_accelerate_prepared'")
         raise RuntimeError(f"accelerate cannot prepare a {type(module).__name__} after gtp_shard: {INSTEAD_OF_DDP}")
+
+
+class SeenByTransformers:
+    """Value of ``_is_fsdp_managed_module`` of a module whose ranks must run the same layers: true for transformers.
+
+    There ``generate`` then goes on until all ranks have stopped (``synced_gpus``), and LayerDrop skips no layer.
+    torch.compile reads the attribute, too, and would take the module for one of ``fully_shard``: false for it. In code
+    that it traces, transformers is the reader.
+    """
+
+    def __bool__(self) -> bool:
+        if torch.compiler.is_dynamo_compiling():  # false in Python, true where it is traced
+            return True
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        return not reader.startswith("torch.")
+
+
+SEEN_BY_TRANSFORMERS = SeenByTransformers()

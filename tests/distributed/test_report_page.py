@@ -141,12 +141,7 @@ class TestPage(unittest.TestCase):
         self.assertIn(report._repr_html_(), html)
         for elsewhere in ("<script", "src=", "href=", "url(", "http"):
             self.assertNotIn(elsewhere, html)
-        for shown in (
-            "0-4.weight",
-            "gtp_shard on gtp=4",
-            "gather backend on gtp=4",
-            "forward of GTPSequential: 5 uses",
-        ):
+        for shown in ("0-4.weight", "gtp_shard on gtp=4", "gather backend on gtp=4", "forward of Sequential: 5 uses"):
             self.assertIn(shown, html)
         self.assertEqual(len(svgs(html)), 1 + 2)  # one folded parameter, two passes
 
