@@ -26,7 +26,7 @@ forward. "The compute stream" then means all streams that were current when the 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -65,6 +65,8 @@ class Streams:
         self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
         self._handle: int | None = None  # of the current one, if it is known; comparing numbers is quicker
         self._is_recorded = False  # whether a CUDA graph records them
+        # Makes a better error of one of gloo, if it can.
+        self.explain: Callable[[RuntimeError], RuntimeError] = lambda error: error
         self._delays = None
         if debug.delay_seed is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -135,12 +137,21 @@ class Streams:
             stream = self._compute_stream()
             stream.wait_event(event)
         elif work is not None:
-            work.wait()
+            self._wait_for_work(work)
         elif origin is not None:
             stream = self._compute_stream()
             if stream != origin and self._may_wait_for(origin):
                 stream.wait_event(origin.record_event())
         return stream
+
+    def _wait_for_work(self, work: Waitable) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:
         """Keep the memory of a gather's output in use until the compute stream, which has waited, has read it."""

@@ -95,7 +95,7 @@ class GTPManaged(BoundModule):
     def __repr__(self) -> str:
         """Marks what is sharded. ``_get_name`` keeps the original's answer, as the class keeps its name: libraries go
         by them, e.g. transformers' ``Trainer`` where it smooths labels."""
-        text, name = super().__repr__(), f"{self._get_name()}("
+        text, name = super().__repr__(), f"{type(self).__name__}("
         if not text.startswith(name):
             return text  # the module has a form of its own
         original = self._gtp_original.__name__

@@ -3,10 +3,13 @@ must stay together."""
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import torch
 import torch.nn as nn
+
+logger = logging.getLogger(__name__)
 
 INSTEAD_OF_DDP = (
     "gtp_shard averages its gradients already. Call the module as gtp_shard returned it. With accelerate write 'from "
@@ -50,3 +53,16 @@ class SeenByTransformers:
 
 
 SEEN_BY_TRANSFORMERS = SeenByTransformers()
+
+
+def run_all_layers(module: nn.Module) -> None:
+    """Switch LayerDrop off in those models of transformers that do not look at ``_is_fsdp_managed_module`` (BART and
+    its relatives): each rank would skip layers of its own. The config, which is saved, keeps the number."""
+    names = []
+    for name, submodule in module.named_modules():
+        if type(submodule).__module__.startswith("transformers.") and submodule.__dict__.get("layerdrop"):
+            submodule.layerdrop = 0.0
+            names.append(name)
+    if names:
+        text = "layerdrop of %s is 0 after gtp_shard: all ranks must run the same layers. Those of transformers that "
+        logger.warning(text + "support fully_shard do so, too", ", ".join(names))

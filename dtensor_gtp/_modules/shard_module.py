@@ -25,6 +25,7 @@ from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
 from .managed_module import bind
+from .other_libraries import run_all_layers
 
 
 def shard_module(
@@ -36,6 +37,8 @@ def shard_module(
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
                 submodule._buffers[name] = buffer.to(runtime.device)
+    if arguments.mesh.size() > 1:
+        run_all_layers(module)
     nested = _adopt_earlier(module, decisions, runtime)
     group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}

@@ -141,6 +141,7 @@ GTPSequential(
             for name in ("__name__", "__qualname__", "__module__", "__doc__"):
                 self.assertEqual(getattr(module.__class__, name), getattr(original, name))
             self.assertIsInstance(module, original)
+            self.assertTrue(module._is_fsdp_managed_module)  # transformers keeps ranks together
             self.assertEqual(inspect.getsource(type(module)), inspect.getsource(original))
             accepted = inspect.signature(original.forward).parameters
             self.assertEqual(["self", *inspect.signature(module.forward).parameters], list(accepted))
