@@ -25,7 +25,7 @@ from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
 from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
-from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate
+from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate, resize_or_refuse
 
 
 class GTPManaged(BoundModule):
@@ -184,6 +184,8 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and "weight" in binding.params:
             body["_fill_padding_idx_with_zero"] = _zero_padding_row
+        if callable(resize := getattr(cls, "resize_token_embeddings", None)):
+            body["resize_token_embeddings"] = resize_or_refuse(resize)
         # ``repr`` marks modules whose own parameters are sharded, and the root, but not containers.
         body["_gtp_prefix"] = "GTP" if binding.params or mixin is not None else ""
         body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}

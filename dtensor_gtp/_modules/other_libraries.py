@@ -3,8 +3,11 @@ must stay together."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -66,3 +69,25 @@ def run_all_layers(module: nn.Module) -> None:
     if names:
         text = "layerdrop of %s is 0 after gtp_shard: all ranks must run the same layers. Those of transformers that "
         logger.warning(text + "support fully_shard do so, too", ", ".join(names))
+
+
+def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``resize_token_embeddings`` of a model of transformers after ``gtp_shard``: of another size it is refused, as it
+    would copy sharded rows into a plain tensor."""
+
+    @functools.wraps(stock)
+    def resize(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
+    ) -> Any:
+        num_rows: int = self.get_input_embeddings()._parameters["weight"].shape[0]
+        wanted = num_rows if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        if wanted != num_rows:
+            raise RuntimeError(
+                f"resize_token_embeddings cannot change {num_rows} rows to {wanted} after gtp_shard, which has cut "
+                "them into shards. Call it before gtp_shard, and make the optimizer afterwards."
+            )
+        return stock(self, new_num_tokens, pad_to_multiple_of, **options)
+
+    return resize

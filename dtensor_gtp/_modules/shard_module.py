@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
-from .._dtensor import data_setter, gradients, random_init
+from .._dtensor import data_setter, gradients, random_init, remedies
 from .._params.layout import WeightLayout
 from .._params.managed_param import ManagedParam, Policies, Site
 from .._params.pack_planes import make_wire
@@ -62,6 +62,7 @@ def shard_module(
     runtime.calls.append(group)
     gradients.install()
     data_setter.install()
+    remedies.install()
     torch_patches.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)

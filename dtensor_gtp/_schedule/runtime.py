@@ -44,6 +44,7 @@ class Runtime(Gathering):
         # Parameters by the ids of their objects, for optimizer steps; ``note_step`` makes it anew if it is empty.
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
+        self._has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
         self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
@@ -171,6 +172,10 @@ class Runtime(Gathering):
             self.grads.launch_waiting()
             if self.is_last_backward:
                 self.grads.complete(self.params)
+        flags = (param.flags for param in self.params)
+        self._has_unsynced = not self.is_last_backward or not all(
+            each.requires_gradient_sync and each.requires_all_reduce for each in flags
+        )
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -190,6 +195,7 @@ class Runtime(Gathering):
     def _forget_gradients(self) -> None:
         """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
         self.grads.abandon()
+        self._has_unsynced = False
         for param in self.params:
             param.reset_grads()
 
@@ -204,9 +210,7 @@ class Runtime(Gathering):
         """If the last backward raised before its end, drop its prefetched weights and its gradients."""
         if not self._is_in_backward:
             return
-        sums = (grad for weight in self.weights for grad in (weight.unsharded_grad, weight.unreplicated_grad))
-        has_earlier = self.has_gradients_in_flight or any(grad is not None for grad in sums)
-        others = ", with those of earlier microbatches that were not synced" if has_earlier else ""
+        others = ", with those of earlier microbatches that were not synced" if self._has_unsynced else ""
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
         self._is_in_backward = False

@@ -166,6 +166,12 @@ class TestTogether(GlooTest):
                 found.append((prediction.predictions.tolist(), losses, prediction.metrics["test_loss"]))
         self.assertEqual(found[1], found[0], atol=1e-4, rtol=1e-4)
 
+    def test_vocabularies_change_before(self) -> None:
+        model = self.shard(make_llama())
+        self.assertIs(model.resize_token_embeddings(VOCABULARY), model.get_input_embeddings())
+        with self.assertRaisesRegex(RuntimeError, f"{VOCABULARY} rows to 40 after gtp_shard.*Call it before gtp_shard"):
+            model.resize_token_embeddings(VOCABULARY, pad_to_multiple_of=8)
+
     def test_compiled_code_asks_as_transformers_and_torch_sees_no_fully_shard(self) -> None:
         from transformers.integrations.fsdp import is_fsdp_managed_module
 
