@@ -60,6 +60,7 @@ class Binding:
 
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
         self.group, self.params, self.reads = group, params, Reads()
+        self.set_aside: dict[str, nn.Parameter | None] = {}  # parameters that a parametrization hides for a while
         self.sites = {name: Site(module, name) for name in params}
         self.compiled = {  # the sharded weights as compiled code names them
             name: CompiledWeight(lambda: group.runtime, param, self.sites[name])

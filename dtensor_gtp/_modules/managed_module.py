@@ -55,6 +55,30 @@ class GTPManaged(BoundModule):
             managed.follow(Site(self, name))
         return result
 
+    def __delattr__(self, name: str) -> None:
+        """A parametrization that comes and goes within a forward, as PEFT's of experts, replaces the full weight. So the
+        parameter is set aside here, and put back by ``_put_back``."""
+        binding = self._gtp_binding
+        if name in binding.params and name in self._parameters and binding.group.runtime.is_materializing:
+            binding.set_aside[name] = self._parameters[name]
+        super().__delattr__(name)
+
+    def _put_back(self, name: str) -> bool:
+        if name not in self._gtp_binding.set_aside:
+            return False
+        self._parameters[name] = self._gtp_binding.set_aside.pop(name)
+        return True
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As in ``nn.Module``, or ``remove_parametrizations`` registers the full weight again."""
+        if not self._put_back(name):
+            super().register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in ``nn.Module``, or ``remove_parametrizations`` registers a full parameter again."""
+        if not self._put_back(name):
+            super().register_parameter(name, param)
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Free gathered weights: whoever gets the shard may write to it without a trace, as ``dcp.load`` does."""
         super()._save_to_state_dict(*args, **kwargs)

@@ -244,7 +244,19 @@ def _set_shards(models: list[nn.Module], optimizers: list[Any], state: dict[str,
     for index, optimizer in enumerate(optimizers):
         owner = _owner(optimizer, models)
         assert owner is not None
-        set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
+        with empty_groups_kept(optimizer.optimizer):
+            set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
+
+
+@contextmanager
+def empty_groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Loading a state dict in this context leaves param groups without parameters their options, which torch files
+    under the names of parameters: ``Trainer`` makes a group of what decays, be it nothing."""
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    yield
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        if not group["params"]:
+            group |= options
 
 
 __all__ = ["GTPAccelerator", "whole_state_dict"]

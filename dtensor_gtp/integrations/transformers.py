@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,7 @@ with needs_extra("transformers"):
     from transformers import Trainer
     from transformers.trainer_pt_utils import safe_globals
 
-    from .accelerate import STATE_FOLDER, GTPAccelerator, options_of, whole_state_dict
+    from .accelerate import STATE_FOLDER, GTPAccelerator, empty_groups_kept, options_of, whole_state_dict
 
 
 class GTPTrainer(Trainer):
@@ -74,7 +75,8 @@ class GTPTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self._whole = whole_state_dict(model, trained_only=is_peft_model(model))
         try:
-            super().save_model(output_dir, _internal_call)
+            with _prompts_at_hand(model) if is_peft_model(model) else nullcontext():
+                super().save_model(output_dir, _internal_call)
         finally:
             self._whole = None
 
@@ -119,9 +121,10 @@ class GTPTrainer(Trainer):
             )
         model, optimizer = self.model, self.optimizer.optimizer
         options = options_of(model)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-        )
+        with empty_groups_kept(optimizer):
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+            )
         self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -152,6 +155,19 @@ class GTPTrainer(Trainer):
     def _samples_per_step(self) -> int:
         per_process: int = self._train_batch_size * self.args.gradient_accumulation_steps
         return per_process * self.args.world_size
+
+
+@contextmanager
+def _prompts_at_hand(model: Any) -> Iterator[None]:
+    """Where PEFT learns prompts it saves what their encoder computes, but on rank 0 alone: compute it on all ranks, and
+    let PEFT find it in this context."""
+    learned = [name for name, config in model.peft_config.items() if config.is_prompt_learning]
+    prompts = {name: model.get_prompt_embedding_to_save(name) for name in learned}
+    model.__dict__["get_prompt_embedding_to_save"] = prompts.__getitem__
+    try:
+        yield
+    finally:
+        del model.__dict__["get_prompt_embedding_to_save"]
 
 
 __all__ = ["GTPTrainer"]
