@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
 from ._modules.gtp_module import GTPModule, UnshardHandle
+from ._modules.whole_weights import whole_weights
 from ._version import __version__
 from .api import gtp_shard, register_gtp_forward_method
 from .graphs.capture_blocks import CapturedBlocks, capture_blocks
@@ -65,4 +66,5 @@ __all__ = [
     "quantize_",
     "register_gtp_forward_method",
     "sharding_report",
+    "whole_weights",
 ]

@@ -56,8 +56,8 @@ class GTPManaged(BoundModule):
         return result
 
     def __delattr__(self, name: str) -> None:
-        """A parametrization that comes and goes within a forward, as PEFT's of experts, replaces the full weight. So the
-        parameter is set aside here, and put back by ``_put_back``."""
+        """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the full weight and, when
+        it goes, registers that. So the parameter is set aside here, and put back by ``_put_back``."""
         binding = self._gtp_binding
         if name in binding.params and name in self._parameters and binding.group.runtime.is_materializing:
             binding.set_aside[name] = self._parameters[name]
