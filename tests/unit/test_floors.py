@@ -19,7 +19,7 @@ FLOORS = (
     ("__init__", "plan"),
     ("report",),
     ("planner",),
-    ("api", "mesh", "checkpoint", "optim", "random"),
+    ("api", "mesh", "checkpoint", "optim", "_gathered_optimizer", "random"),
     ("graphs", "elastic", "nn", "_report"),
     ("_modules",),
     ("ops",),
