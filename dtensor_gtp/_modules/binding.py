@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +52,7 @@ class ShardGroup:
     runtime: Runtime  # shared with the outermost call around it, once there is one
     unmanaged: set[Site]  # where ignored parameters below the module are registered
     params: list[ManagedParam] = field(default_factory=list)
+    arguments: Any = None  # of the call, a ``bad_arguments.Arguments``
     num_registrations: int = -1  # at the last search for parameters that were added later, see ``frames``
 
 
@@ -77,6 +78,14 @@ class BoundModule(nn.Module):
 
 def binding_of(module: nn.Module) -> Binding | None:
     return cast("Binding | None", module.__dict__.get(BINDING))
+
+
+def outermost_calls(module: nn.Module) -> list[ShardGroup]:
+    """The calls of ``gtp_shard`` on ``module`` or below that no other call is around."""
+    binding = binding_of(module)
+    if binding is not None and binding.group.module is module:
+        return [binding.group]
+    return [group for child in module.children() for group in outermost_calls(child)]
 
 
 def runtimes_below(module: nn.Module) -> list[Runtime]:

@@ -126,7 +126,8 @@ def _refuse_added_params(group: ShardGroup) -> None:
             raise RuntimeError(
                 f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
                 f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
-                f"before gtp_shard, and pass the parameter in ignored_params if it is to stay local. {see('lora')}"
+                f"before gtp_shard, or call shard_added(model) before the optimizer is made; pass the parameter in "
+                f"ignored_params if it is to stay local. {see('lora')}"
             )
 
 

@@ -40,7 +40,7 @@ def shard_module(
     if arguments.mesh.size() > 1:
         run_all_layers(module)
     nested = _adopt_earlier(module, decisions, runtime)
-    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored)
+    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored, arguments=arguments)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
     for decision in decisions:
         param = decision.existing
