@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -140,6 +142,7 @@ def gtp_shard(
     with torch.inference_mode(False):  # in inference mode, the shards could never be trained
         runtime = Runtime(device_of(mesh), schedule, debug)
         shard_module(module, arguments, decisions, unmanaged, runtime, GTPModule)
+    _shard_added_adapters(module)
     placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in runtime.params)
     logger.info("gtp_shard: %s over mesh axes %s\n%s", type(module).__name__, mesh.mesh_dim_names, placed)
     return module
@@ -177,6 +180,21 @@ def shard_added(module: nn.Module) -> nn.Module:
         group.runtime.abandon()
         _shard_added(group)
     return module
+
+
+def _shard_added_adapters(module: nn.Module) -> None:
+    """Let ``add_adapter`` of a model of PEFT or transformers, which ``load_adapter`` calls, shard what it adds."""
+    stock = getattr(module, "add_adapter", None)
+    if not callable(stock) or isinstance(stock, nn.Module):
+        return
+
+    @functools.wraps(stock)
+    def add_adapter(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        shard_added(module)
+        return result
+
+    module.__dict__["add_adapter"] = add_adapter
 
 
 def _shard_added(group: ShardGroup) -> None:

@@ -14,7 +14,9 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
+from .._modules.binding import outermost_calls
 from . import needs_extra
 from ._sharded import is_offloaded, move_unsharded, take_gpu_generator
 
@@ -52,6 +54,11 @@ class GTPTrainer(Trainer):
     """
 
     _whole: Mapping[str, Any] | None = None  # while ``save_model`` runs
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        models = [kwargs.get("model", args[0] if args else None), kwargs.get("ref_model")]
+        with _whole_in_state_dicts([model for model in models if isinstance(model, nn.Module)]):
+            super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make ``self.accelerator`` a ``GTPAccelerator``."""
@@ -155,6 +162,31 @@ class GTPTrainer(Trainer):
     def _samples_per_step(self) -> int:
         per_process: int = self._train_batch_size * self.args.gradient_accumulation_steps
         return per_process * self.args.world_size
+
+
+class _Whole:
+    """A tensor of a state dict, gathered when it is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def cpu(self) -> torch.Tensor:
+        tensor = self._tensor
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+@contextmanager
+def _whole_in_state_dicts(models: list[nn.Module]) -> Iterator[None]:
+    """TRL's trainers, when they are made, hash ``state_dict()`` of models whose log-probabilities they will store."""
+    sharded = [model for model in models if outermost_calls(model)]
+    for model in sharded:
+        stock = model.state_dict
+        model.__dict__["state_dict"] = lambda stock=stock: {name: _Whole(value) for name, value in stock().items()}
+    try:
+        yield
+    finally:
+        for model in sharded:
+            del model.__dict__["state_dict"]
 
 
 @contextmanager
