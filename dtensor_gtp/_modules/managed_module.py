@@ -25,6 +25,7 @@ from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
 from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
+from .group_blocks import GTPBlock
 from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate, resize_or_refuse
 
 
@@ -218,4 +219,20 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     module.__dict__[BINDING] = binding
     if binding.group.mesh.size() > 1:
         module.__dict__["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
+    module.__class__ = classes[key]
+
+
+def bind_grouped(module: nn.Module, is_block: bool, classes: dict[tuple[Any, ...], type]) -> None:
+    """Swap the class of a module whose parameters belong to a group: its calls and reads are those of ``nn.Module``. A
+    call of the block itself is a use of the group."""
+    bound = type(module)
+    cls: type | None = getattr(bound, "_gtp_original", None)
+    if cls is None:
+        return  # it has no parameters
+    key = (is_block, cls)
+    if key not in classes:
+        bases = (GTPBlock, GTPManaged, cls) if is_block else (GTPManaged, cls)
+        names = ("_gtp_prefix", "_gtp_original", "__module__", "__qualname__", "__doc__", "_fill_padding_idx_with_zero")
+        body = {name: bound.__dict__[name] for name in names if name in bound.__dict__}
+        classes[key] = type(cls.__name__, bases, body)
     module.__class__ = classes[key]
