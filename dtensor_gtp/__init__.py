@@ -32,8 +32,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
 from ._modules.gtp_module import GTPModule, UnshardHandle
+from ._modules.whole_weights import whole_weights
 from ._version import __version__
-from .api import gtp_shard, register_gtp_forward_method
+from .api import gtp_shard, register_gtp_forward_method, shard_added
 from .graphs.capture_blocks import CapturedBlocks, capture_blocks
 from .graphs.capture_step import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh
@@ -68,7 +69,9 @@ __all__ = [
     "plan",
     "quantize_",
     "register_gtp_forward_method",
+    "shard_added",
     "sharding_report",
+    "whole_weights",
 ]
 
 

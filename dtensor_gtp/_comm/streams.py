@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -106,6 +106,8 @@ class Streams:
         self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
         self._handle: int | None = None  # of the current one, if it is known; comparing numbers is quicker
         self._is_recorded = False  # whether a CUDA graph records them
+        # Makes a better error of one of gloo, if it can.
+        self.explain: Callable[[RuntimeError], RuntimeError] = lambda error: error
         self.waits = Waits(device)
         self._delays = None
         if debug.delay_seed is not None:
@@ -183,7 +185,7 @@ class Streams:
         elif work is not None:
             if is_timed:
                 began = self.waits.begin(None)
-            work.wait()
+            self._wait_for_work(work)
         elif origin is not None:
             stream = self._compute_stream()
             if stream != origin and self._may_wait_for(origin):
@@ -191,6 +193,15 @@ class Streams:
         if began is not None:
             self.waits.end(stream, began)
         return stream
+
+    def _wait_for_work(self, work: Waitable) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:
         """Keep the memory of a gather's output in use until the compute stream, which has waited, has read it."""

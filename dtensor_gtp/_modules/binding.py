@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +54,7 @@ class ShardGroup:
     params: list[ManagedParam] = field(default_factory=list)
     # At the last search for parameters that were added later, see ``frames``.
     checked: tuple[int, int] = (-1, -1)
+    arguments: Any = None  # of the call, a ``bad_arguments.Arguments``
 
 
 class Binding:
@@ -61,6 +62,7 @@ class Binding:
 
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
         self.group, self.params, self.reads = group, params, Reads()
+        self.set_aside: dict[str, nn.Parameter | None] = {}  # parameters that a parametrization hides for a while
         self.sites = {name: Site(module, name) for name in params}
         self.compiled = {  # the sharded weights as compiled code names them
             name: CompiledWeight(lambda: group.runtime, param, self.sites[name])
@@ -77,6 +79,14 @@ class BoundModule(nn.Module):
 
 def binding_of(module: nn.Module) -> Binding | None:
     return cast("Binding | None", module.__dict__.get(BINDING))
+
+
+def outermost_calls(module: nn.Module) -> list[ShardGroup]:
+    """The calls of ``gtp_shard`` on ``module`` or below that no other call is around."""
+    binding = binding_of(module)
+    if binding is not None and binding.group.module is module:
+        return [binding.group]
+    return [group for child in module.children() for group in outermost_calls(child)]
 
 
 def runtimes_below(module: nn.Module) -> list[Runtime]:

@@ -82,7 +82,11 @@ def _call_in_frame(
     if compat.is_jit_tracing():
         raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
     is_outermost = not runtime.reads.frames
-    if is_outermost and torch.is_grad_enabled() and group.checked != (now := (_registrations()[0], runtime.num_trained)):
+    if (
+        is_outermost
+        and torch.is_grad_enabled()
+        and group.checked != (now := (_registrations()[0], runtime.num_trained))
+    ):
         # Once a step, as containers change without a registration (``ModuleList.insert``), and modules are unfrozen.
         if trains_unmanaged(group):
             _refuse_added_params(group)
@@ -139,7 +143,8 @@ def _refuse_added_params(group: ShardGroup) -> None:
             raise RuntimeError(
                 f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
                 f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
-                f"before gtp_shard, and pass the parameter in ignored_params if it is to stay local. {see('lora')}"
+                f"before gtp_shard, or call shard_added(model) before the optimizer is made; pass the parameter in "
+                f"ignored_params if it is to stay local. {see('lora')}"
             )
 
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
-from .._dtensor import data_setter, gradients, random_init
+from .._dtensor import data_setter, gradients, random_init, remedies
 from .._params.layout import WeightLayout
 from .._params.managed_param import ManagedParam, Policies, Site
 from .._params.pack_planes import make_wire
@@ -27,6 +27,7 @@ from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
 from .group_blocks import make_groups
 from .managed_module import bind, bind_grouped
+from .other_libraries import run_all_layers
 
 
 def shard_module(
@@ -38,8 +39,10 @@ def shard_module(
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
                 submodule._buffers[name] = buffer.to(runtime.device)
+    if arguments.mesh.size() > 1:
+        run_all_layers(module)
     nested = _adopt_earlier(module, decisions, runtime)
-    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored)
+    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored, arguments=arguments)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
     for decision in decisions:
         param = decision.existing
@@ -62,6 +65,7 @@ def shard_module(
     runtime.make_groups = partial(make_groups, runtime, partial(bind_grouped, classes={}))
     gradients.install()
     data_setter.install()
+    remedies.install()
     torch_patches.install()
     backward_inputs.install()
     untraced_writes.install()

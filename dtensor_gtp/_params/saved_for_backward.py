@@ -229,6 +229,8 @@ def _end_of(tensor: Tensor) -> int:
 
 def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
     """The plain tensors that ``tensor`` consists of, by attribute (a plain tensor itself: ""), as far as it tells."""
+    if tensor.layout is not torch.strided:  # a sparse tensor has no storage
+        return {}
     if type(tensor) in _PLAIN:
         return {"": tensor}
     if not hasattr(tensor, "__tensor_flatten__"):

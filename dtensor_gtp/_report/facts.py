@@ -114,7 +114,7 @@ class PlanReport:
     """The plan of one kind of pass.
 
     Args:
-        title: "forward of GTPModel".
+        title: "forward of Model".
         window: How far ahead weights are gathered, as text.
         is_on_demand: Nothing is gathered ahead: each weight is gathered when it is used.
         uses: Names of what is gathered, in the order of the uses; "(columnwise)" where backward gathers other data.
@@ -127,7 +127,7 @@ class PlanReport:
         >>> model(torch.randn(2, 64)).sum().backward()
         >>> plan = sharding_report(model).plans[0]
         >>> plan.title, plan.uses
-        ('forward of GTPLinear', ('weight',))
+        ('forward of Linear', ('weight',))
     """
 
     title: str

@@ -20,7 +20,7 @@ from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
-from .._params.weight_group import Reducible, WeightGroup
+from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
@@ -49,6 +49,7 @@ class Runtime(Gathering):
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
         self._records_graph = False  # whether the running backward has ``create_graph=True``
+        self._has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
         self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # held to the end of backward
@@ -83,7 +84,7 @@ class Runtime(Gathering):
         elif weight.is_pinned:
             self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
         else:
-            for target in weight.gatherables:
+            for target in weight.gatherables if weight.group is None else (weight.group,):
                 self._drop_kept(target)
 
     def note_step(self, updated: set[int]) -> None:
@@ -287,6 +288,10 @@ class Runtime(Gathering):
             if self.is_last_backward:
                 self.num_trained += 1
                 self.grads.complete(self.params, self.groups)
+        flags = (param.flags for param in self.params)
+        self._has_unsynced = not self.is_last_backward or not all(
+            each.requires_gradient_sync and each.requires_all_reduce for each in flags
+        )
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -306,6 +311,7 @@ class Runtime(Gathering):
     def _forget_gradients(self) -> None:
         """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
         self.grads.abandon()
+        self._has_unsynced = False
         for param in self.params:
             param.reset_grads()
         for group in self.groups:
@@ -322,10 +328,7 @@ class Runtime(Gathering):
         """If the last backward raised before its end, drop its prefetched weights and its gradients."""
         if not self._is_in_backward:
             return
-        reduced: list[Reducible] = [*self.weights, *self.groups]
-        sums = (grad for weight in reduced for grad in (weight.unsharded_grad, weight.unreplicated_grad))
-        has_earlier = self.has_gradients_in_flight or any(grad is not None for grad in sums)
-        others = ", with those of earlier microbatches that were not synced" if has_earlier else ""
+        others = ", with those of earlier microbatches that were not synced" if self._has_unsynced else ""
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
         self._is_in_backward = False

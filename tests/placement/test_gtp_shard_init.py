@@ -7,6 +7,7 @@ turn. Training, moving and initializing a sharded module needs four real ranks.
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +146,22 @@ GTPSequential(
   (5): Dropout(p=0.5, inplace=False)
 )""",
             )
+
+    def test_the_class_answers_as_the_original(self) -> None:
+        """What transformers, accelerate and others ask of a class, to choose a loss or to write a config."""
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(Table(), nn.Linear(4, 4)), mesh, schedule=ALL)
+        for module, original in ((model, nn.Sequential), (model[0], Table), (model[1], nn.Linear)):
+            self.assertEqual(module._get_name(), original.__name__)
+            for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+                self.assertEqual(getattr(module.__class__, name), getattr(original, name))
+            self.assertIsInstance(module, original)
+            self.assertTrue(module._is_fsdp_managed_module)  # transformers keeps ranks together
+            self.assertEqual(inspect.getsource(type(module)), inspect.getsource(original))
+            accepted = inspect.signature(original.forward).parameters
+            self.assertEqual(["self", *inspect.signature(module.forward).parameters], list(accepted))
+        self.assertIs(type(type(model)(nn.ReLU())), nn.Sequential)
 
     def test_default_placements(self) -> None:
         with fake_world(1, NUM_RANKS):

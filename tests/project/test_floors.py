@@ -19,7 +19,7 @@ FLOORS = (
     ("__init__", "plan", "trace", "help"),
     ("report", "metrics"),
     ("planner",),
-    ("api", "mesh", "pretrained", "checkpoint", "_safetensors", "optim", "random"),
+    ("api", "mesh", "pretrained", "checkpoint", "_safetensors", "optim", "_gathered_optimizer", "random"),
     ("graphs", "elastic", "nn", "_report"),
     ("_modules",),
     ("ops",),

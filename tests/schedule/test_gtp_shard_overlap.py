@@ -328,20 +328,20 @@ class TestOverlap(GlooTest):
         self.assertExpectedInline(
             sharding_report(model).schedule,
             """\
-forward of GTPNet: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
+forward of Net: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
   begin                                        gather embedding.weight (1.5 KiB)
   use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
   use layers.0.weight
   use layers.1.first                           gather layers.1.second (576 B)
   use layers.1.second                          gather embedding.weight (1.5 KiB)
   use embedding.weight
-backward of GTPNet: 4 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
+backward of Net: 4 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
   begin                                        gather embedding.weight (1.5 KiB)
   use embedding.weight                         gather layers.1.second + layers.1.first (1.1 KiB)
   use layers.1.second
   use layers.1.first                           gather layers.0.weight (576 B)
   use layers.0.weight
-forward of GTPNet without gradient: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
+forward of Net without gradient: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
   begin                                        gather embedding.weight (1.5 KiB)
   use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
   use layers.0.weight

@@ -145,7 +145,7 @@ class TestPage(unittest.TestCase):
             "0-4.weight",
             "gtp_shard on gtp=4",
             "gathers by the process group",
-            "forward of GTPSequential: 5 uses",
+            "forward of Sequential: 5 uses",
         ):
             self.assertIn(shown, html)
         self.assertEqual(len(svgs(html)), 1 + 2)  # one folded parameter, two passes
