@@ -363,4 +363,18 @@ LAYOUT = [
         "max(columns.begin(position) for position in launch.positions)",
         ("tests/distributed/test_report_page.py::TestTimeline::test_bars_end_with_their_last_use",),
     ),
+    Bug(
+        "plans of another rank's coordinate are kept",
+        "_dtensor/block_layout.py",
+        "        plan_cached.cache_clear()",
+        "        pass",
+        ("tests/unit/test_dtensor_threads.py::TestRegroup::test_plans_of_another_rank_are_forgotten",),
+    ),
+    Bug(
+        "handler is put aside for all threads",
+        "_torch_compat/dtensor.py",
+        "        self._aside = threading.local()",
+        "        self._aside = type('Shared', (), {})()",
+        ("tests/unit/test_dtensor_threads.py::TestThreads::test_handler_is_put_aside_for_one_thread",),
+    ),
 ]
