@@ -1,4 +1,4 @@
-"""What the package changes in DTensor's tables: other threads and later process groups of the process are not misled."""
+"""What the package changes in the tables of DTensor misleads neither other threads nor later process groups."""
 
 from __future__ import annotations
 
