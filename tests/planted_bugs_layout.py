@@ -377,4 +377,32 @@ LAYOUT = [
         "        self._aside = type('Shared', (), {})()",
         ("tests/unit/test_dtensor_threads.py::TestThreads::test_handler_is_put_aside_for_one_thread",),
     ),
+    Bug(
+        "handed over state runs code",
+        "elastic/handover.py",
+        'torch.load(file, map_location="cpu", weights_only=True)',
+        'torch.load(file, map_location="cpu", weights_only=False)',
+        ("tests/unit/test_elastic_handover.py::TestHandover::test_code_is_not_run",),
+    ),
+    Bug(
+        "handover reads files of other users",
+        "elastic/handover.py",
+        "if found.st_uid != os.geteuid():\n        return f",
+        "if False:\n        return f",
+        ("tests/unit/test_elastic_handover.py::TestHandover::test_files_of_strangers_are_named_and_stay",),
+    ),
+    Bug(
+        "handover writes through a link",
+        "elastic/handover.py",
+        "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW",
+        "os.O_WRONLY | os.O_CREAT",
+        ("tests/unit/test_elastic_handover.py::TestHandover::test_nothing_is_written_through_a_link",),
+    ),
+    Bug(
+        "handover takes the state of another job",
+        "elastic/handover.py",
+        "    if name != path.name:",
+        "    if False:",
+        ("tests/unit/test_elastic_handover.py::TestHandover::test_files_of_strangers_are_named_and_stay",),
+    ),
 ]

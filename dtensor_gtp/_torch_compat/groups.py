@@ -59,8 +59,8 @@ def _group_beside(
 def described_group(description: str) -> dist.ProcessGroup | None:
     """The group of this process that was made with this description; None if there is none.
 
-    Torch keeps a group, with its threads and sockets, until all groups are destroyed: each model would leave one behind.
-    Torch's own list is searched, so nothing is remembered of groups that are gone.
+    Torch keeps a group, with its threads and sockets, until all groups are destroyed: each model would leave one
+    behind. Torch's own list is searched, so nothing is remembered of groups that are gone.
     """
     return next((group for group in list(distributed_c10d._world.pg_map) if group.group_desc == description), None)
 
