@@ -1,4 +1,4 @@
-"""Loads checkpoints whose weights are stored in another way than the model's.
+"""Saves checkpoints that are whole or absent, and loads those whose weights are stored in another way than the model's.
 
 A native weight (``quantize_(..., storage="native")``) is stored as planes under keys of their own, such as
 ``up.weight_mxfp8.elements``; any other weight as ``up.weight``. If checkpoint and model agree, plain ``dcp.load`` moves
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._howto import see
 from ._progress import Progress
+from ._saves import async_save, latest, save
 from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
@@ -318,4 +319,4 @@ def dequantize_state_dict(
     return result
 
 
-__all__ = ["ConvertingLoadPlanner", "dequantize_state_dict", "load"]
+__all__ = ["ConvertingLoadPlanner", "async_save", "dequantize_state_dict", "latest", "load", "save"]

@@ -405,4 +405,32 @@ LAYOUT = [
         "    if False:",
         ("tests/unit/test_elastic_handover.py::TestHandover::test_files_of_strangers_are_named_and_stay",),
     ),
+    Bug(
+        "secret of the job is not asked",
+        "_comm/process_groups.py",
+        "    if secret:",
+        "    if False:",
+        ("tests/unit/test_elastic_regroup.py::TestSecret",),
+    ),
+    Bug(
+        "checkpoint is written over the one before",
+        "_saves.py",
+        "super().__init__(self._final.with_name(self._final.name + _PARTIAL))",
+        "super().__init__(self._final)",
+        ("tests/distributed/test_checkpoint_save.py::TestSave::test_a_save_that_fails_leaves_the_checkpoint_before",),
+    ),
+    Bug(
+        "oldest checkpoints are kept",
+        "_saves.py",
+        "key=lambda path: found[path], reverse=True",
+        "key=lambda path: found[path]",
+        ("tests/distributed/test_checkpoint_save.py::TestSave::test_newest_are_kept_and_found",),
+    ),
+    Bug(
+        "files of a save that did not end stay",
+        "_saves.py",
+        "            leftover.unlink()",
+        "            pass",
+        ("tests/distributed/test_checkpoint_save.py::TestSave::test_a_save_that_fails_leaves_the_checkpoint_before",),
+    ),
 ]

@@ -35,13 +35,13 @@ class TestThreads(TestCase):
         def hold() -> None:
             with compat.stock_dtensor_dispatch(ITEM):
                 inside.set()
-                leave.wait(60)
+                leave.wait()
 
         thread = threading.Thread(target=hold)
         self.addCleanup(leave.set)  # before the thread is waited for, also when an assertion fails
         with compat.stock_dtensor_dispatch(ITEM):
             thread.start()
-            inside.wait(60)
+            inside.wait()
             self.assertNotIn(ITEM, compat.op_dispatcher()._custom_op_handlers)
         self.assertIs(compat.op_dispatcher()._custom_op_handlers, table)  # though the other thread is still within
         self.assertIn(ITEM, table)

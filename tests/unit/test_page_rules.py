@@ -16,7 +16,7 @@ import pages
 
 ROOT = pages.ROOT
 PAGES = pages.all_paths()
-MAX_WORDS = 16_000  # of all pages together, as `wc -w` counts
+MAX_WORDS = 16_200  # of all pages together, as `wc -w` counts
 MAX_COLUMNS = 106  # of code: what the site shows without a scroll bar
 MAX_LINES = {"README.md": 120, "docs/benchmarks.md": 150, "docs/tutorials/": 120, "docs/howto/": 60}
 
