@@ -20,6 +20,8 @@ Environment variables, the same on all ranks:
 ``DTENSOR_GTP_CASTS``: ``auto`` (default) quantizes by Triton kernels on GPUs, ``reference`` op by op. The bits are the
 same.
 
+``DTENSOR_GTP_SECRET``: any text. Processes without it cannot join the job through its store.
+
 ``TORCH_LOGS="+dtensor_gtp"``: log messages of the package, of level DEBUG too.
 
 ``init_weight_mesh`` and ``nonuniform_mesh`` read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and

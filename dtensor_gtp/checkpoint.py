@@ -1,4 +1,4 @@
-"""Loads checkpoints whose weights are stored in another way than the model's.
+"""Saves checkpoints that are whole or absent, and loads those whose weights are stored in another way than the model's.
 
 A native weight (``quantize_(..., storage="native")``) is stored as planes under keys of their own, such as
 ``up.weight_mxfp8.elements``; any other weight as ``up.weight``. If checkpoint and model agree, plain ``dcp.load`` moves
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._howto import did_you_mean, see
 from ._progress import Progress
+from ._saves import async_save, latest, save
 from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
@@ -173,6 +174,10 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             match = self._plane_key.fullmatch(key)
             weight = match["weight"] if match else key
             if key in stored or not isinstance(value, Tensor):
+                entry = stored.get(key)
+                is_plane = match and isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata)
+                if is_plane and value.dtype != torch.uint8:  # torch would convert the numbers
+                    _check_dtype("load", key, entry.properties.dtype, value.dtype)
                 continue
             source = _recipe_of(stored, weight, self._recipes)
             if source is None and weight not in stored:
@@ -280,7 +285,7 @@ def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[
     region = _Region(target, offsets, sizes, tuple(begin), torch.Size(shape), source, {})
     for name, spec in native_planes(source).items():
         key = f"{weight}_{source.name}.{name}"
-        meta = _checked(key, stored, spec.shape(torch.Size(target.shape)))
+        meta = _checked(key, stored, spec.shape(torch.Size(target.shape)), spec.dtype)
         region.tensors[key] = torch.empty(spec.shape(region.shape), dtype=meta.properties.dtype)
     return region
 
@@ -294,12 +299,22 @@ def _plane_begin(region: _Region, key: str) -> tuple[int, ...]:
     )
 
 
-def _checked(key: str, stored: Mapping[str, Any], shape: torch.Size) -> TensorStorageMetadata:
+def _checked(
+    key: str, stored: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype | None = None
+) -> TensorStorageMetadata:
+    """The entry of a tensor of this shape and, for a plane, this dtype or as bytes."""
     meta = stored.get(key)
     if not isinstance(meta, TensorStorageMetadata) or meta.size != shape:
         got = f"one of shape {tuple(meta.size)}" if isinstance(meta, TensorStorageMetadata) else "none"
         raise ValueError(f"load expects a tensor '{key}' of shape {tuple(shape)} in the checkpoint, but found {got}.")
+    if dtype is not None:
+        _check_dtype("load", key, meta.properties.dtype, dtype)
     return meta
+
+
+def _check_dtype(caller: str, key: str, found: torch.dtype, dtype: torch.dtype) -> None:
+    if found not in (dtype, torch.uint8) or found.itemsize != dtype.itemsize:
+        raise ValueError(f"{caller} expects {dtype} or bytes of it as '{key}', but found {found}.")
 
 
 def dequantize_state_dict(
@@ -316,7 +331,8 @@ def dequantize_state_dict(
         A new dict.
 
     Raises:
-        ValueError: ``module`` has no parameter for planes in ``state_dict``.
+        ValueError: ``module`` has no parameter for planes in ``state_dict``, or a plane is missing or has another shape
+            or dtype than the recipe's.
 
     Example:
         >>> native = quantize_(nn.Linear(64, 64), "mxfp8", storage="native")
@@ -339,9 +355,19 @@ def dequantize_state_dict(
                     f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has "
                     f"no '{weight}'."
                 )
-            stored = {name: state_dict[f"{weight}_{recipe.name}.{name}"] for name in native_planes(recipe)}
+            stored = {}
+            for name, spec in native_planes(recipe).items():
+                key = f"{weight}_{recipe.name}.{name}"
+                shape, plane = spec.shape(torch.Size(param.shape)), state_dict.get(key)
+                if not isinstance(plane, Tensor) or plane.shape != shape:
+                    got = f"one of shape {tuple(plane.shape)}" if isinstance(plane, Tensor) else "none"
+                    raise ValueError(
+                        f"dequantize_state_dict expects a tensor '{key}' of shape {tuple(shape)}, but found {got}."
+                    )
+                _check_dtype("dequantize_state_dict", key, plane.dtype, spec.dtype)
+                stored[name] = plane
             result[weight] = _dequantize(recipe, stored, torch.Size(param.shape), param.dtype)
     return result
 
 
-__all__ = ["ConvertingLoadPlanner", "dequantize_state_dict", "load"]
+__all__ = ["ConvertingLoadPlanner", "async_save", "dequantize_state_dict", "latest", "load", "save"]

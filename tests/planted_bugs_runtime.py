@@ -470,4 +470,11 @@ RUNTIME = [
         "    return tensor",
         ("test_gtp_shard_extensions.py::TestHooks::test_sixteen_bits_cross_the_wire",),
     ),
+    Bug(
+        "each model makes a communicator of its own",
+        "_torch_compat/groups.py",
+        "    if known is not None:\n        return known\n    name = agreed",
+        "    name = agreed",
+        ("tests/distributed/test_gtp_shard_leaks.py::TestLeaks::test_models_leave_nothing_behind",),
+    ),
 ]

@@ -202,7 +202,11 @@ def wrap_planner() -> None:
         chosen: Callable[..., Steps] = plan_cached if has_block(src) or has_block(dst) else stock_cached
         return chosen(src, dst, *args, **kwargs)
 
-    plan_or_stock.cache_clear = stock_cached.cache_clear  # type: ignore[attr-defined]
+    def clear_caches() -> None:
+        stock_cached.cache_clear()
+        plan_cached.cache_clear()
+
+    plan_or_stock.cache_clear = clear_caches  # type: ignore[attr-defined]
     redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
     redistribute_module._gen_transform_infos = plan_or_stock  # type: ignore[assignment]
 

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from .._modules.binding import outermost_calls
+from ..checkpoint import save
 from . import needs_extra
 from ._sharded import take_gpu_generator, without_gradient_sync
 
@@ -141,7 +141,7 @@ class GTPAccelerator(Accelerator):
         with self._without_sharded() as (models, optimizers):
             folder = Path(super().save_state(output_dir, *args, **kwargs))
         if models:
-            save(_shards(models, optimizers), checkpoint_id=folder / STATE_FOLDER)
+            save(_shards(models, optimizers), folder / STATE_FOLDER)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from .._modules.binding import outermost_calls
+from ..checkpoint import save
 from . import needs_extra
 from ._sharded import is_offloaded, move_unsharded, take_gpu_generator
 
@@ -92,7 +92,7 @@ class GTPTrainer(Trainer):
         super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(self._job_state(), checkpoint_id=Path(output_dir) / STATE_FOLDER)
+        save(self._job_state(), Path(output_dir) / STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint of another trainer; its own are loaded with the optimizer's state."""

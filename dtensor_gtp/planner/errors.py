@@ -11,3 +11,11 @@ class PlanError(ValueError):
         Traceback (most recent call last):
         dtensor_gtp.planner.errors.PlanError: plan expects axes that divide 6 GPUs, but ...
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, without what a terminal would obey: names come from files of others."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

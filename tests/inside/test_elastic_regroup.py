@@ -23,7 +23,7 @@ from mesh_common import fake_world
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import RanksLostError, RankWatch, join, num_waiting, replicas_of
-from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of, start_regrouped
+from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of, start_regrouped, waiting_store
 from dtensor_gtp.elastic.watch import is_peer_lost
 
 
@@ -102,6 +102,27 @@ class TestSurvivors(TestCase):
         self.assertEqual(members.layout.num_ranks, 9)
         self.assertEqual(str(members.seen_by(8)), "9 ranks are left, without any loss, with new ranks [6, 7, 8]")
         self.assertEqual(members_of(layout, [0, 1, 2, 3, 4], [1]).replicas, [[0, 1, 2, 3], [4, 5]])
+
+
+class TestSecret(ClockTestCase):
+    def test_who_does_not_know_the_secret_is_not_seen(self) -> None:
+        store, grace = dist.HashStore(), timedelta(seconds=0.2)
+        counts: list[int] = []
+
+        def join_and_look(known_to_joiner: str, known_to_rank: str) -> None:
+            with mock.patch.dict(os.environ, DTENSOR_GTP_SECRET=known_to_joiner):
+                waiting_store(store).add("tickets", 1)
+            with mock.patch.dict(os.environ, DTENSOR_GTP_SECRET=known_to_rank):
+                counts.append(num_waiting(store))
+
+        join_and_look("", "secret")
+        join_and_look("guess", "secret")
+        join_and_look("secret", "secret")
+        self.assertEqual(counts, [0, 0, 1])
+        with mock.patch.dict(os.environ, DTENSOR_GTP_SECRET="secret"):
+            members = agree_on_survivors(replicas_of([[0]]), 0, store, grace, 0, 1, None)
+        self.assertEqual(members.tickets, [1])
+        self.assertFalse(store.check(["dtensor_gtp_regroup_0/members"]))
 
 
 class TestStart(TestCase):

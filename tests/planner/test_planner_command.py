@@ -134,6 +134,59 @@ def test_bad_input_is_one_line_and_status_2(
     assert re.search(message, err), err
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "512"}, "expects an integer of at least 1 as dim, but .* has '512'"),
+        ({"hidden_size": 1e15}, "expects an integer of at least 1 as dim"),
+        ({"hidden_size": 10**15}, "expects at most 2147483648 as dim"),
+        ({"vocab_size": 1e300}, "expects an integer of at least 2 as vocab_size"),
+        ({"num_hidden_layers": 10**10}, "expects at most 10000 as num_hidden_layers"),
+        ({"num_hidden_layers": 10**5}, "expects at most 10000 as num_hidden_layers"),
+        ({"model_type": "gpt2", "n_layer": 10**10}, "expects at most 10000 as n_layer"),
+        ({"model_type": ["llama"]}, "expects a text as model_type"),
+        ({"_name_or_path": {"a": 1}}, "expects a text as _name_or_path"),
+        ({"num_attention_heads": [8]}, "as heads"),
+        ({"hidden_size": "\x1b[2J"}, r"as dim, but .* has '\\x1b\[2J'"),
+    ],
+)
+def test_bad_configurations_are_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    Path(config).write_text(json.dumps(CONFIG | changes))
+    test_bad_input_is_one_line_and_status_2(capsys, [config, "--gpus", "8"], message)
+
+
+@pytest.mark.parametrize("option", ["model", "machine"])
+def test_deep_json_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    arguments = [str(path)] if option == "model" else ["llama3-8b", "--machine", str(path)]
+    test_bad_input_is_one_line_and_status_2(capsys, [*arguments, "--gpus", "8"], f"{option} expects a .*cannot be read")
+
+
+@pytest.mark.parametrize("text", [":f", ".x:f", "broken_at_import:f", "model\x1b[2J"])
+def test_models_that_cannot_be_imported_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "broken_at_import.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    test_bad_input_is_one_line_and_status_2(capsys, [text, "--gpus", "8"], "cannot be imported|expects one of")
+
+
+@pytest.mark.parametrize("name", ["/", ""])
+def test_names_of_timelines_are_names(config: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    arguments = [config, "--gpus", "8", "--explain", name]
+    test_bad_input_is_one_line_and_status_2(capsys, arguments, "expects the name of files to write as --explain")
+
+
+def test_names_of_others_do_not_reach_the_terminal(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(config).write_text(json.dumps(CONFIG | {"_name_or_path": "a\x1b[2Jb\nc"}))
+    _, out, err = run(capsys, config, "--gpus", "8", "--seq-len", "1024", "--global-batch", "8")
+    assert "\x1b" not in out + err
+    assert "a\\x1b[2Jb\\nc" in out
+
+
 def test_what_to_change_if_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     machine = json.loads(load_machine("h100").as_json()) | {"memory_gib": 0.7, "reserve_gib": 0.0}
     path = tmp_path / "small.json"

@@ -19,7 +19,7 @@ FLOORS = (
     ("__init__", "plan", "trace", "help"),
     ("report", "metrics"),
     ("planner",),
-    ("api", "mesh", "pretrained", "checkpoint", "_safetensors", "optim", "_gathered_optimizer", "random"),
+    ("api", "mesh", "pretrained", "checkpoint", "_safetensors", "_saves", "optim", "_gathered_optimizer", "random"),
     ("graphs", "elastic", "nn", "_report"),
     ("_modules",),
     ("ops",),
@@ -119,6 +119,6 @@ def test_an_import_that_goes_up_is_found_with_both_files(tmp_path: Path) -> None
 def test_the_design_page_has_the_floors_in_this_order() -> None:
     page = (PACKAGE.parent / "docs" / "explanation" / "design.md").read_text()
     words = re.findall(r"\w+", page.partition("```text")[2].partition("```")[0])
-    hidden = {"__init__", "_report", "_version", "_progress", "_howto", "_trace", "_safetensors"}
+    hidden = {"__init__", "_report", "_version", "_progress", "_howto", "_trace", "_safetensors", "_saves"}
     places = [words.index(name) for floor in FLOORS for name in sorted(set(floor) - hidden, key=words.index)]
     assert places == sorted(places)
