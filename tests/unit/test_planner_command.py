@@ -110,7 +110,10 @@ def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]
     [
         (["--pp", "2"], "pp 2: how the model is cut into stages is yours"),
         (["--cp", "2", "--pp", "1"], "cp 2: attention exchanges keys"),
-        (["--recipe", "float8_tensorwise", "--checkpointing", "selective", "--pp", "1", "--cp", "1"], "selective checkpointing of"),
+        (
+            ["--recipe", "float8_tensorwise", "--checkpointing", "selective", "--pp", "1", "--cp", "1"],
+            "selective checkpointing of",
+        ),
     ],
 )
 def test_what_it_cannot_write_it_says(
@@ -194,6 +197,36 @@ def test_bad_machines(changes: dict[str, Any], message: str) -> None:
 
 
 # --- the name ---------------------------------------------------------------------------------------------------------
+
+
+def test_power_network_and_days(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [config, "--gpus", "16", "--seq-len", "512", "--gtp", "16", "--tokens", "1e9"]
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    found = re.search(r"1e\+09 tokens: ([\d,]+) steps, ([\d.]+) days \(.*\), ([\d,]+) GPU-hours", out)
+    assert found is not None
+    assert int(found[1].replace(",", "")) == round(1e9 / (16 * 512))
+    assert "fully_shard in the place of gtp_shard" in out
+    machine = load_machine("h100")
+    less = machine.with_limits(watts=350, network_gb_s=25)
+    assert less.peak_tflops["bf16"] == machine.peak_tflops["bf16"] / 2
+    assert less.network.gb_s == 25
+    with pytest.raises(PlanError, match="machine expects up to 700 watts"):
+        machine.with_limits(watts=900)
+
+
+def test_no_ground_is_no_number(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "rtx-pro-6000", "--gtp", "8")
+    assert status == 0
+    assert "not known" in out
+    assert "measure it by --calibrate" in out
+    assert "ms" not in out.split("1: gtp 8")[1].split("memory of")[0]
+
+
+def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8")
+    assert status == 0
+    assert "mxfp8: GEMMs are in bf16" in out
 
 
 def test_the_name_is_a_function_and_a_command(
