@@ -10,8 +10,8 @@ measured. Ratios are computed here, and only between rows of one job: another jo
 
 A file of docs/data is one job: machine, date, revision, versions, command, rows. It is what a benchmark wrote with
 ``--json`` (then it has ``results``), or what was noted of it (``rows``). Rows that the planner's test predicts are not
-repeated: ``rows_of`` names their job in tests/unit/planner_data/measured_steps.json. Two files are no jobs: ``aims``,
-whose values are ratios of rows of jobs, and ``history``, what was tried.
+repeated: ``rows_of`` names their job in tests/planner/planner_data/measured_steps.json. Two files are no jobs:
+``aims``, whose values are ratios of rows of jobs, and ``history``, what was tried.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS / "data"
-MEASURED = DOCS.parent / "tests" / "unit" / "planner_data" / "measured_steps.json"
+MEASURED = DOCS.parent / "tests" / "planner" / "planner_data" / "measured_steps.json"
 MARKED = re.compile(
     r"<!-- table: (?P<name>[\w-]+) -->\n(?:(?:.*\n)*?<!-- /table: (?P=name) -->\n|(?:.+\n)*)"
     r"|<!-- headline -->\n(?:.*\n)*?<!-- /headline -->\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,10 @@ from ._schedule.order_of_gathers import Plan
 from ._schedule.order_of_uses import ChainKey
 from ._schedule.runtime import Runtime
 from .placement import GTPShard
-from .planner.beside import describe_measured, describe_traffic, predict_traffic
-from .planner.costs import Axis
-from .planner.machine import Machine, load_machine
 from .quant.native import native_of
+
+if TYPE_CHECKING:
+    from .planner.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,11 @@ def _advice(runtime: Runtime, is_verbose: bool, has_machine: bool) -> tuple[str,
 
 def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> tuple[str, ...]:
     """Lines of what was predicted and measured of the weights on ``mesh``."""
+    # The planner loads only where it is asked.
+    from .planner.beside import describe_measured, describe_traffic, predict_traffic
+    from .planner.costs import Axis
+    from .planner.machine import load_machine
+
     gpus = load_machine(machine) if isinstance(machine, str) else machine
     ranks = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
     axis = Axis(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)

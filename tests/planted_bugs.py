@@ -178,6 +178,7 @@ def check(bugs: Sequence[Bug]) -> None:
     for bug in bugs:
         try:
             compile(bug.text(), bug.file, "exec")
+            bug.node_ids()
         except SyntaxError as error:
             raise ValueError(f"Bug '{bug.name}' is no Python: {error}. A bug changes what code does.") from None
 
@@ -306,7 +307,7 @@ def _run_child(run: _Run, tier: str) -> None:
 
         marks = ["-m", "not soak"] if tier == "long" else []
         options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *marks]
-        status = pytest.main([*options, *run.bug.tests], plugins=[_Report(run.directory / "report.json")])
+        status = pytest.main([*options, *run.bug.node_ids()], plugins=[_Report(run.directory / "report.json")])
         imported = sys.modules.get("dtensor_gtp")
         if imported is not None and not str(imported.__file__).startswith(package):
             print(f"The tests have imported {imported.__file__}, not the copy with the bug.")

@@ -146,3 +146,12 @@ def _mixed(rows: Tensor) -> Tensor:
             mixed = (mixed ^ without_sign) * factor
         totals += mixed.sum(1)
     return totals
+
+
+def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:
+    """Of each of these facts whether it holds on any rank of ``mesh``. The host waits for the answer."""
+    flags = torch.tensor(found, dtype=torch.int32, device=device)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return [flag > 0 for flag in flags.tolist()]

@@ -81,6 +81,8 @@ def _call_in_frame(
     if group.num_registrations != (number := _registrations()[0]):
         _refuse_added_params(group)
         group.num_registrations = number
+    if not runtime.is_initialized:
+        runtime.num_tokens = _num_tokens((args, kwargs))
     reads = binding.reads if reads is None else reads
     frame = runtime.enter(module, reads.may_read, method)
     is_complete = False
@@ -117,6 +119,11 @@ def _call_in_frame(
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: note())
     return output
+
+
+def _num_tokens(inputs: Any) -> int:
+    """How many tokens a first forward gets: the size of its largest tensor of integers."""
+    return max((tensor.numel() for tensor in _tensors(inputs) if not tensor.is_floating_point()), default=0)
 
 
 def _refuse_added_params(group: ShardGroup) -> None:

@@ -94,9 +94,10 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> model.weight.to_local().shape
             torch.Size([16, 64])
         """
+        runtime, weights = self._gtp_binding.group.runtime, self._weights()
+        runtime.ensure_initialized()  # decides what is gathered together
         for param in self._params():
             param.is_pinned = True
-        runtime, weights = self._gtp_binding.group.runtime, self._weights()
         for weight in weights:
             runtime.gather_kept(weight)
         handle = UnshardHandle(runtime, weights)
@@ -110,6 +111,8 @@ class GTPModule(RefusedMethods, BoundModule):
         for param in self._params():
             param.is_pinned = False
         for weight in self._weights():
+            if weight.group is not None:
+                weight.group.unpin()
             self._gtp_binding.group.runtime.drop_kept(weight)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

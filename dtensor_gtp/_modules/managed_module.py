@@ -25,6 +25,7 @@ from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
 from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
+from .group_blocks import GTPBlock
 from .other_libraries import PreparedByAccelerate
 
 
@@ -185,4 +186,20 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_gtp_original": cls}
         classes[key] = type(cls.__name__, bases, body)
     module.__dict__[BINDING] = binding
+    module.__class__ = classes[key]
+
+
+def bind_grouped(module: nn.Module, is_block: bool, classes: dict[tuple[Any, ...], type]) -> None:
+    """Swap the class of a module whose parameters belong to a group: its calls and reads are those of ``nn.Module``. A
+    call of the block itself is a use of the group."""
+    bound = type(module)
+    cls: type | None = getattr(bound, "_gtp_original", None)
+    if cls is None:
+        return  # it has no parameters
+    key = (is_block, cls)
+    if key not in classes:
+        bases = (GTPBlock, GTPManaged, cls) if is_block else (GTPManaged, cls)
+        names = ("_gtp_prefix", "_gtp_original", "__module__", "__qualname__", "_fill_padding_idx_with_zero")
+        body = {name: bound.__dict__[name] for name in names if name in bound.__dict__}
+        classes[key] = type(cls.__name__, bases, body)
     module.__class__ = classes[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from . import torch_patches
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
-from .managed_module import bind
+from .group_blocks import make_groups
+from .managed_module import bind, bind_grouped
 
 
 def shard_module(
@@ -57,6 +59,7 @@ def shard_module(
             bind(submodule, binding, base if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
+    runtime.make_groups = partial(make_groups, runtime, partial(bind_grouped, classes={}))
     gradients.install()
     data_setter.install()
     torch_patches.install()

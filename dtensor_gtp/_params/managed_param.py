@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ class ManagedParam:
         self._set_param(param)
         self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ``param``
         self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
+        self.group: Any = None  # the ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups]
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
         # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
         self.is_cut_again = False

@@ -214,6 +214,11 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.stand_in = StandIn(self.leaf.requires_grad)
 
     @property
+    def has_gradient(self) -> bool:
+        """Whether a backward may reduce its gradient."""
+        return self.param.requires_grad
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         return (*super().placements[:-1], GTPShard(self.layout.dim, block_size=self.layout.block_size))
 

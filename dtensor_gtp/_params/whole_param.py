@@ -93,8 +93,9 @@ class WholeParam(ManagedParam):
         self._wide_local_grad = grad if self._wide_local_grad is None else self._wide_local_grad + grad
 
     def take_local_grad(self) -> Tensor | None:
-        """Return the local gradient since the last reduction, in reduce_dtype, and forget it."""
-        grad, self.leaf.grad = self.leaf.grad, None
+        """Return the local gradient since the last reduction, and forget it."""
+        leaf = self.leaf if self.group is None else self.group.leaf_of(self)
+        grad, leaf.grad = leaf.grad, None
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:
             grad = wide if grad is None else wide + grad
@@ -103,7 +104,7 @@ class WholeParam(ManagedParam):
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
         unsynced, self.unsynced_grad = self.unsynced_grad, None
         if unsynced is None or grad is None:
-            return unsynced if grad is None else grad.to(self.reduce_dtype)
+            return unsynced if grad is None else grad
         return unsynced.add_(grad)  # rounded once, after the addition
 
     def reset_grads(self) -> None:

@@ -21,10 +21,11 @@ from .._params.whole_param import WholeParam
 _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
 
 
-def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
+def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tokens: int = 0) -> tuple[int, int]:
     """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result. Ranks need not have
     all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones. ``params``
-    have the same order on all ranks. Returns the free memory of the device, the least of these ranks. Raises
+    have the same order on all ranks. Returns the free memory of the device, the least of these ranks, and the most
+    tokens of any. Raises
     RuntimeError on all ranks of the largest mesh that connects them, if a rank cannot begin or the values of a
     parameter differ."""
     compared: dict[DeviceMesh, list[ManagedParam]] = {}
@@ -42,13 +43,13 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
     # The largest of all ranks counts, so the complement of the least free memory.
-    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device)], device=device)
+    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device), num_tokens], device=device)
     result = _compare(compared, most, found)
     if error is not None:
         raise error
     if type(result) is not Tensor:
-        return 0  # a fake one
-    failed_rank, taken, *differences = result.tolist()
+        return 0, num_tokens  # a fake one
+    failed_rank, taken, num_tokens, *differences = result.tolist()
     unequal = [param for param, differs in zip(everything, differences, strict=True) if differs]
     if unequal:
         raise _refusal(unequal)
@@ -57,12 +58,12 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
             f"The first forward failed on rank {failed_rank}, whose error says why, so it fails on all ranks of mesh "
             f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in compared)} (rank {dist.get_rank()})."
         )
-    return ~int(taken)
+    return ~int(taken), int(num_tokens)
 
 
 def _compare(compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor) -> Tensor:
     """Over one mesh after the other, compare whole parameters between all ranks, and shards between replicas. Gives the
-    largest ``most`` of all ranks: the rank that failed or found a difference (else -1), and another number; then
+    largest ``most`` of all ranks: the rank that failed or found a difference (else -1), and other numbers; then
     whether each parameter differs (False if one failed)."""
     results = []
     for (mesh, params), part in zip(compared.items(), digests.split([len(p) for p in compared.values()]), strict=True):

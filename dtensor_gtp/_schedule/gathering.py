@@ -24,6 +24,7 @@ from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.weight_group import WeightGroup
 from ..policy import SchedulePolicy
 from .guesses import NUM_SEEN
 from .keep_and_free import KeepAndFree
@@ -106,10 +107,20 @@ class Gathering(KeepAndFree):
         if target.live is gathered:
             target.live = None
         is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
+        if isinstance(target, WeightGroup):
+            is_kept = is_kept or self._is_next(target)
         if is_kept and target.weight.is_fresh(gathered):
             target.kept = gathered
-        elif self.debug.poison:
-            self._free(gathered)
+        else:
+            self._free(target, gathered)
+
+    def _is_next(self, group: WeightGroup) -> bool:
+        """Whether a group that was just used is used again soon: it has memory for one gather at a time."""
+        chain = self._backward_chain if self._is_in_backward else self._forward_chain
+        if chain is None or chain.plan.uses.count(group.index) < 2:
+            return False
+        uses = chain.plan.uses
+        return any(uses[position] == group.index for launch in chain.expected((group.lane,)) for position in launch)
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight ahead of any use, for ``unshard``."""
@@ -170,7 +181,7 @@ class Gathering(KeepAndFree):
             self._gather(missing)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
-        if self._stays(target):
+        if self._stays(target) or isinstance(target, WeightGroup):
             return target.is_absent
         available = len(target.pending) + (target.kept is not None)
         return available == 0 or available < chain.num_expected(target.index, position)
@@ -215,7 +226,7 @@ class Gathering(KeepAndFree):
     def _drop_pending(self, target: Gatherable, num_left: int) -> None:
         while len(target.pending) > num_left:
             self._gaps.add(target.lane)  # if this pass interrupts another one, that one gathers again
-            self._discard(target.pending.pop())
+            self._discard(target, target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
         """At the begin of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does

@@ -16,12 +16,15 @@ import torch.nn as nn
 
 from .. import _torch_compat as compat
 from .._comm.debug import DebugFlags
+from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
+from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
+from .block_uses import finish_backward, release_all
 from .gathering import Gathering
 from .optimizer_steps import optimizer_steps
 from .order_of_uses import Entry
@@ -46,6 +49,7 @@ class Runtime(Gathering):
         self._is_cut_again = False
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
+        self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # held to the end of backward
         self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
         self._num_begun = -1
         optimizer_steps().watchers.add(self)
@@ -58,7 +62,12 @@ class Runtime(Gathering):
             self._is_cut_again = any(param.is_cut_again for param in self.params)
         written = [self._by_id[key] for key in updated & self._by_id.keys()]
         self.num_steps += bool(written) or self._is_cut_again
+        for group in {param.group for param in written if param.group is not None}:
+            group.num_updates += 1
+            self._drop_kept(group)
         for param in written:
+            if param.group is not None:
+                continue
             if isinstance(param, ShardedWeight):
                 param.num_updates += 1
                 self.drop_kept(param)
@@ -98,12 +107,20 @@ class Runtime(Gathering):
         """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights become handles."""
         if not self.is_materializing:
             self._begin_forward(Entry(module, method))
+        if not self.reads.frames:
+            for group in self.groups:
+                group.show()
         needs_handles = torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled()
         return self.reads.push(needs_handles)
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
         self.reads.pop(frame)
+        if not self.reads.frames:
+            for group in self.groups:
+                group.hide()
+            if not torch.is_grad_enabled():
+                self._release_read_outside()
         if not self.reads.frames and self._forward_chain is not None:
             self._drop_prefetched()
             self.comm.finish_uploads()
@@ -117,11 +134,16 @@ class Runtime(Gathering):
     def _begin_forward(self, entry: Entry) -> None:
         self.drop_broken_backward()
         self.ensure_initialized()
+        self._release_read_outside()  # of a forward without a backward
+        release_all(self, self.groups)
         self.comm.begin_pass()
         self._end_keeps()
         is_captured = self.comm.is_capturing
         for param in self.params:
-            param.begin_forward(is_captured)
+            if param.group is None:
+                param.begin_forward(is_captured)
+        for group in self.groups:
+            group.begin_forward()
         if self._is_offloaded:
             self.comm.note_uploads()
         self._begin_quantized(self.weights)
@@ -151,6 +173,40 @@ class Runtime(Gathering):
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
 
+    def add_groups(self, groups: Sequence[WeightGroup]) -> None:
+        """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
+        self.groups = list(groups)
+        for group in groups:
+            group.read_outside = self.hold_until_end
+        self.gatherables = [target for target in self.gatherables if target.weight.group is None]
+        self.gatherables += groups
+        for index, target in enumerate(self.gatherables):
+            target.index = index
+        self.chains.clear()
+
+    def gather_kept(self, weight: ShardedWeight) -> None:
+        """Gather a weight, or its group, ahead of any use, for ``unshard``."""
+        self.ensure_initialized()
+        group = weight.group
+        if group is None:
+            super().gather_kept(weight)
+            return
+        group.pin(self.note_backward)
+        if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
+            self._drop_kept(group)
+            self.comm.begin_pass(group.groups)
+            group.kept = self._take(group) or self._gather_now(group)
+
+    def hold_until_end(self, group: WeightGroup) -> None:
+        if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
+            self.comm.wait(group.kept.done)
+        else:
+            self._read_outside.append((group, self.acquire(group)))
+
+    def _release_read_outside(self) -> None:
+        while self._read_outside:
+            self.release(*self._read_outside.pop())
+
     def watch_saved(self, saved: SavedWeights) -> None:
         """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""
         self.reads.saved_in_backward.append(saved)
@@ -158,6 +214,8 @@ class Runtime(Gathering):
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         self.reads.release_read_in_backward()
+        finish_backward(self, self.groups)
+        self._release_read_outside()
         self._drop_prefetched()
         self._end_keeps()
         self.comm.finish_uploads()
@@ -170,7 +228,7 @@ class Runtime(Gathering):
         with self._forgetting_on_failure():
             self.grads.launch_waiting()
             if self.is_last_backward:
-                self.grads.complete(self.params)
+                self.grads.complete(self.params, self.groups)
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -192,6 +250,8 @@ class Runtime(Gathering):
         self.grads.abandon()
         for param in self.params:
             param.reset_grads()
+        for group in self.groups:
+            group.reset_grads()
 
     @property
     def has_gradients_in_flight(self) -> bool:
@@ -204,7 +264,8 @@ class Runtime(Gathering):
         """If the last backward raised before its end, drop its prefetched weights and its gradients."""
         if not self._is_in_backward:
             return
-        sums = (grad for weight in self.weights for grad in (weight.unsharded_grad, weight.unreplicated_grad))
+        reduced: list[Reducible] = [*self.weights, *self.groups]
+        sums = (grad for weight in reduced for grad in (weight.unsharded_grad, weight.unreplicated_grad))
         has_earlier = self.has_gradients_in_flight or any(grad is not None for grad in sums)
         others = ", with those of earlier microbatches that were not synced" if has_earlier else ""
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
@@ -212,6 +273,8 @@ class Runtime(Gathering):
         self._is_in_backward = False
         self._forget_gradients()
         self.reads.release_read_in_backward()
+        finish_backward(self, self.groups)
+        self._release_read_outside()
         self._backward_chain.begin()
         self._drop_prefetched()
         self._end_keeps()
@@ -227,6 +290,10 @@ class Runtime(Gathering):
         for target in self.gatherables:
             target.pending.clear()
             target.live = target.kept = None
+        for group in self.groups:
+            group.held = None
+            group.free()
+            group.num_updates += 1
         for weight in self.weights:
             weight.num_updates += 1  # so that nobody reuses a gather of the recording
             self.drop_kept(weight)

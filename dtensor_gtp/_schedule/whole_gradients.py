@@ -39,12 +39,13 @@ def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: Uneq
             continue
         flags = param.flags
         if flags.requires_gradient_sync and flags.requires_all_reduce:
-            buckets.setdefault((param.groups, grad.dtype, flags.gradient_divide_factor), []).append((param, grad))
+            kind = param.groups, param.reduce_dtype, flags.gradient_divide_factor
+            buckets.setdefault(kind, []).append((param, grad))
         else:
-            param.unsynced_grad = grad
+            param.unsynced_grad = grad.to(param.reduce_dtype)
     for (_, dtype, factor), bucket in buckets.items():
         if replicas is not None:
-            replicas.reduce_whole(dtype, factor, bucket)
+            replicas.reduce_whole(dtype, factor, [(param, grad.to(dtype)) for param, grad in bucket])
         else:
             _reduce_bucket(bucket, sum_dtype(bucket[0][0].groups.reduce_scatter, dtype), comm)
 
@@ -52,7 +53,11 @@ def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: Uneq
 def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -> None:
     first, groups = bucket[0][0], bucket[0][0].groups
     scale = reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
-    flat = torch.cat([grad.reshape(-1) for _, grad in bucket]).to(dtype)
+    grads = [grad for _, grad in bucket]
+    alike = {(grad.dtype, grad.ndim) for grad in grads}
+    if len(alike) > 1 or grads[0].ndim != 1:
+        grads = [grad.reshape(-1).to(dtype) for grad in grads]
+    flat = torch.cat(grads).to(dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
     active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
 
@@ -61,8 +66,8 @@ def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -
             all_reduce_in_order(wire, scale, group, comm)
         if scale.postdivide is not None:
             wire.div_(scale.postdivide)
-        for (param, grad), part in zip(bucket, flat.split([grad.numel() for _, grad in bucket]), strict=True):
-            param.accumulate(part.view(grad.shape))
+        for (param, _), part in zip(bucket, compat.unflatten(flat, [grad for _, grad in bucket]), strict=True):
+            param.accumulate(part)
 
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
         if comm.is_debugged:

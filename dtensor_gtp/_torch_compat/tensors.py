@@ -110,6 +110,17 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(*alike)
 
 
+def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
+    """Row r of ``out`` becomes the r-th chunks of all tensors on dim 0, padded and flattened, as ``fully_shard`` packs
+    gradients: one kernel, which casts as well."""
+    torch._chunk_cat(tensors, 0, num_chunks, out=out)
+
+
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Consecutive parts of ``flat`` as views with the shapes of ``like``, in one call."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
+
+
 def lerp_all(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:
     """Move each target towards its end, in place, as ``torch.optim.swa_utils`` does."""
     torch._foreach_lerp_(targets, ends, weight)
