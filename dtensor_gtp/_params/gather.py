@@ -155,7 +155,9 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None, uploaded)
     for target, planes in zip(targets, planes_of, strict=True):
         if isinstance(target, WeightGroup):
-            gathered = Gathered(target.outputs[0], target.outputs[0], done, target.weights[0].shard, target.version)
+            gathered = Gathered(
+                target.outputs[0], target.outputs[0], done, target.weights[0].shard, target.gathered_version
+            )
         else:
             gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
         gathered.uploaded = copies.get(target)

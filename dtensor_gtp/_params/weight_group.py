@@ -214,6 +214,12 @@ class WeightGroup(Gatherable):
             self._written = self._versions()
         self._version_of_leaves = version
 
+    @property
+    def gathered_version(self) -> Version:
+        """Of the shards that the leaves have, or are being filled with."""
+        assert self._version_of_leaves is not None
+        return self._version_of_leaves
+
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
         if self._versions() != self._written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -53,11 +54,7 @@ def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: Uneq
 def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -> None:
     first, groups = bucket[0][0], bucket[0][0].groups
     scale = reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
-    grads = [grad for _, grad in bucket]
-    alike = {(grad.dtype, grad.ndim) for grad in grads}
-    if len(alike) > 1 or grads[0].ndim != 1:
-        grads = [grad.reshape(-1).to(dtype) for grad in grads]
-    flat = torch.cat(grads).to(dtype)
+    flat = _flatten(bucket, dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
     active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
 
@@ -77,6 +74,15 @@ def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -
             wire.div_(scale.predivide)
         work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams) if active else None
         comm.reduction_launched(work, complete, (flat,))
+
+
+def _flatten(bucket: WholeBucket, dtype: torch.dtype) -> Tensor:
+    """All gradients one after the other, cast. Sorts the bucket: those of one dtype are copied and cast together."""
+    bucket.sort(key=lambda item: str(item[1].dtype))
+    flats = []
+    for _, alike in groupby((grad for _, grad in bucket), lambda grad: grad.dtype):
+        flats.append(torch.cat([grad if grad.ndim == 1 else grad.reshape(-1) for grad in alike]).to(dtype))
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
 
 
 def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
