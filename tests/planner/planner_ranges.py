@@ -1,10 +1,10 @@
 """How right times are on published runs, by kind, and how often ranges hold for sources that had no part in them.
 
-    python tests/unit/planner_ranges.py    # writes the table into docs/guides/planner.md
+    python tests/planner/planner_ranges.py    # writes the table into docs/guides/planner.md
 
-Ranges of ``planner.ground`` are set from all rows. To see how far they carry, each source is left out in turn: the range
-of a kind is then from the least to the most error of that kind in the other sources, with a margin of 10%, of 40% where these have fewer
-than ten rows; or of all kinds together where no other source has the kind.
+Ranges of ``planner.ground`` are set from all rows. To see how far they carry, each source is left out in turn. The
+range of a kind is then from the least to the most error of that kind in the other sources, with a margin of 10%, or of
+40% where these have fewer than ten rows. Where no other source has the kind, it is that of all kinds together.
 """
 
 from __future__ import annotations

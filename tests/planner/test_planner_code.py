@@ -44,7 +44,7 @@ class TestPlannerCode(GlooTest):
     """Each test is one process's share of a job."""
 
     def config_file(self) -> str:
-        path = Path(__file__).parents[1] / "unit" / "planner_data" / "tiny_llama.json"
+        path = Path(__file__).parent / "planner_data" / "tiny_llama.json"
         return str(path)
 
     def step_of(self, result: PlanResult) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

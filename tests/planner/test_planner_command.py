@@ -134,7 +134,10 @@ def test_what_it_cannot_write_it_says(
             ["llama3-8b", "--gpus", "8", "--machine", "h300"],
             "machine expects one of a100, .*, but got 'h300'. Name one.",
         ),
-        (["llama3-8b", "--gpus", "8", "--tp", "3"], "plan expects axes that divide 8 GPUs, but tp 3 are 3"),
+        (
+            ["llama3-8b", "--gpus", "8", "--tp", "3"],
+            "plan expects a product of axes that divides 8 GPUs, but tp 3 = 3 does not",
+        ),
         (["llama3-8b", "--gpus", "8", "--gtp", "8", "--global-batch", "9"], "do not divide 9. Pass other sizes."),
         (["llama3-8b", "--gpus", "8", "--top", "0"], "plan expects --top of at least 1"),
         (["llama3-8b", "--gpus", "eight"], "argument --gpus: invalid int value: 'eight'"),
