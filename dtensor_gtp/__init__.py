@@ -26,6 +26,8 @@ same.
 ``MASTER_PORT``, which ``torchrun`` sets.
 """
 
+import typing as _typing
+
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
@@ -36,12 +38,14 @@ from .graphs.capture_blocks import CapturedBlocks, capture_blocks
 from .graphs.capture_step import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
-from .planner.api import plan
-from .planner.text import PlanResult
 from .policy import SchedulePolicy
 from .quant.api import quantize_
 from .random import MeshRNG
 from .report import ShardingReport, sharding_report
+
+if _typing.TYPE_CHECKING:
+    from .planner.api import plan
+    from .planner.text import PlanResult
 
 __all__ = [
     "CapturedBlocks",
@@ -66,3 +70,20 @@ __all__ = [
     "register_gtp_forward_method",
     "sharding_report",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Load the planner when it is asked for: training does not need it."""
+    if name == "plan":
+        from .planner.api import plan
+
+        return plan
+    if name == "PlanResult":
+        from .planner.text import PlanResult
+
+        return PlanResult
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

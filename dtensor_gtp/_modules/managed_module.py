@@ -25,7 +25,9 @@ from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
 from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
+from .group_blocks import GTPBlock
 from .other_libraries import PreparedByAccelerate
+from .untraced_writes import noting
 
 
 class GTPManaged(BoundModule):
@@ -54,6 +56,11 @@ class GTPManaged(BoundModule):
         for name, managed in self._gtp_binding.params.items():
             managed.follow(Site(self, name))
         return result
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
+        """Behind ``parameters()`` and the like."""
+        members = super()._named_members(*args, **kwargs)
+        return members if torch.compiler.is_compiling() else noting(self._gtp_binding.group.runtime, members)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Free gathered weights: whoever gets the shard may write to it without a trace, as ``dcp.load`` does."""
@@ -165,6 +172,8 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if fused is None and weights:
         binding.reads.is_reading = True
+    for weight in weights:
+        weight.is_fused |= fused is not None
     if getattr(type(module), "gtp_gathers_together", False) and len({weight.mesh for weight in weights}) == 1:
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
@@ -175,6 +184,7 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
         body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
         if isinstance(module, nn.RNNBase) and binding.params:
             # The list of parameters that recurrent layers pass on, made anew at each read. RNNBase assigns it.
+            module.__dict__.pop("_flat_weights", None)  # it would keep the old parameters in memory
             body["_flat_weights"] = property(
                 lambda m: [getattr(m, n, None) for n in m._flat_weights_names], lambda *_: None
             )
@@ -185,4 +195,20 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_gtp_original": cls}
         classes[key] = type(cls.__name__, bases, body)
     module.__dict__[BINDING] = binding
+    module.__class__ = classes[key]
+
+
+def bind_grouped(module: nn.Module, is_block: bool, classes: dict[tuple[Any, ...], type]) -> None:
+    """Swap the class of a module whose parameters belong to a group: its calls and reads are those of ``nn.Module``. A
+    call of the block itself is a use of the group."""
+    bound = type(module)
+    cls: type | None = getattr(bound, "_gtp_original", None)
+    if cls is None:
+        return  # it has no parameters
+    key = (is_block, cls)
+    if key not in classes:
+        bases = (GTPBlock, GTPManaged, cls) if is_block else (GTPManaged, cls)
+        names = ("_gtp_prefix", "_gtp_original", "__module__", "__qualname__", "_fill_padding_idx_with_zero")
+        body = {name: bound.__dict__[name] for name in names if name in bound.__dict__}
+        classes[key] = type(cls.__name__, bases, body)
     module.__class__ = classes[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,18 @@ from .._params.layout import WeightLayout
 from .._params.managed_param import ManagedParam, Policies, Site
 from .._params.pack_planes import make_wire
 from .._params.sharded_weight import ShardedWeight
-from .._params.ties import ReplacedParam
+from .._params.ties import ReplacedParam, refuse_gradient_of_replaced
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight, recipe_groups
-from . import torch_patches
+from . import backward_inputs, torch_patches, untraced_writes
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
-from .managed_module import bind
+from .group_blocks import make_groups
+from .managed_module import bind, bind_grouped
 
 
 def shard_module(
@@ -57,9 +59,12 @@ def shard_module(
             bind(submodule, binding, base if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
+    runtime.make_groups = partial(make_groups, runtime, partial(bind_grouped, classes={}))
     gradients.install()
     data_setter.install()
     torch_patches.install()
+    backward_inputs.install()
+    untraced_writes.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
@@ -109,6 +114,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     for key, value in old.__dict__.items():
         if key not in structural:
             new.__dict__.setdefault(key, value)  # tags that users put on parameters
+    compat.move_hooks(old, new)
     managed: ManagedParam
     policies = Policies(arguments.mp_policy, arguments.offload)
     if layout is not None:
@@ -119,4 +125,6 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     managed.flags.reshard_after_forward = arguments.reshard_after_forward
     managed.replaced = replaced = ReplacedParam(old)
     replaced.manager = managed
+    if old.requires_grad:
+        old.register_hook(partial(refuse_gradient_of_replaced, replaced))
     return managed

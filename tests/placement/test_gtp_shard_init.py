@@ -69,7 +69,7 @@ class TestPlacements(TestCase):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             gtp_shard(table, mesh, schedule=explicit(min_shard_numel=30), mp_policy=policy, ignored_params=ignored)
             self.assertExpectedInline(
-                str(sharding_report(table)),
+                str(sharding_report(table, verbose=True)),
                 """\
 gtp_shard on replicate=2, gtp=2
 parameter                    shape   dtype      placements  per rank  gathered  use
@@ -84,17 +84,33 @@ head.weight = tokens.weight  9x6     float32    (R, G(0))   96 B      108 B     
 head.bias                    9       float32    (R, R)      36 B      -         whole (1-D)
 vector                       7       float32    -           28 B      -         ignored
 740 B of parameters per rank; largest gathered weight 120 B
-schedule: not observed yet""",
+memory of this rank
+  parameters: 740 B, in shards and whole
+  largest gathered weight: 120 B
+schedule: not observed yet
+next
+  Run a forward and a backward: a report after them has the choices and the schedule.
+  Out of memory: pass schedule=SchedulePolicy(memory='least') to gtp_shard. Memory left over: memory='most_speed'.
+  Predicted communication beside measured time: sharding_report(model, machine='h100').
+  Timelines as a page: sharding_report(model).to_html('report.html').""",
             )
             self.assertExpectedInline(
-                str(sharding_report(table.head)),
+                str(sharding_report(table.head, verbose=True)),
                 """\
 gtp_shard on replicate=2, gtp=2
 parameter  shape  dtype    placements  per rank  gathered  use
 weight     9x6    float32  (R, G(0))   96 B      108 B     fused op
 bias       9      float32  (R, R)      36 B      -         whole (1-D)
 132 B of parameters per rank; largest gathered weight 108 B
-schedule: not observed yet""",
+memory of this rank
+  parameters: 132 B, in shards and whole
+  largest gathered weight: 108 B
+schedule: not observed yet
+next
+  Run a forward and a backward: a report after them has the choices and the schedule.
+  Out of memory: pass schedule=SchedulePolicy(memory='least') to gtp_shard. Memory left over: memory='most_speed'.
+  Predicted communication beside measured time: sharding_report(model, machine='h100').
+  Timelines as a page: sharding_report(model).to_html('report.html').""",
             )
 
     def test_repr(self) -> None:

@@ -84,7 +84,7 @@ sharding_report""",
 
     def test_nothing_else_is_public(self) -> None:
         """Beside ``__all__`` the package shows its modules only."""
-        names = {name for name, value in vars(dtensor_gtp).items() if not name.startswith("_")}
+        names = {name for name in dir(dtensor_gtp) if not name.startswith("_")}
         self.assertEqual(
             {name for name in names if not inspect.ismodule(getattr(dtensor_gtp, name))},
             {name for name, value in public_symbols() if not inspect.ismodule(value)},

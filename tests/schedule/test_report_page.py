@@ -144,7 +144,7 @@ class TestPage(unittest.TestCase):
         for shown in (
             "0-4.weight",
             "gtp_shard on gtp=4",
-            "gather backend on gtp=4",
+            "gathers by the process group",
             "forward of GTPSequential: 5 uses",
         ):
             self.assertIn(shown, html)
