@@ -34,9 +34,10 @@ from planted_bugs_layout import LAYOUT
 from planted_bugs_numbers import NUMBERS
 from planted_bugs_planner import PLANNER
 from planted_bugs_runtime import RUNTIME
+from planted_bugs_silent import SILENT
 from planted_bugs_type import PACKAGE, Bug
 
-BUGS = [*LAYOUT, *RUNTIME, *HOST, *NUMBERS, *PLANNER]
+BUGS = [*LAYOUT, *RUNTIME, *HOST, *NUMBERS, *PLANNER, *SILENT]
 ENOUGH = 0.95  # of the bugs
 LIMIT = 90.0  # seconds for the tests of one bug: ranks that wait for each other for so long count as caught
 PATIENCE = timedelta(seconds=30)  # of one collective: torch's tests wait until every rank has ended

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from planted_bugs_type import Bug
 
+GROUPS = "test_gtp_shard_groups.py::TestGroups::"
+
 RUNTIME = [
     Bug(
         "no wait for a gather",
@@ -43,9 +45,51 @@ RUNTIME = [
     Bug(
         "prefetch crosses the end of backward",
         "_schedule/runtime.py",
-        "        self.reads.release_read_in_backward()\n        self._drop_prefetched()\n        self._end_keeps()",
-        "        self.reads.release_read_in_backward()\n        self._end_keeps()",
+        "        self._release_read_outside()\n        self._drop_prefetched()\n        self._end_keeps()",
+        "        self._release_read_outside()\n        self._end_keeps()",
         ("test_gtp_shard_overlap.py::TestOverlap::test_changing_choice_of_layers_stays_right",),
+    ),
+    Bug(
+        "a backward takes weights of a later step for those it was computed with",
+        "_params/weight_group.py",
+        "            torch.autograd.graph.increment_version(self.leaves)\n",
+        "            pass\n",
+        (GROUPS + "test_a_backward_through_weights_of_an_earlier_step_is_refused",),
+    ),
+    Bug(
+        "a group does not see an optimizer step",
+        "_schedule/runtime.py",
+        "            group.num_updates += 1\n            self._drop_kept(group)\n",
+        "            self._drop_kept(group)\n",
+        (GROUPS + "test_a_backward_through_weights_of_an_earlier_step_is_refused",),
+    ),
+    Bug(
+        "writes of a forward to weights of a group are lost",
+        "_params/weight_group.py",
+        "            self._carry_writes()\n",
+        "            pass\n",
+        (GROUPS + "test_writes_in_a_forward_reach_the_shards",),
+    ),
+    Bug(
+        "gradients that arrive after the backward of their block are lost",
+        "_schedule/block_uses.py",
+        "        if group.has_gradients:",
+        "        if False:",
+        (GROUPS + "test_weights_that_other_code_reads",),
+    ),
+    Bug(
+        "ranks do not agree on which weights of a block get gradients",
+        "_schedule/reduce_gradients.py",
+        "            found = any_rank_has(group.members_with_gradients, group.mesh, group.device)\n",
+        "            found = group.members_with_gradients\n",
+        (GROUPS + "test_ranks_that_use_different_weights_of_a_block",),
+    ),
+    Bug(
+        "a recomputation within a block reads shards",
+        "_schedule/block_uses.py",
+        "            group.show(is_compiled=group.is_compiled, is_in_pass=False)",
+        "            group.hide()",
+        (GROUPS + "test_blocks_that_checkpoint_their_own_forward",),
     ),
     Bug(
         "a pass without uses is guessed again",

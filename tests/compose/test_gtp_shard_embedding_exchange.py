@@ -132,7 +132,7 @@ class TestEmbeddingExchange(GlooTest):
             assert_idle(sharded)
             if isinstance(model, Lookup):
                 self.assertEqual(num_table_gathers(sharded), 0)
-            self.assertIn("lookup: exchange of up to", str(sharding_report(sharded)))
+            self.assertIn("lookup: exchange of up to", str(sharding_report(sharded, verbose=True)))
 
     def test_forward_has_the_bits_of_a_gathered_lookup(self) -> None:
         """Also minus zero, infinities and NaN, in any width and dtype; the gradient is at least as exact."""
@@ -285,7 +285,7 @@ class TestEmbeddingExchange(GlooTest):
             assert_same_params(model, reference, "grad")
             self.assertEqual(num_gathers(model)["0.weight"], 0 if is_exchanged else 1)
             said = f"lookup: exchange of up to {tokens} tokens per rank" if is_exchanged else "lookup: gathered"
-            self.assertIn(said, str(sharding_report(model)))
+            self.assertIn(said, str(sharding_report(model, verbose=True)))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ class TestVocabularyParallel(GlooTest):
                 assert_idle(sharded)
                 name = "embedding.weight" if model.head.weight is model.embedding.weight else "head.weight"
                 self.assertEqual(num_gathers(sharded)[name], 4 if name[0] == "e" else 0)
-                self.assertIn("loss: exchange of up to 6 tokens per rank", str(sharding_report(sharded)))
+                self.assertIn("loss: exchange of up to 6 tokens per rank", str(sharding_report(sharded, verbose=True)))
 
     def test_equals_stock_cross_entropy(self) -> None:
         """Each reduction, value and gradient, in one process as on ranks; called inside and outside of the model."""
@@ -296,7 +296,7 @@ class TestVocabularyParallel(GlooTest):
             hidden = reference.hidden(own[:, :-1]).detach().flatten(0, 1)[:length]
             linear_cross_entropy(hidden, model.head, own[:, 1:].flatten()[:length]).backward()
             self.assertEqual(num_gathers(model)["head.weight"], num)
-            self.assertIn(said, str(sharding_report(model)))
+            self.assertIn(said, str(sharding_report(model, verbose=True)))
         columns = {"shard_placement_fn": lambda param: GTPShard(1) if param.ndim == 2 else None}
         for prepare, options in ((lambda m: m, columns), (partial(quantize_, recipe="float8_rowwise"), {})):
             for head in ("exchange", "auto"):

@@ -17,10 +17,12 @@ from schedules import explicit
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
-from trace_common import graph_kernels, trace_of, trace_picture
+from trace_common import graph_kernels, trace_of
 
 from dtensor_gtp import capture_blocks, gtp_shard
 from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._trace.intervals import intersect, length, union
+from dtensor_gtp._trace.read import read_timeline
 
 # Cycles of the SM clock: about 200 ms, far longer than also a busy host takes to launch a block under the profiler.
 LATE = 320_000_000
@@ -81,17 +83,16 @@ def trace_of_late_reductions(mesh: DeviceMesh, is_late: bool) -> dict[str, Any]:
 def graphs_beside_reductions(test: unittest.TestCase, trace: dict[str, Any], num_blocks: int = 3) -> list[bool]:
     """Of each block but the last, from the one before it on: whether most of its backward runs beside reductions of the
     next block, whose backward came before."""
-    picture = trace_picture()
-    spans = picture.read_timeline(trace).spans
+    spans = read_timeline(trace).spans
     graphs = graph_kernels(trace)
     test.assertEqual(len(graphs), 2 * num_blocks)  # forward of the first one to the last, backward of the last one ...
     is_beside = []
     for block, graph in reversed(list(enumerate(reversed(graphs[num_blocks + 1 :])))):
-        backward = picture.union(graph)
+        backward = union(graph)
         of_next = [span[:2] for span in spans if span.what.startswith(f"reduce_scatter blocks.{block + 1}.")]
-        shared = picture.length(picture.intersect(backward, picture.union(of_next)))
+        shared = length(intersect(backward, union(of_next)))
         test.assertGreater(len(of_next), 0)
-        is_beside.append(shared > picture.length(backward) / 2)
+        is_beside.append(shared > length(backward) / 2)
     return is_beside
 
 

@@ -329,7 +329,7 @@ class TestOnOneGPU(unittest.TestCase):
         generator = torch.Generator("cuda").manual_seed(0)
         losses = [run(torch.randn(48, 256, device="cuda", generator=generator).bfloat16()).clone() for _ in range(5)]
         casts = "casts op by op" if os.environ.get("DTENSOR_GTP_CASTS") == "reference" else "fused casts"
-        self.assertIn(casts, str(sharding_report(model)))
+        self.assertIn(casts, str(sharding_report(model, verbose=True)))
         return [*losses, *(p.to_local() for p in model.parameters())]
 
     def test_training_steps(self) -> None:

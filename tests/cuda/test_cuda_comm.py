@@ -125,7 +125,7 @@ class TestCudaComm(CudaTest):
         schedule = explicit(gather_backend="auto")
         model = gtp_shard(Stack().cuda(), self.gtp_mesh(), schedule=schedule, mp_policy=BF16)
         square_loss(model, self.rows(0)).backward()
-        told, _ = sharding_report(model).gather_backends
+        told, *_ = sharding_report(model).gather_backends
         everyone: list[str] = [""] * self.world_size
         dist.all_gather_object(everyone, told)
         self.assertEqual(everyone, [told] * self.world_size)

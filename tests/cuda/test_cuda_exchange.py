@@ -93,7 +93,7 @@ class TestCudaExchange(CudaTest):
             for debug in ("", "poison,delay=0"):
                 with environment(DTENSOR_GTP_DEBUG=debug):
                     actual = self._trained(mesh, 2, num_rows, **auto)
-                report = str(sharding_report(actual))
+                report = str(sharding_report(actual, verbose=True))
                 for use in ("lookup", "loss"):
                     self.assertIn(f"{use}: {said}", report)
                 self.assert_same(actual, expected, f"{num_rows} rows, {debug}")

@@ -27,11 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
-from trace_common import trace_of, trace_picture
+from trace_common import trace_of
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp import capture_step, gtp_shard, quantize_
 from dtensor_gtp._torch_compat.driver import SignalBarrier, num_flag_bytes
+from dtensor_gtp._trace.read import read_timeline
 from dtensor_gtp.nn import GroupedLinear, GroupedMLP
 
 WORLD_SIZE = 4
@@ -167,7 +168,7 @@ def train(
 
 
 def spans_of(model: nn.Module, x: torch.Tensor) -> list[Any]:
-    """What the streams do in the third forward, as ``trace_picture.py`` reads it. The host is done with it before its
+    """What the streams do in the third forward, as ``dtensor_gtp.trace`` reads it. The host is done with it before its
     stream begins: when it has launched what makes no difference."""
 
     def forward() -> None:
@@ -178,7 +179,7 @@ def spans_of(model: nn.Module, x: torch.Tensor) -> list[Any]:
         for _ in range(2):
             model(x)
         trace = trace_of(forward)
-    spans: list[Any] = trace_picture().read_timeline(trace).spans
+    spans: list[Any] = list(read_timeline(trace).spans)
     return spans
 
 

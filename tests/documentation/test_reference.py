@@ -20,8 +20,10 @@ def page(module: str) -> str:
 
 
 def described(module: str) -> set[str]:
-    """Names whose docstrings the page of a module shows."""
-    return set(re.findall(r"^\.\. auto(?:class|data|exception|function):: (\w+)$", page(module), re.M))
+    """Names whose docstrings the page of a module shows, or a page of its own in the folder of the module."""
+    folder = REFERENCE / module.removeprefix("dtensor_gtp.")
+    pages = "".join((page(module), *(path.read_text() for path in folder.glob("*.rst"))))
+    return set(re.findall(r"^\.\. auto(?:class|data|exception|function):: (\w+)$", pages, re.M))
 
 
 def described_by_hand(module: str) -> set[str]:
@@ -62,6 +64,17 @@ def test_tables_have_each_name(module: str) -> None:
         assert tabled(module) == set(MODULES[module]) - {"__version__"} - described_by_hand(module)
     else:
         assert len(MODULES[module]) == 1
+
+
+def test_each_class_of_a_large_module_has_a_page_of_its_own() -> None:
+    """A page of all classes is longer than anybody scrolls."""
+    for path in REFERENCE.glob("*.rst"):
+        names = re.findall(r"^\.\. autoclass:: (\w+)$", path.read_text(), re.M)
+        assert len(names) < 4, path.name
+    for path in REFERENCE.glob("*/*.rst"):
+        listed = (path.parent.parent / f"{path.parent.name}.rst").read_text()
+        assert f"   {path.parent.name}/{path.stem}\n" in listed
+        assert re.findall(r"^\.\. auto\w+:: (\w+)$", path.read_text(), re.M) == [path.stem]
 
 
 def test_each_page_is_of_a_module_and_in_the_index() -> None:

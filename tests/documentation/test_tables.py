@@ -125,6 +125,34 @@ def test_each_line_has_figures_at_all_lengths_that_were_measured(script: ModuleT
             assert any(cells[1:]), f"{name}: nothing for {line.label}"
 
 
+def test_tables_of_steps_have_one_job_and_the_row_that_is_one(script: ModuleType) -> None:
+    for table in (each for steps in script.STEPS.values() for each in script.jobs_of(steps)):
+        assert len({line.job for line in table.lines}) == 1
+        drawn = script.draw_steps(table).splitlines()[2:]
+        assert any(set(re.findall(r"\((\d\.\d\d)\)", line)) == {"1.00"} for line in drawn), drawn
+
+
+def test_each_row_is_defined() -> None:
+    """Above the tables, in words."""
+    text = (DOCS / "benchmarks.md").read_text()
+    defined, _, measured = text.partition("## 2 x H100")
+    labels = {line.strip("|").split("|")[0] for line in re.findall(r"^\|.*\(\d\.\d\d\).*$", measured, re.M)}
+    parts = {part.strip(" `") for label in labels for part in label.replace("the default of", ",").split(",")}
+    others = re.compile(r"[0-9a-f]{7}$|DeepSeek|Mixtral|\d+$|float8_|step$|$")  # revisions, models, sizes, recipes
+    assert [part for part in parts if part not in defined and not others.match(part)] == []
+
+
+def test_charts_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    spec = importlib.util.spec_from_file_location("draw_charts", DOCS / "draw_charts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    charts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(charts)
+    for name, picture in charts.pictures().items():
+        assert (DOCS / "images" / name).read_text() == picture, "run python docs/draw_charts.py"
+
+
 def test_an_unknown_table_is_refused(script: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"draw expects one of headline, .* but got 'nothing'"):
         script.draw("nothing")

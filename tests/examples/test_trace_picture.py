@@ -1,25 +1,17 @@
 """What is read from traces, on small ones made here: which lanes, what belongs to which weight, what was exposed."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "benchmarks" / "trace_picture.py"
-
-
-@pytest.fixture(scope="module")
-def picture() -> Any:
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        import trace_picture
-    finally:
-        sys.path.pop(0)
-    return trace_picture
+from dtensor_gtp import trace as command
+from dtensor_gtp._trace.exposure import describe, exposure, host_bound
+from dtensor_gtp._trace.intervals import intersect, length, subtract, union
+from dtensor_gtp._trace.picture import draw
+from dtensor_gtp._trace.read import read_timeline
 
 
 def event(name: str, cat: str, tid: Any, begin: float, end: float, **args: Any) -> dict[str, Any]:
@@ -56,18 +48,18 @@ def gpu_trace() -> dict[str, Any]:
     }
 
 
-def test_intervals(picture: Any) -> None:
-    assert picture.union([(5, 6), (1, 3), (2, 4), (4, 4.5), (9, 9)]) == [(1, 4.5), (5, 6)]
-    assert picture.subtract([(0, 10)], [(2, 3), (5, 6)]) == [(0, 2), (3, 5), (6, 10)]
-    assert picture.subtract([(0, 2), (4, 6)], [(1, 5)]) == [(0, 1), (5, 6)]
-    assert picture.subtract([(1, 2), (3, 4)], [(0, 10)]) == []
-    assert picture.subtract([(1, 2)], []) == [(1, 2)]
-    assert picture.intersect([(0, 2), (4, 6), (8, 9)], [(1, 5), (5.5, 7)]) == [(1, 2), (4, 5), (5.5, 6)]
-    assert picture.length([(1, 2), (3, 5)]) == 3
+def test_intervals() -> None:
+    assert union([(5, 6), (1, 3), (2, 4), (4, 4.5), (9, 9)]) == [(1, 4.5), (5, 6)]
+    assert subtract([(0, 10)], [(2, 3), (5, 6)]) == [(0, 2), (3, 5), (6, 10)]
+    assert subtract([(0, 2), (4, 6)], [(1, 5)]) == [(0, 1), (5, 6)]
+    assert subtract([(1, 2), (3, 4)], [(0, 10)]) == []
+    assert subtract([(1, 2)], []) == [(1, 2)]
+    assert intersect([(0, 2), (4, 6), (8, 9)], [(1, 5), (5.5, 7)]) == [(1, 2), (4, 5), (5.5, 6)]
+    assert length([(1, 2), (3, 5)]) == 3
 
 
-def test_kernels_belong_to_the_range_that_launched_them(picture: Any) -> None:
-    timeline = picture.read_timeline(gpu_trace())
+def test_kernels_belong_to_the_range_that_launched_them() -> None:
+    timeline = read_timeline(gpu_trace())
     assert timeline.num_steps == 2
     assert timeline.window == (1000, 1400)
     assert [(s.lane, s.kind, s.what, s.name) for s in timeline.spans] == [
@@ -79,8 +71,8 @@ def test_kernels_belong_to_the_range_that_launched_them(picture: Any) -> None:
     ]
 
 
-def test_exposed_is_what_no_compute_covers(picture: Any) -> None:
-    numbers = picture.exposure(picture.read_timeline(gpu_trace()))
+def test_exposed_is_what_no_compute_covers() -> None:
+    numbers = exposure(read_timeline(gpu_trace()))
     assert numbers.step == pytest.approx(0.2)
     assert numbers.compute == pytest.approx(0.070)
     assert numbers.communication == pytest.approx((100 + 50 + 40) / 2000)
@@ -90,13 +82,13 @@ def test_exposed_is_what_no_compute_covers(picture: Any) -> None:
         "reduce_scatter b.weight": pytest.approx(0.015),
         "all_gather b.weight + 1": 0,
     }
-    text = picture.describe(numbers, num_shown=1)
+    text = describe(numbers, num_shown=1)
     assert "of it exposed 0.045" in text
     assert "0.030 ms  all_gather a.weight\n" in text
     assert "0.015 ms  2 others" in text
 
 
-def test_steps_begin_when_the_device_comes_to_them(picture: Any) -> None:
+def test_steps_begin_when_the_device_comes_to_them() -> None:
     """The host is ahead: what it has launched before the steps is still computed within them, and is not of them."""
     events = [
         event("benchmark::step", "user_annotation", "steps", 1000, 1100),
@@ -107,10 +99,10 @@ def test_steps_begin_when_the_device_comes_to_them(picture: Any) -> None:
         *launched("gemm", 7, 1165, 1300, 1010, 4),
         *launched("gemm", 7, 1340, 1560, 1110, 5),
     ]
-    timeline = picture.read_timeline({"traceEvents": events})
+    timeline = read_timeline({"traceEvents": events})
     assert (timeline.num_steps, timeline.window) == (2, (1160, 1560))
     assert [(span.begin, span.launched) for span in timeline.spans] == [(1165, 1010), (1340, 1110)]
-    numbers = picture.exposure(timeline)
+    numbers = exposure(timeline)
     assert (numbers.step, numbers.communication, numbers.host_bound) == (pytest.approx(0.2), 0, 0)
 
 
@@ -134,24 +126,24 @@ def late_host_trace() -> dict[str, Any]:
     return {"traceEvents": events}
 
 
-def test_host_bound_is_the_time_to_a_late_launch(picture: Any) -> None:
-    timeline = picture.read_timeline(late_host_trace())
-    assert picture.host_bound(timeline) == [(300, 380), (400, 430), (700, 715)]
-    numbers = picture.exposure(timeline)
+def test_host_bound_is_the_time_to_a_late_launch() -> None:
+    timeline = read_timeline(late_host_trace())
+    assert host_bound(timeline) == [(300, 380), (400, 430), (700, 715)]
+    numbers = exposure(timeline)
     assert numbers.host_bound == pytest.approx(0.125)
     assert numbers.exposed == pytest.approx(0.100)  # of the gather: 400 to 500
     assert numbers.host_bound_exposed == pytest.approx(0.030)
-    assert picture.describe(numbers).splitlines()[0].endswith(", host-bound 0.125 (0.030 of it exposed, too)")
+    assert describe(numbers).splitlines()[0].endswith(", host-bound 0.125 (0.030 of it exposed, too)")
 
 
-def test_host_bound_is_unknown_without_launches(picture: Any) -> None:
+def test_host_bound_is_unknown_without_launches() -> None:
     events = [event("gemm", "kernel", 7, at, at + 10, stream=7) for at in (0, 50)]
-    numbers = picture.exposure(picture.read_timeline({"traceEvents": events}))
+    numbers = exposure(read_timeline({"traceEvents": events}))
     assert numbers.host_bound is None
-    assert "host-bound" not in picture.describe(numbers)
+    assert "host-bound" not in describe(numbers)
 
 
-def test_communication_is_known_by_its_range_or_its_name(picture: Any) -> None:
+def test_communication_is_known_by_its_range_or_its_name() -> None:
     events = [
         event("GTP::all_gather (a.weight)", "user_annotation", 1, 0, 10),
         event("cudaMemcpyAsync", "cuda_runtime", 1, 5, 6, correlation=1),
@@ -161,7 +153,7 @@ def test_communication_is_known_by_its_range_or_its_name(picture: Any) -> None:
         event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 9, 70, 74, stream=9, correlation=4),  # in a CUDA graph
         event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 9, 80, 84, stream=9, correlation=4),
     ]
-    numbers = picture.exposure(picture.read_timeline({"traceEvents": events}))
+    numbers = exposure(read_timeline({"traceEvents": events}))
     assert numbers.by_what == {
         "all_gather a.weight": pytest.approx(0.010),
         "Memcpy PtoP (Device -> Device)": pytest.approx(0.004),
@@ -169,7 +161,7 @@ def test_communication_is_known_by_its_range_or_its_name(picture: Any) -> None:
     }
 
 
-def test_threads_of_a_cpu(picture: Any) -> None:
+def test_threads_of_a_cpu() -> None:
     """Operators that call no other compute; what gloo's threads do is a transfer, named in the order of launches."""
     events = [
         event("GTP::all_gather (a.weight)", "user_annotation", 1, 0, 3),
@@ -186,7 +178,7 @@ def test_threads_of_a_cpu(picture: Any) -> None:
         event("gloo:all_gather", "user_annotation", 3, 26, 50),
         *(event("gloo:all_reduce", "user_annotation", 3, begin, begin + 4) for begin in (80, 84, 90)),
     ]
-    timeline = picture.read_timeline({"traceEvents": events})
+    timeline = read_timeline({"traceEvents": events})
     assert timeline.num_steps == 1
     assert [(s.lane, s.what, s.name) for s in timeline.spans] == [
         ("thread 1", "all_gather a.weight", "aten::copy_"),
@@ -197,24 +189,25 @@ def test_threads_of_a_cpu(picture: Any) -> None:
         ("thread 3", "reduce_scatter b.weight + 1", "gloo:all_reduce"),
         ("thread 3", "all_reduce 3 whole parameters", "gloo:all_reduce"),
     ]
-    exposed = picture.exposure(timeline).by_what
+    exposed = exposure(timeline).by_what
     assert exposed["all_gather a.weight"] == pytest.approx(0.021)
     assert exposed["all_gather b.weight"] == pytest.approx(0.004)
     assert exposed["reduce_scatter b.weight + 1"] == pytest.approx(0.008)
 
 
-def test_a_trace_without_work(picture: Any) -> None:
+def test_a_trace_without_work() -> None:
     with pytest.raises(ValueError, match="read_timeline expects a trace with kernels or operators"):
-        picture.read_timeline({"traceEvents": [event("benchmark::step", "user_annotation", 1, 0, 1)]})
+        read_timeline({"traceEvents": [event("benchmark::step", "user_annotation", 1, 0, 1)]})
 
 
-def test_picture_shows_lanes_and_exposed_parts_in_red(picture: Any) -> None:
-    svg = picture.draw(picture.read_timeline(gpu_trace()), "a < b")
+def test_picture_shows_lanes_and_exposed_parts_in_red() -> None:
+    svg = draw(read_timeline(gpu_trace()), "a < b")
     root = ElementTree.fromstring(svg)
     space = "{http://www.w3.org/2000/svg}"
     texts = [text.text for text in root.iter(f"{space}text")]
     assert texts[0] == "a < b"
-    assert [text for text in texts if text and text.startswith("stream")] == ["stream 20", "stream 21", "stream 7"]
+    rows = [text for text in texts if text and "(stream" in text]
+    assert rows == ["compute (stream 7)", "all_gather (stream 20)", "reduce_scatter (stream 21)"]
     rectangles = list(root.iter(f"{space}rect"))
     titled = {title.text: r for r in rectangles for title in r.iter(f"{space}title") if r.get("fill") == "#d62f2f"}
     assert list(titled) == [
@@ -222,17 +215,48 @@ def test_picture_shows_lanes_and_exposed_parts_in_red(picture: Any) -> None:
         "reduce_scatter b.weight, 30 us",  # a cast and what follows it at once
     ]
     first = titled["all_gather a.weight: ncclDevKernel_AllGather, 60 us"]
-    per_us = (1200 - 110 - 10) / 400
-    assert float(first.get("x", 0)) == pytest.approx(110 + 100 * per_us)
+    per_us = (1200 - 190 - 30) / 400
+    assert float(first.get("x", 0)) == pytest.approx(190 + 100 * per_us)
     assert float(first.get("width", 0)) == pytest.approx(60 * per_us)
 
 
-def test_script_writes_the_picture_and_the_numbers(picture: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("microseconds", [400, 999, 1000, 1234.5, 54321])
+def test_ticks_are_round_have_a_unit_and_lie_within_the_picture(microseconds: float) -> None:
+    events = launched("gemm", 7, 100, 100 + microseconds, 90, 1)
+    root = ElementTree.fromstring(draw(read_timeline({"traceEvents": events}), "one"))
+    space = "{http://www.w3.org/2000/svg}"
+    assert "milliseconds" in [text.text for text in root.iter(f"{space}text")]
+    ticks = [text for text in root.iter(f"{space}text") if (text.text or "").replace(".", "").isdecimal()]
+    times = [float(text.text or "") for text in ticks]
+    assert 4 <= len(times) <= 13
+    assert times[0] == 0
+    assert times[-1] <= microseconds / 1000
+    for text in ticks:
+        half = 3.2 * len(text.text or "")
+        assert half <= float(text.get("x", "0")) <= 1200 - half
+
+
+def test_steps_of_a_profiler_with_a_schedule() -> None:
+    """Its ranges are on the host, and again on the device."""
+    trace = gpu_trace()
+    for number, item in enumerate(e for e in trace["traceEvents"] if e["name"] == "benchmark::step"):
+        item["name"] = f"ProfilerStep#{number}"
+    trace["traceEvents"].append(event("ProfilerStep#0", "gpu_user_annotation", 7, 1000, 1399))
+    assert read_timeline(trace).num_steps == 2
+
+
+def test_command_writes_the_picture_and_the_numbers(tmp_path: Path, capsys: Any) -> None:
     trace = tmp_path / "gtp.json"
     trace.write_text(json.dumps(gpu_trace()))
     out = [f"--svg={tmp_path / 'picture.svg'}", f"--json={tmp_path / 'numbers.json'}"]
-    monkeypatch.setattr(sys, "argv", ["trace_picture.py", str(trace), *out])
-    picture.main()
+    assert command.main([str(trace), *out]) == 0
     assert capsys.readouterr().out.startswith("step 0.200 ms: compute 0.070")
     assert json.loads((tmp_path / "numbers.json").read_text())["exposed"] == pytest.approx(0.045)
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
+
+
+def test_command_says_what_it_cannot_read(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "empty.json").write_text("{}")
+    for name in ("missing.json", "empty.json"):
+        assert command.main([str(tmp_path / name)]) == 2
+        assert "dtensor_gtp.trace cannot read" in capsys.readouterr().err

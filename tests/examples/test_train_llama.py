@@ -162,20 +162,20 @@ class TestTraining:
         assert f"validation loss {last:.4f}" in uninterrupted.output
         progress = [line for line in uninterrupted.output.splitlines() if "tokens/s" in line]
         assert len(progress) == STEPS, uninterrupted.output
-        for word in ("step", "loss", "peak memory", "gradient norm"):
+        for word in (f"/{STEPS} [", "loss", "GiB", "ms exposed", "norm"):
             assert all(word in line for line in progress)
 
     def test_report_and_schedule_are_shown_once(self, uninterrupted: Result) -> None:
         output = uninterrupted.output
         report, after_report = output.split("step    0/6  validation loss", maxsplit=1)
-        row = next(line for line in report.splitlines() if line.startswith("layers.1.ffn.w2.weight"))
+        row = next(line for line in report.splitlines() if line.startswith("  layers.1.ffn.w2.weight"))
         assert "32x80" in row
         assert "5.0 KiB" in row  # half of 32 * 80 * 4 bytes
-        assert "schedule: not observed yet" in report
-        schedule, rest = after_report.split("step    1/6", maxsplit=1)
+        assert "not observed yet" in report
+        schedule, rest = after_report.split("1/6 [", maxsplit=1)
         assert "backward of " in schedule
-        assert "layers.1.ffn.{w2,w3,w1}.weight" in schedule
-        assert "layers.1.ffn." not in rest
+        assert "use embedding.weight, layers.0, layers.1, output.weight" in schedule
+        assert "use layers." not in rest
 
     def test_keeps_the_last_two_checkpoints(self, uninterrupted: Result, folder: Path) -> None:
         assert sorted(path.name for path in (folder / "whole").iterdir()) == ["latest", "step-4", "step-6"]

@@ -451,12 +451,12 @@ class TestGradients(GlooTest):
             assert_idle(model)
         check_step(reference, model, mesh, make_rows(1), square_step)
 
-    def test_autograd_grad_of_a_parameter_raises_torchs_error(self) -> None:
+    def test_autograd_grad_of_a_parameter_raises(self) -> None:
         model = gtp_shard(
             nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, WIDTH), Raw()), self.gtp_mesh(), schedule=ALL
         )
         for name, param in model.named_parameters():
-            with self.assertRaisesRegex(RuntimeError, "appears to not have been used in the graph"):
+            with self.assertRaisesRegex(NotImplementedError, "cannot return the gradient of parameter"):
                 torch.autograd.grad(model(torch.arange(8)).sum(), param)
             assert param.grad is None, name
         model(torch.arange(8)).sum().backward()

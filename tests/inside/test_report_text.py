@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 import unittest
+from unittest import mock
 
 import torch
 from expecttest import TestCase
 
+from dtensor_gtp._report.columns import in_columns
 from dtensor_gtp._report.facts import LaunchReport, PlanReport, ReportRow
 from dtensor_gtp._report.fold import Line, Repeat, fold
 from dtensor_gtp._report.text import folded_rows, plan_text, short_names, table
@@ -104,7 +108,7 @@ layers.0-7.w  4x4    float32  (G(0))      8 x 64 B  64 B      fused op
         self.assertExpectedInline(
             plan_text(plan(uses, 2), is_verbose=False),
             """\
-forward: 19 uses, 2 uses ahead
+forward: 19 weight uses; 2 uses ahead
   begin                                        gather embed.weight + layers.0.attention.wq.weight (2.0 KiB)
   use embed.weight                             gather layers.0.attention.wk.weight (1.0 KiB)
   8 times:
@@ -122,16 +126,62 @@ forward: 19 uses, 2 uses ahead
         self.assertEqual([line.split()[2] for line in body], [f"layers.0-6.{w}.weight" for w in ("a", "b", "c")])
 
     def test_a_model_of_8b_fits_a_screen(self) -> None:
-        """32 blocks of nine parameters: under 60 lines, and each of them with ``is_verbose``."""
+        """32 blocks of nine parameters, in any window: under 40 lines of COLUMNS; each of them with ``is_verbose``."""
         layers = [f"{part}.{w}.weight" for part, ws in (("attn", "qkvo"), ("mlp", "gud")) for w in ws]
         names = ("embed.weight", *(f"layers.{k}.{name}" for k in range(32) for name in layers), "head.weight")
-        plans = (plan(names, 4), plan(names[::-1], 4))
-        report = ShardingReport("gtp=8", tuple(rows(*names)), plans)
-        self.assertLess(len(str(report).splitlines()), 60)
-        verbose = str(ShardingReport("gtp=8", tuple(rows(*names)), plans, is_verbose=True))
-        self.assertGreater(len(verbose.splitlines()), 3 * len(names))
-        for name in names:
-            self.assertIn(f"use {name}", verbose)
+        choices = ("gathered ahead 32.0 MiB: the largest block has 1.6 MiB, but 32.0 MiB is the least",) * 6
+        for ahead in (1, 4, 11, len(names)):
+            plans = (plan(names, ahead), plan(names[::-1], ahead))
+            report = ShardingReport("gtp=8", tuple(rows(*names)), plans, choices=choices, advice=("Do this.",) * 4)
+            for columns in (80, 120):
+                with mock.patch.dict(os.environ, COLUMNS=str(columns)):
+                    lines = str(report).splitlines()
+                    self.assertLess(len(lines), 40, str(report))
+                    self.assertLessEqual(max(map(len, lines)), columns)
+                    verbose = str(dataclasses.replace(report, is_verbose=True))
+                self.assertGreater(len(verbose.splitlines()), 3 * len(names))
+                if ahead == 1:
+                    self.assertLessEqual(max(map(len, verbose.splitlines())), columns)
+                for name in names:
+                    self.assertIn(f"use {name}", verbose)
+
+    def test_what_is_the_same_is_said_once(self) -> None:
+        weights = rows(*(f"layers.{k}.{w}.weight" for k in range(4) for w in ("q", "k")), "head.weight")
+        norm = ReportRow("norm.weight", (4,), torch.float32, "(R)", 16, 0, "whole (1-D)")
+        with mock.patch.dict(os.environ, COLUMNS="80"):
+            text = str(ShardingReport("gtp=4", (*weights, norm)))
+            self.assertExpectedInline(
+                text,
+                """\
+gtp_shard on gtp=4
+  weight                   shape  this rank
+  layers.0-3.{q,k}.weight  4x4    8 x 64 B
+  head.weight              4x4    64 B
+  all: float32, (G(0)), fused op
+  whole (1-D): 1 (16 B): norm.weight
+memory of this rank
+  parameters: 592 B, in shards and whole
+  largest gathered weight: 64 B
+schedule
+  not observed yet""",
+            )
+            other = norm._replace(name="table", gathered_nbytes=64, use="attribute")
+            self.assertRegex(str(ShardingReport("gtp=4", (*weights, other))), r"(?m)^  table .* attribute$")
+
+    def test_what_is_special_is_said_of_all_weights_that_have_it(self) -> None:
+        special = [row._replace(use="fused op, float8 GEMMs by cuBLAS") for row in rows(*(f"{k}.w" for k in range(9)))]
+        lookup = rows("table")[0]._replace(use="fused op, lookup: exchange of 4 tokens")
+        report = ShardingReport("gtp=4", (*special, lookup), exchanges=("lookup of table: exchange of 4 tokens",))
+        self.assertIn("\n  0-8.w: float8 GEMMs by cuBLAS\n", f"{report}\n")
+        self.assertEqual(str(report).count("exchange of 4 tokens"), 1)
+
+    def test_cells_wrap_where_names_end(self) -> None:
+        """Nothing is cut off: the pieces of a cell are the cell."""
+        name = "model.layers.0-31.self_attn.{q_proj,k_proj,v_proj}.weight"
+        for width in (30, 40, 60):
+            lines = in_columns([("parameter", "shape"), (name, "4096x4096")], width)
+            self.assertLessEqual(max(map(len, lines)), width)
+            self.assertEqual("".join("".join(lines[1:]).replace("4096x4096", "").split()), name)
 
     def test_short_names(self) -> None:
         names = ["l.0.attn.q.weight", "l.0.attn.k.weight", "l.0.mlp.up.weight", "l.1.mlp.up.weight", "norm.weight"]

@@ -450,7 +450,8 @@ class TestFormatPlan(TestCase):
                 "forward of Model", range(4), (9 << 10, 3 << 10, 3 << 10, 8 << 10), Window(2, 4096, 6 << 10)
             ),
             """\
-forward of Model: 4 uses, 2 uses or 4.0 KiB ahead, together up to 6.0 KiB
+forward of Model: 4 weight uses; 2 uses or 4.0 KiB are gathered ahead, whichever is more; one launch carries up to 6.0
+  KiB
   begin                                        gather table.weight (9.0 KiB), layer0.weight + layer1.weight (6.0 KiB)
   use table.weight                             gather head.weight (8.0 KiB)
   use layer0.weight
@@ -462,7 +463,7 @@ forward of Model: 4 uses, 2 uses or 4.0 KiB ahead, together up to 6.0 KiB
         self.assertExpectedInline(
             self.formatted("forward of Model", [0, 1, 2, 3] * 2, (5,) * 4, Window(9, 0, 10**9)),
             """\
-forward of Model: 8 uses, 9 uses ahead, together up to 953.7 MiB
+forward of Model: 8 weight uses; 9 uses are gathered ahead; one launch carries up to 953.7 MiB
   begin                                        gather table.weight + layer0.weight + layer1.weight + head.weight (20 B),
                                                       table.weight + layer0.weight + layer1.weight + head.weight (20 B)
   use table.weight
@@ -479,7 +480,7 @@ forward of Model: 8 uses, 9 uses ahead, together up to 953.7 MiB
         self.assertExpectedInline(
             self.formatted("backward", (3, 1), (1,) * 4, Window(0, 100, 100)),
             """\
-backward: 2 uses, nothing ahead
+backward: 2 weight uses; nothing is gathered ahead
   use head.weight                              gather head.weight
   use layer0.weight                            gather layer0.weight""",
         )
@@ -488,7 +489,7 @@ backward: 2 uses, nothing ahead
         self.assertExpectedInline(
             self.formatted("forward of Model", (1, 1, 1), (5,) * 4, Window(1)),
             """\
-forward of Model: 3 uses, 1 use ahead
+forward of Model: 3 weight uses; 1 use is gathered ahead
   begin                                        gather layer0.weight (5 B)
   use layer0.weight                            gather layer0.weight (5 B)
   use layer0.weight                            gather layer0.weight (5 B)

@@ -101,6 +101,20 @@ class TestTrainer(GlooTest):
                 with self.assertRaisesRegex(ValueError, f"expects steps of {BATCH} samples"):
                     trainer_of(make_llama(), other, 1).train(resume_from_checkpoint=str(checkpoint))
 
+    def test_label_smoothing_shifts_labels_of_causal_models(self) -> None:
+        """The stock trainer goes by ``model._get_name()``, of a PEFT model by that of the model within."""
+        options = {"label_smoothing_factor": 0.1}
+        with shared_directory() as folder:
+            with process(1):
+                reference = stock_trainer(arguments(folder, 1, **options))
+                reference.train()
+                reference.evaluate()
+            with process(2):
+                trainer = trainer_of(make_llama(), arguments(folder, 2, **options), 2)
+                trainer.train()
+                trainer.evaluate()
+                self.check_equal(trainer, reference)
+
     def test_all_ranks_gather_what_rank_0_writes(self) -> None:
         """``Trainer.save_model`` calls ``_save`` on all ranks, older versions on rank 0 alone."""
         from transformers import Trainer

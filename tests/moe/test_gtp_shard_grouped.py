@@ -95,7 +95,7 @@ class TestGrouped(GlooTest):
         self.assertEqual(model.up._parameters["weight"].placements, (GTPShard(1),))
         self.assertEqual(model.up._parameters["weight"].to_local().shape[:1], (GROUPS,))
         self.assertEqual(model.up._parameters["bias"].placements, (Replicate(),))
-        report = str(sharding_report(model))
+        report = str(sharding_report(model, verbose=True))
         self.assertRegex(report, r"up.bias .*by GroupedLinear")
 
     def test_blocks_of_rows_stay_together(self) -> None:

@@ -7,6 +7,7 @@ turn. Training, moving and initializing a sharded module needs four real ranks.
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +70,7 @@ class TestPlacements(TestCase):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             gtp_shard(table, mesh, schedule=explicit(min_shard_numel=30), mp_policy=policy, ignored_params=ignored)
             self.assertExpectedInline(
-                str(sharding_report(table)),
+                str(sharding_report(table, verbose=True)),
                 """\
 gtp_shard on replicate=2, gtp=2
 parameter                    shape   dtype      placements  per rank  gathered  use
@@ -84,17 +85,33 @@ head.weight = tokens.weight  9x6     float32    (R, G(0))   96 B      108 B     
 head.bias                    9       float32    (R, R)      36 B      -         whole (1-D)
 vector                       7       float32    -           28 B      -         ignored
 740 B of parameters per rank; largest gathered weight 120 B
-schedule: not observed yet""",
+memory of this rank
+  parameters: 740 B, in shards and whole
+  largest gathered weight: 120 B
+schedule: not observed yet
+next
+  Run a forward and a backward: a report after them has the choices and the schedule.
+  Out of memory: pass schedule=SchedulePolicy(memory='least') to gtp_shard. Memory left over: memory='most_speed'.
+  Predicted communication beside measured time: sharding_report(model, machine='h100').
+  Timelines as a page: sharding_report(model).to_html('report.html').""",
             )
             self.assertExpectedInline(
-                str(sharding_report(table.head)),
+                str(sharding_report(table.head, verbose=True)),
                 """\
 gtp_shard on replicate=2, gtp=2
 parameter  shape  dtype    placements  per rank  gathered  use
 weight     9x6    float32  (R, G(0))   96 B      108 B     fused op
 bias       9      float32  (R, R)      36 B      -         whole (1-D)
 132 B of parameters per rank; largest gathered weight 108 B
-schedule: not observed yet""",
+memory of this rank
+  parameters: 132 B, in shards and whole
+  largest gathered weight: 108 B
+schedule: not observed yet
+next
+  Run a forward and a backward: a report after them has the choices and the schedule.
+  Out of memory: pass schedule=SchedulePolicy(memory='least') to gtp_shard. Memory left over: memory='most_speed'.
+  Predicted communication beside measured time: sharding_report(model, machine='h100').
+  Timelines as a page: sharding_report(model).to_html('report.html').""",
             )
 
     def test_repr(self) -> None:
@@ -129,6 +146,22 @@ GTPSequential(
   (5): Dropout(p=0.5, inplace=False)
 )""",
             )
+
+    def test_the_class_answers_as_the_original(self) -> None:
+        """What transformers, accelerate and others ask of a class, to choose a loss or to write a config."""
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(Table(), nn.Linear(4, 4)), mesh, schedule=ALL)
+        for module, original in ((model, nn.Sequential), (model[0], Table), (model[1], nn.Linear)):
+            self.assertEqual(module._get_name(), original.__name__)
+            for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+                self.assertEqual(getattr(module.__class__, name), getattr(original, name))
+            self.assertIsInstance(module, original)
+            self.assertTrue(module._is_fsdp_managed_module)  # transformers keeps ranks together
+            self.assertEqual(inspect.getsource(type(module)), inspect.getsource(original))
+            accepted = inspect.signature(original.forward).parameters
+            self.assertEqual(["self", *inspect.signature(module.forward).parameters], list(accepted))
+        self.assertIs(type(type(model)(nn.ReLU())), nn.Sequential)
 
     def test_default_placements(self) -> None:
         with fake_world(1, NUM_RANKS):

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import runpy
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -133,12 +134,14 @@ def test_bad_input_is_one_line_and_status_2(
     assert re.search(message, err), err
 
 
-def test_what_to_change_if_nothing_fits(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    machine = json.loads(load_machine("h100").as_json()) | {"memory_gib": 2.2}
+def test_what_to_change_if_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = json.loads(load_machine("h100").as_json()) | {"memory_gib": 0.7, "reserve_gib": 0.0}
     path = tmp_path / "small.json"
     path.write_text(json.dumps(machine))
+    deep = tmp_path / "config.json"
+    deep.write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
     arguments = ["--gpus", "2", "--seq-len", "4096", "--machine", str(path), "--checkpointing", "none"]
-    status, out, _ = run(capsys, config, *arguments)
+    status, out, _ = run(capsys, str(deep), *arguments)
     assert status == 1
     assert "does not fit by" in out
     assert "--checkpointing full: fits" in out or "--gpus" in out
@@ -189,6 +192,19 @@ def test_the_name_is_a_function_and_a_command(
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(Path(dtensor_gtp.__file__).with_name("plan.py")), run_name="__main__")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_importing_the_package_loads_no_planner() -> None:
+    code = (
+        "import sys, dtensor_gtp\n"
+        "loaded = [name for name in sys.modules if name.startswith('dtensor_gtp.plan')]\n"
+        "assert not loaded, loaded\n"
+        "from dtensor_gtp import PlanResult, plan\n"
+        "assert callable(plan) and PlanResult.__name__ == 'PlanResult'\n"
+        "import dtensor_gtp.plan\n"
+        "assert dtensor_gtp.plan is plan\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_plan_from_python(config: str) -> None:

@@ -5,6 +5,7 @@
 checks that the package comes from FOLDER. It is what is run where the wheel is all that is installed.
 """
 
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,9 @@ def main() -> None:
     optimizer.step()
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     dist.destroy_process_group()
+    command = [sys.executable, "-m", "dtensor_gtp.help", "ema"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "ShardedEMA" in printed.stdout
     print(dtensor_gtp.__version__)
 
 

@@ -78,13 +78,15 @@ init_weight_mesh
 plan
 quantize_
 register_gtp_forward_method
-sharding_report""",
+shard_added
+sharding_report
+whole_weights""",
         )
         self.assertEqual(dtensor_gtp.__all__, sorted(dtensor_gtp.__all__))
 
     def test_nothing_else_is_public(self) -> None:
         """Beside ``__all__`` the package shows its modules only."""
-        names = {name for name, value in vars(dtensor_gtp).items() if not name.startswith("_")}
+        names = {name for name in dir(dtensor_gtp) if not name.startswith("_")}
         self.assertEqual(
             {name for name in names if not inspect.ismodule(getattr(dtensor_gtp, name))},
             {name for name, value in public_symbols() if not inspect.ismodule(value)},
@@ -108,7 +110,9 @@ init_weight_mesh(device_type, *, replicate=1, dp=1, gtp=1, tp=1, cp=1, ep=1, exp
 plan(model, machine='h100', *, top=5, report=None, **job)
 quantize_(module, recipe, *, filter_fn=None, storage='master')
 register_gtp_forward_method(module, method_name)
+shard_added(module)
 sharding_report(module, *, machine=None, verbose=False)
+whole_weights(module, *, trained_only=False)
 GTPShard(dim, *, split_factor=1, block_size=1)
 SchedulePolicy(memory='balanced', gather_backend='auto', reduce_scatter='auto', prefetch_nbytes=None,
     keep_nbytes=None, embedding='auto', head='exchange', exchange_tokens=None, min_shard_numel=1024)

@@ -108,7 +108,7 @@ class TestDebuggingAids(unittest.TestCase):
             model = gtp_shard(nn.Sequential(nn.Linear(8, 8), Hungry(8, 8)), mesh, schedule=ALL)
             with self.assertRaisesRegex(torch.OutOfMemoryError, "no more") as raised:
                 model(torch.ones(2, 8))
-        self.assertEqual(raised.exception.__notes__, ["See docs/howto/memory_too_high.md."])
+        self.assertEqual(raised.exception.__notes__, ["Read `python -m dtensor_gtp.help memory_too_high`."])
 
 
 class TestFinite(GlooTest):

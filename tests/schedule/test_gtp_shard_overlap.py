@@ -268,7 +268,8 @@ class TestOverlap(GlooTest):
                 with CommDebugMode() as mode, counted() as counts:
                     token_step(model, tokens)
                     done = counts()
-                num_setup = 2 if step == 0 else 0  # an all-reduce and a broadcast, when the communicators are made
+                # When the communicators are made, an all-reduce and a broadcast; after the forward, an all-reduce.
+                num_setup = 3 if step == 0 else 0
                 assert mode.get_total_counts() == sum(done) + num_setup, mode.get_comm_counts()
                 assert mode.get_comm_counts()[torch.ops.c10d._allgather_base_] == done.all_gathers
                 used = {name: value - before[name] for name, value in num_gathers(model).items()}
@@ -327,20 +328,20 @@ class TestOverlap(GlooTest):
         self.assertExpectedInline(
             sharding_report(model).schedule,
             """\
-forward of GTPNet: 5 uses, 1 use ahead, together up to 1.2 KiB
+forward of Net: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
   begin                                        gather embedding.weight (1.5 KiB)
   use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
   use layers.0.weight
   use layers.1.first                           gather layers.1.second (576 B)
   use layers.1.second                          gather embedding.weight (1.5 KiB)
   use embedding.weight
-backward of GTPNet: 4 uses, 1 use ahead, together up to 1.2 KiB
+backward of Net: 4 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
   begin                                        gather embedding.weight (1.5 KiB)
   use embedding.weight                         gather layers.1.second + layers.1.first (1.1 KiB)
   use layers.1.second
   use layers.1.first                           gather layers.0.weight (576 B)
   use layers.0.weight
-forward of GTPNet without gradient: 5 uses, 1 use ahead, together up to 1.2 KiB
+forward of Net without gradient: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
   begin                                        gather embedding.weight (1.5 KiB)
   use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
   use layers.0.weight

@@ -144,8 +144,8 @@ class TestPage(unittest.TestCase):
         for shown in (
             "0-4.weight",
             "gtp_shard on gtp=4",
-            "gather backend on gtp=4",
-            "forward of GTPSequential: 5 uses",
+            "gathers by the process group",
+            "forward of Sequential: 5 uses",
         ):
             self.assertIn(shown, html)
         self.assertEqual(len(svgs(html)), 1 + 2)  # one folded parameter, two passes

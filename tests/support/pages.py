@@ -5,7 +5,8 @@ run in between, where they stand; one that is a call of gtp-plan alone runs in t
 become "cpu"; else the text runs as it is. HTML comments direct it:
 
 - ``<!-- ranks: 4 -->``: so many processes run the program; their process group exists. Rank 0 alone runs bash blocks.
-- ``<!-- setup``, lines of python, ``-->``: code that readers do not see, run in place.
+- ``<!-- setup``, lines of python, ``-->``: code that readers do not see, run in place. Tutorials have none.
+- ``<!-- check``, lines of python, ``-->``: the same, of which nothing that readers see needs a name.
 - ``<!-- not run: REASON -->`` on the line above a block: the block does not run.
 - ``<!-- extra: LIBRARY -->``: the page is skipped where the library is missing, and is in the long tier.
 - ``<!-- long -->``: the page is in the long tier.
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import textwrap
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -46,12 +47,14 @@ class Block:
         line: Of its first line of code, from 1.
         language: What follows the fence: "python" or "bash" if it is to run, else "" or another word.
         not_run: Why it does not run, if it is marked so.
+        is_shown: Readers see it.
     """
 
     line: int
     language: str
     text: str
     not_run: str = ""
+    is_shown: bool = True
 
     @property
     def runs(self) -> bool:
@@ -104,11 +107,11 @@ def read(path: Path) -> Page:
             not_run, at = "", end
         elif not_run:
             raise refuse("'not run' stands on the line above a block, but there is none")
-        elif line == "<!-- setup":
+        elif line in ("<!-- setup", "<!-- check"):
             end = _find(lines, at + 1, "-->")
             if end is None:
                 raise refuse("the setup does not end")
-            blocks.append(_block(lines, at + 1, end, "python"))
+            blocks.append(replace(_block(lines, at + 1, end, "python"), is_shown=False))
             at = end
         elif mark := re.match(r" *<!-- *(ranks|extra|long|not run)\b:? *(.*?) *-->$", line):
             if not mark[2] and mark[1] != "long":
@@ -117,7 +120,7 @@ def read(path: Path) -> Page:
                 not_run = mark[2]
             else:
                 marks[mark[1]] = mark[2] or "yes"
-        elif "<!--" in line and not re.search(r"(: (begin|end)|<!-- table: [\w-]+|<!-- /?headline) -->$", line):
+        elif "<!--" in line and not re.search(r"(: (begin|end)|<!-- /?table: [\w-]+|<!-- /?headline) -->$", line):
             raise refuse(f"no such mark: {line.strip()}")
         at += 1
     is_long = bool(marks["long"] or marks["extra"])

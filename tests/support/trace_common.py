@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -32,13 +29,6 @@ def trace_of(work: Callable[[], object]) -> dict[str, Any]:
         profiler.export_chrome_trace(str(path))
         trace: dict[str, Any] = json.loads(path.read_text())
     return trace
-
-
-def trace_picture() -> Any:
-    """The benchmark's reader of traces."""
-    scripts = Path(__file__).parents[2] / "examples" / "benchmarks"
-    with mock.patch.object(sys, "path", [str(scripts), *sys.path]):
-        return import_module("trace_picture")
 
 
 def graph_kernels(trace: dict[str, Any]) -> list[list[tuple[float, float]]]:

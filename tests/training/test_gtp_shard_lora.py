@@ -255,7 +255,7 @@ class TestLoRA(GlooTest):
         """Integers are not sharded: they stay whole, and the report says why."""
         for is_parameter in (True, False):
             model = self.train(lora(lambda: QuantizedLinear(is_parameter)))  # noqa: B023
-            report = str(sharding_report(model))
+            report = str(sharding_report(model, verbose=True))
             lines = [line for line in report.splitlines() if "quantized" in line]
             self.assertEqual(len(lines), 4 if is_parameter else 0, report)
             for line in lines:

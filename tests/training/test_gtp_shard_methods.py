@@ -119,7 +119,7 @@ class TestMethods(GlooTest):
         self.assertEqual(uses["encode"], encode)
         self.assertEqual(uses["forward"][:4], encode)
         self.assertEqual(len({key.entry for key in chains if chains[key].plan.uses}), 2, "no submodule is a pass")
-        self.assertIn("forward of GTPAutoEncoder.encode", str(sharding_report(model)))
+        self.assertIn("forward of AutoEncoder.encode", str(sharding_report(model)))
 
     def test_inputs_and_outputs_are_cast(self) -> None:
         model = self._sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))

@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "Adam fused, maximize": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True, maximize=True),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "Adagrad fused": lambda params: torch.optim.Adagrad(params, lr=1e-2, fused=True),
     "RMSprop foreach": lambda params: torch.optim.RMSprop(params, lr=1e-2, foreach=True),
 }
 
