@@ -28,22 +28,27 @@ same.
 ``MASTER_PORT``, which ``torchrun`` sets.
 """
 
+import typing as _typing
+
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
 from ._modules.gtp_module import GTPModule, UnshardHandle
+from ._modules.whole_weights import whole_weights
 from ._version import __version__
-from .api import gtp_shard, register_gtp_forward_method
+from .api import gtp_shard, register_gtp_forward_method, shard_added
 from .graphs.capture_blocks import CapturedBlocks, capture_blocks
 from .graphs.capture_step import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh
 from .placement import GTPShard
-from .planner.api import plan
-from .planner.text import PlanResult
 from .policy import SchedulePolicy
 from .quant.api import quantize_
 from .random import MeshRNG
 from .report import ShardingReport, sharding_report
+
+if _typing.TYPE_CHECKING:
+    from .planner.api import plan
+    from .planner.text import PlanResult
 
 __all__ = [
     "CapturedBlocks",
@@ -66,5 +71,24 @@ __all__ = [
     "plan",
     "quantize_",
     "register_gtp_forward_method",
+    "shard_added",
     "sharding_report",
+    "whole_weights",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Load the planner when it is asked for: training does not need it."""
+    if name == "plan":
+        from .planner.api import plan
+
+        return plan
+    if name == "PlanResult":
+        from .planner.text import PlanResult
+
+        return PlanResult
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

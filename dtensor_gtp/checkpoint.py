@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -26,13 +27,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._howto import see
+from ._howto import did_you_mean, see
 from ._progress import Progress
 from ._saves import async_save, latest, save
 from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
 
+_MOST_NAMED = 5  # in an error
 _LOG = logging.getLogger(__name__)
 
 
@@ -78,20 +80,26 @@ def load(
         >>> import torch.distributed.checkpoint as dcp
         >>> mesh = init_weight_mesh("cpu", gtp=4).weights
         >>> model = gtp_shard(nn.Linear(64, 64, bias=False), mesh)
-        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10")
+        >>> saved = dcp.save({"model": model.state_dict()}, checkpoint_id="step10")
         >>> native = quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native")
         >>> native = gtp_shard(native.requires_grad_(False), mesh)
-        >>> load(native.state_dict(), model=native, checkpoint_id="step10")  # quantizes
+        >>> state = {"model": native.state_dict()}
+        >>> load(state, model=native, checkpoint_id="step10")  # quantizes
     """
     planner = ConvertingLoadPlanner(model, allow_partial_load, recipes)
-    load_as_stored(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_reader=storage_reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    try:
+        load_as_stored(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    except CheckpointException:
+        if planner.missing:  # torch would show the traceback of each rank
+            raise RuntimeError(planner.missing) from None
+        raise
     planner.finish()
 
 
@@ -135,9 +143,10 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     Example:
         >>> import torch.distributed.checkpoint as dcp
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10")
+        >>> state = {"model": model.state_dict()}
+        >>> saved = dcp.save(state, checkpoint_id="step10")
         >>> planner = ConvertingLoadPlanner(model)
-        >>> dcp.load(model.state_dict(), checkpoint_id="step10", planner=planner)
+        >>> dcp.load(state, checkpoint_id="step10", planner=planner)
         >>> planner.finish()
     """
 
@@ -151,6 +160,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         self._recipes = _by_name([*recipes, *own])
         self._plane_key = _plane_key(self._recipes)
         self._regions: dict[str, _Region] = {}  # by the key of the weight
+        self.missing = ""  # what the checkpoint has not, and what may have been meant
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -171,11 +181,15 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
                 continue
             source = _recipe_of(stored, weight, self._recipes)
             if source is None and weight not in stored:
-                continue  # it is missing: torch raises
+                continue  # it is missing
             del self.state_dict[key]
             if weight not in self._regions:
                 target = self._native(weight, match["recipe"]) if match else value
                 self._regions[weight] = _region(weight, target, source, stored)
+        missing = [key for key in self.state_dict if key not in stored]
+        if missing and not self.allow_partial_load:
+            self.missing = _missing(missing, stored)
+            raise RuntimeError(self.missing)
 
     def _native(self, weight: str, recipe: str) -> nn.Parameter:
         names = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
@@ -233,6 +247,18 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         for (native, target), part in zip(natives, quantize_parts(values, infos), strict=True):
             native.write(part)
             torch.autograd.graph.increment_version(target)
+
+
+def _missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
+    named = "; ".join(f"'{key}'{did_you_mean(key, stored)}" for key in keys[:_MOST_NAMED])
+    more = f"; and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    text = f"load expects {len(keys)} keys that the checkpoint has not: {named}{more}."
+    outer = {name.partition(".")[0] for name in stored if name.partition(".")[2] == keys[0]}
+    if outer:
+        return f'{text} It was saved as {{"{outer.pop()}": ...}}: load a dict with that key.'
+    if keys[0].partition(".")[2] in stored:
+        return f"{text} It was saved without '{keys[0].partition('.')[0]}' around it: load the inner dict."
+    return f"{text} Pass allow_partial_load=True to leave them as they are."
 
 
 def _recipe_of(stored: Mapping[str, Any], weight: str, recipes: Mapping[str, Recipe]) -> Recipe | None:

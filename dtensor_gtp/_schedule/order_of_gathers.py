@@ -53,11 +53,13 @@ class Window:
 
     def __str__(self) -> str:
         if self.depth == 0:
-            return "nothing ahead"
+            return "nothing is gathered ahead"
         text = f"{self.depth} use{'s' * (self.depth > 1)}"
         text += f" or {format_nbytes(self.nbytes)}" if self.nbytes else ""
-        together = f", together up to {format_nbytes(self.together_nbytes)}" if self.together_nbytes else ""
-        return f"{text} ahead{together}"
+        text += " is gathered ahead" if (self.depth, self.nbytes) == (1, 0) else " are gathered ahead"
+        more = ", whichever is more" if self.nbytes else ""
+        together = f"; one launch carries up to {format_nbytes(self.together_nbytes)}" if self.together_nbytes else ""
+        return f"{text}{more}{together}"
 
 
 class Launch(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -57,6 +58,18 @@ def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor,
     stock: Any = inspect.getattr_static(DTensor, "data")
     setter = functools.partial(wrapper, stock.__set__)
     DTensor.data = property(stock.__get__, lambda tensor, value: setter(tensor, value))  # type: ignore[assignment]
+
+
+def wrap_data_getter(note: Callable[[DTensor], None]) -> None:
+    """Call ``note(tensor)`` before ``tensor.data`` is read of a DTensor, from now on."""
+    stock: Any = inspect.getattr_static(DTensor, "data")
+
+    def get(tensor: DTensor) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != "torch.distributed.tensor.debug._comm_mode":  # it only looks
+            note(tensor)
+        return stock.__get__(tensor)
+
+    DTensor.data = property(get, stock.__set__)  # type: ignore[assignment]
 
 
 def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:

@@ -105,6 +105,11 @@ def clone_store(store: Store) -> Store:
     return cast("Any", store).clone()  # type: ignore[no-any-return]
 
 
+def default_store() -> Store:
+    """The store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
 def abort_device_groups(*, wait: bool = True) -> None:
     """Abort the collectives of all process groups on devices, from any thread: waits for them return or raise.
 

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from .._modules.binding import outermost_calls
 from ..checkpoint import save
 from . import needs_extra
-from ._sharded import outermost, take_gpu_generator, without_gradient_sync
+from ._sharded import take_gpu_generator, without_gradient_sync
 
 with needs_extra("accelerate"):
     from accelerate import Accelerator
@@ -80,7 +81,7 @@ class GTPAccelerator(Accelerator):
         Raises:
             NotImplementedError: The model is sharded over other ranks than all processes.
         """
-        groups = outermost(model)
+        groups = outermost_calls(model)
         if not groups:
             return super().prepare_model(model, device_placement, evaluation_mode)
         for group in groups:
@@ -127,7 +128,7 @@ class GTPAccelerator(Accelerator):
             model: What ``prepare`` has returned.
             unwrap: Leave out what the accelerator has wrapped around the model.
         """
-        if not outermost(model):
+        if not outermost_calls(model):
             return super().get_state_dict(model, unwrap)
         return whole_state_dict(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
@@ -176,7 +177,7 @@ class GTPAccelerator(Accelerator):
     def _without_sharded(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:
         """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards."""
         models, optimizers = self._models, self._optimizers
-        sharded = [model for model in models if outermost(model)]
+        sharded = [model for model in models if outermost_calls(model)]
         of_sharded = [one for one in optimizers if _owner(one, sharded) is not None]
         self._models = [model for model in models if not any(model is one for one in sharded)]
         self._optimizers = [one for one in optimizers if not any(one is other for other in of_sharded)]
@@ -244,7 +245,19 @@ def _set_shards(models: list[nn.Module], optimizers: list[Any], state: dict[str,
     for index, optimizer in enumerate(optimizers):
         owner = _owner(optimizer, models)
         assert owner is not None
-        set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
+        with empty_groups_kept(optimizer.optimizer):
+            set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
+
+
+@contextmanager
+def empty_groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Loading a state dict in this context leaves param groups without parameters their options, which torch files
+    under the names of parameters: ``Trainer`` makes a group of what decays, be it nothing."""
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    yield
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        if not group["params"]:
+            group |= options
 
 
 __all__ = ["GTPAccelerator", "whole_state_dict"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .advice import advise
@@ -19,7 +20,8 @@ def plan(
 ) -> PlanResult:
     """Predict time and memory of a training step on every layout of a job, and rank the layouts that fit.
 
-    Nothing runs on a GPU and no process group is made. docs/guides/planner.md says how right the predictions are.
+    Nothing runs on a GPU and no process group is made. ``python -m dtensor_gtp.help planner`` says
+    how right the predictions are.
 
     Args:
         model: ``"llama3-8b"`` or another preset, a ``config.json``, the name of a class of transformers, or
@@ -52,6 +54,13 @@ def plan(
         raise PlanError(f"plan got other arguments than a job has ({error}). See dtensor_gtp.planner.Job.") from None
     gpus = load_machine(machine) if isinstance(machine, str) else machine
     name, config, user = load_model(model, asked.seq_len)
+    if user is not None and user.seq_len != asked.seq_len:
+        if "seq_len" in job and ":" in model:
+            raise PlanError(
+                f"plan expects seq_len of the inputs of {model}, {user.seq_len} tokens, but got {asked.seq_len}. Leave "
+                "it out, or let the function return longer inputs."
+            )
+        asked = replace(asked, seq_len=user.seq_len)
     problem = Problem(asked, config, gpus, user)
     found = search(problem, top=top, report=report)
     return _result(name, problem, found)

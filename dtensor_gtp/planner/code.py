@@ -96,7 +96,7 @@ def _mesh(layout: Layout) -> list[str]:
     stage = layout.ranks // layout.pp
     return [
         f"# {layout.pp} stages of {stage} ranks: stage = rank // {stage}. Each stage builds its part of the model and",
-        "# shards it; torch.distributed.pipelining runs them (docs/guides/composability.md).",
+        "# shards it; torch.distributed.pipelining runs them (python -m dtensor_gtp.help composability).",
         "import os",
         "from torch.distributed.device_mesh import init_device_mesh",
         "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",

@@ -16,7 +16,7 @@ from ..policy import Memory
 from ..quant.recipes import RECIPES
 from .api import plan
 from .errors import PlanError
-from .job import AXES, CHECKPOINTS, OPTIMIZERS
+from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS
 from .machine import preset_names
 from .model import PRESETS
 from .text import PlanResult
@@ -52,13 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     add("model", nargs="?", help=f"{', '.join(PRESETS)}, a config.json, a class of transformers, or module:function")
     add("--machine", default="h100", help=f"{', '.join(preset_names())}, or a file of --calibrate; default: h100")
     add("--gpus", type=int, help="number of GPUs")
-    add("--seq-len", type=int, default=8192, help="tokens of a sequence; default: 8192")
+    add("--seq-len", type=int, help="tokens of a sequence; default: 8192, or those of the inputs of module:function")
     add("--global-batch", type=int, default=0, metavar="N", help="sequences of a step; default: one for each GPU")
     add("--recipe", default="bf16", help=f"bf16, {', '.join(RECIPES)}; with :dequantize for bf16 GEMMs")
     add("--checkpointing", default="auto", help=f"auto, {', '.join(CHECKPOINTS)}; default: the fastest that fits")
     add("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)}; default: adamw")
     add("--memory", default="balanced", help=f"{', '.join(get_args(Memory))}: as in SchedulePolicy")
     add("--reduce-dtype", default="bf16", help="bf16 or fp32: of gradients on the wire")
+    add("--loss", default="fp32", help=f"{', '.join(LOSSES)}: how logits and loss are computed; default: fp32")
     add("--compile", action="store_true", help="blocks are compiled")
     add("--capture", action="store_true", help="the step is one CUDA graph")
     axes = parser.add_argument_group("axes that are not searched")
@@ -124,15 +125,16 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _job_of(options: argparse.Namespace) -> dict[str, Any]:
     fixed = {name: getattr(options, name) for name in (*AXES, "micro_batch") if getattr(options, name) is not None}
-    return {
+    given = {} if options.seq_len is None else {"seq_len": options.seq_len}
+    return given | {
         "gpus": options.gpus,
-        "seq_len": options.seq_len,
         "global_batch": options.global_batch,
         "recipe": options.recipe,
         "checkpointing": options.checkpointing,
         "optimizer": options.optimizer,
         "memory": options.memory,
         "reduce_dtype": options.reduce_dtype,
+        "loss": options.loss,
         "is_compiled": options.compile,
         "is_captured": options.capture,
         "fixed": fixed,

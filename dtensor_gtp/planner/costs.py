@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import PlanError
-from .machine import Link, Machine
+from .machine import ATTENTION_LENGTHS, Link, Machine
 from .recorder import Kind, Op
 from .simulate import Load
 
@@ -63,6 +63,7 @@ class Costs:
         precision: What GEMMs of the blocks compute in: "bf16", "float8" or "float4".
         is_compiled: Whether blocks are compiled, so that elementwise kernels are fused.
         is_rowwise: Whether float8 GEMMs have a scale for each row.
+        seq_len: Tokens of a sequence on one rank: kernels of attention reach less at long ones.
     """
 
     machine: Machine
@@ -70,6 +71,7 @@ class Costs:
     precision: str = "bf16"
     is_compiled: bool = False
     is_rowwise: bool = False
+    seq_len: int = 0
 
     def axis(self, name: str) -> Axis:
         return dict(self.axes).get(name, Axis(1, 1))
@@ -106,12 +108,20 @@ class Costs:
         if op.kind is Kind.GEMM:
             return self.gemm_ms(op.flops, precision)
         if op.kind is Kind.ATTENTION:
-            compute = self.machine.compute
-            rate = self.machine.peak_tflops["bf16"] * compute.attention
-            return compute.kernel_us / 1e3 + op.flops / rate * 1e-9
+            rate = self.machine.peak_tflops["bf16"] * self.attention_share()
+            return self.machine.compute.kernel_us / 1e3 + op.flops / rate * 1e-9
         if op.kind is Kind.MEMORY:
             return self.memory_ms(op.nbytes)
         return 0
+
+    def attention_share(self) -> float:
+        """Of the bf16 peak, at this length: between the two lengths that a machine names, over their logarithm."""
+        compute = self.machine.compute
+        if not compute.attention_long:
+            return compute.attention
+        (short, long), length = ATTENTION_LENGTHS, max(self.seq_len, 1)
+        part = min(max(math.log(length / short) / math.log(long / short), 0.0), 1.0)
+        return compute.attention + (compute.attention_long - compute.attention) * part
 
     def works(self, ops: Iterable[Op], *, is_block: bool = True) -> list[Work]:
         """What a stretch of operations takes, compute between collectives together. ``is_block``: whether it is part of
@@ -134,6 +144,10 @@ class Costs:
 
     def _collective(self, op: Op) -> Work:
         axis = self.axis(op.kind.value)
+        if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
+            # Inputs are cast before they are gathered: half of all messages have half of the bytes, and
+            # one more finds the scale.
+            op = op._replace(nbytes=op.nbytes * 0.85)
         ms = self.exchange_ms(op.nbytes, axis) if op.kind is Kind.EP else self.gather_ms(op.nbytes, axis)
         received = op.nbytes * (axis.size - 1) / axis.size
         return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, received)

@@ -16,7 +16,7 @@ from .peak import Amounts
 from .recorder import Op
 from .setting import PARAM_NBYTES, Setting
 from .timing import FEW, MORE, Parts, is_long, measure, with_blocks
-from .trace import Part, Trace, Weight, record_reference, repeated
+from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
 from .user_model import UserModel
 
 
@@ -50,7 +50,7 @@ class Problem:
             return self.config.numel
         assert self.user is not None
         whole = self.user.trace()
-        return sum(weight.numel for weight in whole.weights) + whole.small_numel
+        return sum(weight.numel for weight in whole.weights if not weight.is_tied) + whole.small_numel
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class Answer:
         return self.memory.total <= self.capacity
 
     @property
+    def may_fit(self) -> bool:
+        """Whether leaner code than is counted could have room: see ``Memory.least``."""
+        return self.memory.least <= self.capacity
+
+    @property
     def range_ms(self) -> tuple[float, float]:
         """The least and the most that a step may take."""
         return self.step_ms * (1 - self.spread), self.step_ms * (1 + self.spread)
@@ -131,20 +136,20 @@ def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
     """What a rank of a stage computes in one microbatch."""
     if problem.config is None:
         assert problem.user is not None
-        return _scaled(problem.user.trace(layout.tp), layout.micro_batch)
+        return _scaled(with_loss(problem.user.trace(layout.tp), problem.job.loss), layout.micro_batch)
     assert part is not None
     sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
-    return _repeated(problem.config, layout.micro_batch, sizes, part)
+    return _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
 
 
 @functools.lru_cache(maxsize=512)
-def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], part: Part) -> Trace:
-    return repeated(_recorded(config, batch, sizes), config, part)
+def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str, part: Part) -> Trace:
+    return repeated(_recorded(config, batch, sizes, loss), config, part)
 
 
 @functools.lru_cache(maxsize=512)
-def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int]) -> Trace:
-    return _scaled(record_reference(config, 1, *sizes), batch)
+def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str) -> Trace:
+    return _scaled(record_reference(config, 1, *sizes, loss), batch)
 
 
 def _scaled(trace: Trace, batch: int) -> Trace:
@@ -169,7 +174,8 @@ def _scaled(trace: Trace, batch: int) -> Trace:
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
     job = problem.job
     axes = tuple(layout.axes().items())
-    costs = Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise)
+    length = job.seq_len // layout.cp
+    costs = Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise, length)
     return Setting(
         trace_of(problem, layout, part),
         costs,
@@ -293,7 +299,7 @@ def virtual_stages(config: ModelConfig, layout: Layout) -> int:
 
 
 def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
-    numel = sum(item.shard_numel for item in setting.sharded())
+    numel = sum(item.state_numel for item in setting.sharded())
     nbytes = numel * (3 * PARAM_NBYTES + 2 * state_nbytes)  # parameter and state read and written, gradient read
     return setting.costs.memory_ms(nbytes)
 

@@ -14,6 +14,8 @@ from .machine import Machine
 from .model import ModelConfig
 
 AXES = ("pp", "replicate", "cp", "gtp", "tp", "ep", "expert_gtp")
+# Logits and the loss in fp32, as most code has them; in bf16; in chunks of tokens; in a kernel that makes no logits.
+LOSSES = ("fp32", "bf16", "chunked", "fused")
 CHECKPOINTS = ("none", "selective", "full")
 # Bytes of optimizer state for a parameter in float32.
 OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "sgd": 0, "sgd-momentum": 4, "muon": 4}
@@ -32,6 +34,7 @@ class Job:
         optimizer: "adamw", "sgd", "sgd-momentum" or "muon".
         memory: As in ``SchedulePolicy``.
         reduce_dtype: "bf16" or "fp32".
+        loss: "fp32", "bf16", "chunked" or "fused": what there is of the logits.
         is_compiled: Whether blocks are compiled.
         is_captured: Whether the step is replayed as a CUDA graph.
         fixed: Sizes of axes that are not searched, by name; "micro_batch" too.
@@ -53,12 +56,13 @@ class Job:
     optimizer: str = "adamw"
     memory: str = "balanced"
     reduce_dtype: str = "bf16"
+    loss: str = "fp32"
     is_compiled: bool = False
     is_captured: bool = False
     fixed: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least, most in (("gpus", 1, 1 << 20), ("seq_len", 16, 1 << 24), ("global_batch", 0, 1 << 24)):
+        for name, least, most in (("gpus", 1, 1 << 20), ("seq_len", 1, 1 << 24), ("global_batch", 0, 1 << 24)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise PlanError(f"plan expects {name} from {least} to {most}, but got {value!r}. Pass another.")
@@ -67,6 +71,7 @@ class Job:
         self._check("checkpointing", self.checkpointing, ("auto", *CHECKPOINTS))
         self._check("optimizer", self.optimizer, tuple(OPTIMIZERS))
         self._check("memory", self.memory, get_args(Memory))
+        self._check("loss", self.loss, LOSSES)
         self._check("reduce_dtype", self.reduce_dtype, ("bf16", "fp32"))
         for name, size in self.fixed.items():
             self._check("axis", name, (*AXES, "micro_batch"))

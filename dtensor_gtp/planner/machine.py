@@ -18,6 +18,8 @@ from .errors import PlanError, printable
 
 GIB = 2**30
 VERSION = 2
+# Sequences up to the first length have ``Compute.attention``, from the second one on ``Compute.attention_long``.
+ATTENTION_LENGTHS = (8192, 32768)
 _PRESETS = Path(__file__).parent / "machines"
 
 
@@ -52,6 +54,7 @@ class Compute:
         cast: The same of casts to formats of 8 bits and fewer, which read their input twice.
         fused: Share of the bytes of elementwise kernels that is left in compiled blocks.
         kernel_us: What each kernel takes beside: its begin, its end, and the gap before it.
+        attention_long: As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
     """
 
     gemm: tuple[tuple[float, float], ...]
@@ -62,6 +65,7 @@ class Compute:
     cast: float
     fused: float
     kernel_us: float
+    attention_long: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "start_us": (0, 1e5),
     "hop_us": (0, 1e4),
     "attention": (0.001, 1),
+    "attention_long": (0, 1),
     "hbm": (0.001, 1.5),
     "cast": (0.001, 1.5),
     "fused": (0, 1),
@@ -309,7 +314,7 @@ def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
     known = {item.name: item for item in fields(kind)}
     for name in values.keys() - known.keys():
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(known)}.")
-    optional = {"sources"}
+    optional = {"sources", "attention_long"}
     for name in known.keys() - values.keys() - optional:
         raise PlanError(f"machine expects a field {prefix}{name}, but {where} has none. Add it.")
     made = {}

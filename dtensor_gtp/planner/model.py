@@ -23,7 +23,7 @@ class ModelConfig:
         kv_heads: Of keys and values.
         head_dim: Of a head; with latent attention, of its part without rotary embedding.
         hidden_dim: Of a dense feed-forward.
-        vocab_size: Rows of the embedding and of the head, which are two matrices.
+        vocab_size: Rows of the embedding and of the head.
         experts: Of a mixture; 0 for a dense model.
         experts_per_token: That each token is sent to.
         expert_hidden_dim: Of one expert.
@@ -33,6 +33,9 @@ class ModelConfig:
         kv_rank: Of latent keys and values.
         rope_head_dim: Of the rotary part of a head, with latent attention.
         value_head_dim: Of values, with latent attention.
+        is_tied: Whether embedding and head are one matrix.
+        window: Tokens that attention looks back at; 0 for all.
+        window_every: Of so many blocks one looks at all tokens; 0 if all blocks have the window.
     """
 
     name: str
@@ -52,6 +55,18 @@ class ModelConfig:
     kv_rank: int = 0
     rope_head_dim: int = 0
     value_head_dim: int = 0
+    is_tied: bool = False
+    window: int = 0
+    window_every: int = 0
+
+    def looked_at(self, seq_len: int) -> float:
+        """Of all pairs of tokens, the share that a block computes on average: half under a causal mask, less with a
+        window."""
+        if not 0 < self.window < seq_len:
+            return 0.5
+        part = self.window / seq_len
+        whole = 1 / self.window_every if self.window_every else 0.0
+        return (part - part * part / 2) * (1 - whole) + 0.5 * whole
 
     @property
     def kinds(self) -> list[bool]:
@@ -80,7 +95,7 @@ class ModelConfig:
     def numel(self) -> int:
         """Parameters of all matrices."""
         blocks = sum(self.attention_numel + self.ffn_numel(is_mixture=kind) for kind in self.kinds)
-        return blocks + 2 * self.dim * self.vocab_size
+        return blocks + (1 if self.is_tied else 2) * self.dim * self.vocab_size
 
     def flops_per_token(self, seq_len: int) -> float:
         """Operations of a forward and backward for one token: six for each active parameter but those of the table, and
@@ -88,7 +103,7 @@ class ModelConfig:
         matrices = sum(self.attention_numel + self.ffn_numel(is_mixture=kind, is_active=True) for kind in self.kinds)
         value_dim = self.value_head_dim or self.head_dim
         width = self.heads * (self.head_dim + self.rope_head_dim + value_dim)
-        return 6 * (matrices + self.dim * self.vocab_size) + 3 * self.layers * width * seq_len
+        return 6 * (matrices + self.dim * self.vocab_size) + 6 * self.layers * width * seq_len * self.looked_at(seq_len)
 
 
 _LLAMA3 = ModelConfig("llama3-8b", 4096, 32, 32, 8, 128, 14336, 128256)
@@ -180,6 +195,10 @@ def config_of_json(path: Path) -> ModelConfig | None:
     dim, heads = values["dim"], values["heads"]
     default = dim // heads if isinstance(dim, int) and isinstance(heads, int) and heads > 0 else 0
     values["head_dim"] = content.get("qk_nope_head_dim") or content.get("head_dim") or default
+    # Both are false in transformers where a file does not say so, but for these types.
+    values["is_tied"] = bool(content.get("tie_word_embeddings", False))
+    if content.get("use_sliding_window", content["model_type"] in ("mistral", "mixtral")):
+        values["window"] = content.get("sliding_window") or 0
     return checked(ModelConfig(**values), str(path))
 
 
@@ -188,7 +207,7 @@ def checked(config: ModelConfig, where: str) -> ModelConfig:
     least = {"dim": 1, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "hidden_dim": 1, "vocab_size": 2}
     for item in fields(config):
         value = getattr(config, item.name)
-        if item.name == "name":
+        if item.name in ("name", "is_tied"):
             continue
         most = MAX_LAYERS if item.name == "layers" else _MAX_SIZE
         if isinstance(value, int) and value > most:

@@ -298,10 +298,25 @@ def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
         unpacked = 0 if part == "wgrad" else costs.memory_ms(item.wired + item.gathered)
         return [Work(costs.gemm_ms(flops) + unpacked, "", host)]
     rows = flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
-    inputs, outputs = rows * weight.shape[-1], rows * weight.shape[-2]
-    cast = {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
-    # Read for the magnitude and for the cast, and written.
-    return [Work(costs.gemm_ms(flops, costs.precision) + costs.cast_ms(cast * 5), "", 3 * host)]
+    cast = _operand_nbytes(tasks, part, rows, weight.shape)
+    return [Work(costs.gemm_ms(flops, costs.precision) + costs.cast_ms(cast), "", 3 * host)]
+
+
+def _operand_nbytes(tasks: Tasks, part: str, rows: float, shape: Sequence[int]) -> float:
+    """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
+    write. Compiled, the kernel before finds the magnitude and writes the bytes; the other layout is made of them."""
+    costs, setting = tasks.costs, tasks.setting
+    inputs, outputs = rows * shape[-1], rows * shape[-2]
+    if not costs.is_compiled:
+        return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
+    if not costs.is_rowwise:
+        tp = costs.axis("tp").size
+        width = setting.trace.input_nbytes * tp // max(COMPUTE_NBYTES * setting.tokens, 1)
+        if tp > 1:  # what is gathered over tp was cast before
+            inputs /= tp if shape[-1] == width else 1
+            outputs /= tp if shape[-2] == width else 1
+    again = 5 if costs.is_rowwise else 1  # rows of the other direction have scales of their own
+    return {"forward": inputs, "dgrad": outputs, "wgrad": again * (inputs + outputs)}[part]
 
 
 def _exchange_rows(tasks: Tasks, item: Sharded) -> None:

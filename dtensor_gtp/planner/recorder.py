@@ -77,6 +77,7 @@ class Recorder(compat.TorchDispatchMode):
         self._ops: list[Op] = []
         self._is_muted = False
         self._live = self._most = self._begin = 0
+        self.looked_up = False  # what a boolean of a tensor is taken for
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
 
     def mark(self, kind: str, name: str = "") -> None:
@@ -95,6 +96,8 @@ class Recorder(compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._answer(args[0])
         result = func(*args, **(kwargs or {}))
         results = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
         for tensor in results:
@@ -105,6 +108,12 @@ class Recorder(compat.TorchDispatchMode):
             if op is not None:
                 self._ops.append(op)
         return result
+
+    def _answer(self, tensor: torch.Tensor) -> bool | int | float:
+        """What code that looks at a number of a tensor gets: there is none."""
+        return (
+            self.looked_up if tensor.dtype is torch.bool else torch.zeros((), dtype=tensor.dtype, device="cpu").item()
+        )
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage in self._known:
@@ -143,6 +152,9 @@ def _op_of(func: Any, given: list[torch.Tensor], results: list[torch.Tensor]) ->
     name = func._schema.name.partition("::")[2]
     if name in _NOTHING or not (results or func._schema.is_mutable):  # the latter ask for sizes and devices
         return None
+    if name == "convolution":
+        weight = given[1]
+        return Op(Kind.GEMM, flops=2 * results[0].numel() * weight.numel() / weight.shape[0])
     if name in _GEMMS:
         first, second = [t for t in given if t.ndim > 1][-2:]
         return Op(Kind.GEMM, flops=2 * first.numel() * second.shape[-1])

@@ -171,12 +171,17 @@ class Reference(nn.Module):
         self.norm = nn.RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab_size // tp, bias=False)
 
-    def loss(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor, collectives: Collectives) -> torch.Tensor:
-        """Next-token loss on logits of this rank's part of the vocabulary."""
+    def loss(
+        self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor, collectives: Collectives, kind: str = "bf16"
+    ) -> torch.Tensor:
+        """Next-token loss on logits of this rank's part of the vocabulary. All kinds but "bf16" compute it in fp32."""
         x_BTC = self.embedding(tokens_BT)
         if self.tp > 1:  # columns of the table are divided: exchanged for rows of the sequence
             x_BTC = collectives.scatter_sequence(torch.cat([x_BTC] * self.tp, dim=-1))
         for layer in self.layers:
             x_BTC = layer(x_BTC, collectives)
         x_BTC = collectives.gather_sequence(self.norm(x_BTC))
-        return F.cross_entropy(self.output(x_BTC).flatten(0, 1), targets_BT.flatten())
+        logits_BTV = self.output(x_BTC)
+        if kind != "bf16":
+            logits_BTV = logits_BTV.float()
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())

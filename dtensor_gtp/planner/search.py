@@ -14,10 +14,12 @@ from .costs import Costs
 from .errors import PlanError
 from .evaluate import Answer, Problem, evaluate, lower_bound_ms, memory_of, parts_of, setting_of, slowest
 from .job import AXES, CHECKPOINTS, OPTIMIZERS, Layout, refusal
+from .memory import Memory
 from .setting import PARAM_NBYTES
 from .timing import compute_ms
 
 _MAX_TRIED = 80  # simulations of one search
+_MAX_TIGHT = 8
 _STATE = "parameters and optimizer alone do not fit"
 
 
@@ -35,7 +37,8 @@ class Found:
     """What a search found.
 
     Args:
-        answers: The fastest of each family, the best first. A family has equal pp, cp, tp and ep.
+        answers: The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those
+            that leaner code could run: see ``Answer.may_fit``.
         refused: By reason, the most frequent first.
         closest: Of those that do not fit, the one that lacks least memory; None if one fits.
         num_layouts: How many were considered.
@@ -141,6 +144,7 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
     best: dict[tuple[int, ...], Answer] = {}  # of each family
     activations: dict[tuple[object, ...], int] = {}  # of layouts that compute alike
     closest: tuple[int, Layout] | None = None
+    tight: list[tuple[Layout, Memory]] = []  # those that leaner code could run
     num = 0
     while queue and num < _MAX_TRIED:
         bound, _, layout = heapq.heappop(queue)
@@ -155,12 +159,14 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         if state > capacity:
             refused.setdefault(_STATE, []).append(layout)
             continue
-        if state + activations.get(_alike(layout), 0) * _CERTAIN > capacity:
+        if state + activations.get(_alike(layout), 0) * _CERTAIN > capacity and (best or len(tight) >= top):
             refused.setdefault("does not fit", []).append(layout)
             continue
         memory = memory_of(problem, layout)
         activations[_alike(layout)] = memory.activations + memory.logits
         missing = memory.total - capacity
+        if missing > 0 and memory.least <= capacity and len(tight) < _MAX_TIGHT:
+            tight.append((layout, memory))
         if missing > 0:
             refused.setdefault("does not fit", []).append(layout)
             if closest is None or missing < closest[0]:
@@ -172,6 +178,9 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
         num += 1
         if report is not None:
             report(num, len(layouts), int(time.monotonic() - begin))
+    if not best:
+        for layout, memory in tight[:top]:
+            best.setdefault(_family(layout), evaluate(problem, layout, memory))
     nearest = None
     if not best and (closest is not None or _STATE in refused):
         nearest = evaluate(problem, closest[1] if closest is not None else _smallest(refused[_STATE], bounds))
@@ -269,7 +278,9 @@ class _Bounds:
             state = PARAM_NBYTES + OPTIMIZERS[self._problem.job.optimizer]
             for item in setting.sharded():
                 name = "expert_gtp" if item.weight.is_expert else "gtp"
-                for found, nbytes in zip(sums, (item.wired, item.sent, item.weight.numel * state), strict=True):
+                for found, nbytes in zip(
+                    sums, (item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel * state), strict=True
+                ):
                     found[name] = found.get(name, 0) + nbytes
             self._known[key] = _Alike(compute_ms(setting), *sums)
         return self._known[key]

@@ -47,6 +47,11 @@ class Sharded(NamedTuple):
         return self.weight.name
 
     @property
+    def state_numel(self) -> int:
+        """Elements whose state this use counts: none if another use of the same matrix does."""
+        return 0 if self.weight.is_tied else self.shard_numel
+
+    @property
     def is_quantized(self) -> bool:
         return self.wired != self.gathered
 

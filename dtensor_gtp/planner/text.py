@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._comm.debug import format_nbytes
-from .._report.text import in_columns
+from .._report.columns import in_columns
 from .code import launch_lines, training_code
 from .errors import PlanError
 from .evaluate import Answer, Problem
@@ -130,7 +130,7 @@ def _ranking(answers: Iterable[Answer]) -> list[str]:
                 f"{format_ms(low)}-{format_ms(high)}",
                 f"{answer.tokens_per_s:.0f}",
                 f"{answer.mfu:.0%}",
-                f"{answer.memory.total / GIB:.1f}",
+                f"{answer.memory.total / GIB:.1f}" + "~" * (not answer.is_fitting),
                 f"{cause} {ms / answer.step_ms:.0%}",
             )
         )
@@ -150,6 +150,15 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
     lines += ["  time of a step, and what compute waits for", *_bars(parts, answer.step_ms, format_ms)]
     memory = {name: getattr(answer.memory, name) for name in _MEMORY}
     free = answer.capacity - answer.memory.total
+    if free < 0:
+        lines += textwrap.wrap(
+            f"~ counts {-free / GIB:.1f} GiB more than a GPU has. The leanest code known needs "
+            f"{answer.memory.least / GIB:.1f} GiB: fused kernels or a compiler that keep half of the activations, "
+            "a loss without whole logits. Measure a step, or take --checkpointing full.",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
     title = f"  memory of the fullest rank, {answer.memory.moment}"
     lines += [title[:WIDTH], *_bars(memory | {"free": free}, answer.capacity, format_nbytes)]
     if answer.received:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,11 +18,12 @@ import torch
 import torch.nn as nn
 
 from .. import _torch_compat as compat
+from .any_module import loose_numel, other_owners, shape_of, use_module
 from .model import ModelConfig
 from .peak import Amounts
-from .recorder import Op, Recorder, Stretch
+from .recorder import Kind, Op, Recorder, Stretch
 from .reference import Reference
-from .stand_ins import Collectives, Experts, recording, use_matrices
+from .stand_ins import Collectives, Experts, is_known, recording, use_matrices
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -36,6 +37,7 @@ class Weight(NamedTuple):
         is_table: Whether it is looked up.
         is_expert: Whether it is of experts, which have a mesh of their own.
         has_dgrad: Whether backward computes the gradient of the input.
+        is_tied: Whether another use is of the same matrix and counts its state.
         block: Number of its block; -1 if it is in none.
         before: Operations of forward since the use before it.
         use: Those of the use itself.
@@ -55,6 +57,7 @@ class Weight(NamedTuple):
     backward: tuple[Op, ...]
     amounts: Amounts
     live: int
+    is_tied: bool = False
 
     @property
     def numel(self) -> int:
@@ -111,56 +114,58 @@ def record(
     """One step of a model in bf16.
 
     Args:
-        make_model: Makes the model. Its matrices belong to linear layers, embeddings and experts; others are small.
+        make_model: Makes the model. Modules of other kinds with matrices are recorded as one use each.
         loss_of: Computes the loss from tensors that it makes.
         is_meta: On the meta device, four times as fast as on fake CPU tensors, for code that names no device.
 
     Raises:
-        ValueError: Backward does not use the matrices in the reverse order of the forward, or other modules have some.
+        ValueError: No matrix has a gradient.
     """
     with torch.device("meta") if is_meta else compat.fake_tensor_mode():
         model = make_model()
-        _refuse_other_matrices(model)
+        tied = _tied(model)
+        owners = other_owners(model, is_known)
+        others = set(owners.values())  # their code may not cast: vectors are bf16 too then
+        loose = loose_numel(model, is_known)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
-                if param.ndim > 1:
+                if param.ndim > 1 or others:
                     setattr(module, name, nn.Parameter(param.detach().bfloat16()))
         recorder = Recorder([*model.parameters(), *model.buffers()])
         use_matrices(model, recorder.mark)
+        for name, module in owners.items():
+            use_module(name, module, recorder)
         modules = dict(model.named_modules())
         with recording(recorder):
             loss = loss_of(model, recorder)
             recorder.mark("after_backward")
             loss.backward()
             recorder.mark("")
-    small = sum(param.numel() for param in model.parameters() if param.ndim < 2)
-    return _trace_of(recorder.stretches, modules, small)
+    small = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
+    return _trace_of(recorder.stretches, modules, small, tied)
 
 
-def _refuse_other_matrices(model: nn.Module) -> None:
-    """Their uses would not be seen: they are read as attributes."""
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            if param.ndim > 1 and not (isinstance(module, nn.Linear | nn.Embedding | Experts) and name == "weight"):
-                raise ValueError(
-                    f"record expects matrices of nn.Linear and nn.Embedding alone, but parameter '{prefix}.{name}' of "
-                    f"shape {tuple(param.shape)} belongs to a {type(module).__name__}."
-                )
+def _tied(model: nn.Module) -> set[str]:
+    """Names of matrices that have another name too, all but the last of each."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.ndim > 1:
+            names.setdefault(id(param), []).append(name)
+    return {name for found in names.values() for name in found[:-1]}
 
 
-def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int) -> Trace:
-    forward = [index for index, stretch in enumerate(stretches) if stretch.mark == "forward"]
-    wgrads = [index for index, stretch in enumerate(stretches) if stretch.mark == "wgrad"]
-    names = [stretches[index].name for index in forward]
-    found = [stretches[index].name for index in wgrads]
-    if found != names[::-1]:
-        raise ValueError(f"record expects a backward in the order {names[::-1]}, but got {found}.")
+def _trace_of(
+    stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: Container[str] = ()
+) -> Trace:
+    pairs = _pairs(stretches)
+    if not pairs:
+        raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
+    forward, wgrads = [first for first, _ in pairs], [last for _, last in pairs][::-1]
     weights = []
-    for name, first, last in zip(names, forward, wgrads[::-1], strict=True):
+    for first, last in pairs:
+        name = stretches[first].name
         module = modules[name]
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        shape = tuple(weight.shape)
+        shape = tuple(module.get_parameter("weight").shape) if is_known(module) else shape_of(module)
         dgrad = stretches[last + 1]
         amounts = Amounts(
             stretches[first].most, stretches[first + 1].most, stretches[last - 1].most, stretches[last].most, dgrad.most
@@ -179,21 +184,40 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
                 stretches[last - 1].ops,
                 amounts,
                 stretches[first].live,
+                f"{name}.weight" in tied,
             )
         )
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
     loss = stretches[forward[-1] + 1].ops
-    tail = stretches[wgrads[-1] + 2].ops
+    rest = stretches[wgrads[-1] + 2 :]
+    tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
     per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
     return Trace(tuple(weights), loss, tail, int(per_token * blocks[0].shape[-1] * 2) if blocks else 0, small_numel)
+
+
+def _pairs(stretches: list[Stretch]) -> list[tuple[int, int]]:
+    """Uses in forward, each with its gradient in backward: of several uses of a matrix the last one comes first. Uses
+    without a gradient are left out."""
+    waiting: dict[str, list[int]] = {}
+    for index, stretch in enumerate(stretches):
+        if stretch.mark == "wgrad":
+            waiting.setdefault(stretch.name, []).append(index)
+    pairs = []
+    for index in reversed(range(len(stretches))):
+        stretch = stretches[index]
+        if stretch.mark == "forward" and waiting.get(stretch.name):
+            pairs.append((index, waiting[stretch.name].pop(0)))
+    return pairs[::-1]
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last
 
 
 @functools.lru_cache(maxsize=256)
-def record_reference(config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1) -> Trace:
+def record_reference(
+    config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1, loss: str = "bf16"
+) -> Trace:
     """The recording of a few blocks of each kind, for :func:`repeated`."""
     kinds = sorted(set(config.kinds))
     num_tokens = seq_len // cp
@@ -202,11 +226,41 @@ def record_reference(config: ModelConfig, batch: int, seq_len: int, tp: int = 1,
         assert isinstance(model, Reference)
         tokens = torch.zeros(batch, num_tokens + 1, dtype=torch.int64)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
-        return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep))
+        return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep), loss)
 
     blocks = [kind for kind in kinds for _ in range(_RECORDED)]
     trace = record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of, is_meta=True)
+    trace = with_loss(trace, loss)
+    if config.is_tied:
+        trace = _mapped(trace, lambda weight: weight._replace(is_tied=weight.is_table))
+    share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
+    if share != 1:
+        trace = _mapped(trace, lambda weight: _with_attention(weight, share))
     return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
+
+
+def _mapped(trace: Trace, change: Callable[[Weight], Weight]) -> Trace:
+    return replace(trace, weights=tuple(change(weight) for weight in trace.weights))
+
+
+def _with_attention(weight: Weight, share: float) -> Weight:
+    def ops(given: tuple[Op, ...]) -> tuple[Op, ...]:
+        return tuple(op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op for op in given)
+
+    return weight._replace(before=ops(weight.before), backward=ops(weight.backward))
+
+
+# Of the memory of whole logits: a loss in eight chunks of tokens, and a kernel that makes no logits.
+_LOGITS = {"chunked": 1 / 8, "fused": 0.0}
+
+
+def with_loss(trace: Trace, loss: str) -> Trace:
+    """The trace where the loss keeps fewer logits. ``loss`` is one of ``job.LOSSES``."""
+    head = trace.weights[-1]
+    if loss not in _LOGITS or head.block >= 0:
+        return trace
+    amounts = Amounts(*(head.live + int((amount - head.live) * _LOGITS[loss]) for amount in head.amounts))
+    return replace(trace, weights=(*trace.weights[:-1], head._replace(amounts=amounts)))
 
 
 class Part(NamedTuple):
@@ -235,6 +289,8 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
     outside = by_block.get(-1, [])
     weights = [weight for weight in outside if weight.is_table] if part.is_first else []
+    if not part.is_last:  # stages that are not one have a matrix each
+        weights = [weight._replace(is_tied=False) for weight in weights]
     num_saved = 0
     for number, kind in enumerate(part.kinds):
         is_begin, is_end = part.kinds[:number].count(kind) == 0, part.kinds[number + 1 :].count(kind) == 0

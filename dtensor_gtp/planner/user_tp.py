@@ -52,6 +52,8 @@ def plan_of(model: nn.Module) -> TPPlan:
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         return TPPlan({}, refusal="the model has no config with a base_model_tp_plan")
+    # Norms of heads stay whole on all ranks, whatever their style is called.
+    plan = {name: style for name, style in plan.items() if not style.startswith(("replicated", "sequence"))}
     other = next((name for name, style in plan.items() if style not in (COLWISE, ROWWISE)), None)
     if other is not None:
         return TPPlan({}, refusal=f"base_model_tp_plan has {plan[other]!r} for {other}, not colwise or rowwise")

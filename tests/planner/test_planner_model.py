@@ -1,0 +1,320 @@
+"""Models and recordings of the planner: sizes, what is repeated, and what users bring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from dtensor_gtp import plan
+from dtensor_gtp.planner.errors import PlanError
+from dtensor_gtp.planner.model import PRESETS, ModelConfig, known_model
+from dtensor_gtp.planner.recorder import Kind, Recorder
+from dtensor_gtp.planner.reference import Reference
+from dtensor_gtp.planner.stand_ins import Collectives
+from dtensor_gtp.planner.trace import Part, record, record_reference, repeated
+from dtensor_gtp.planner.user_model import UserModel, causal_language_model, load_model
+
+TINY = ModelConfig("tiny", 64, 5, 4, 2, 16, 128, 256)
+MIXTURE = replace(TINY, experts=4, experts_per_token=2, expert_hidden_dim=32, shared_experts=1, dense_layers=2)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.55),
+        ("llama3-405b", 405.85),
+        ("mixtral-8x7b", 46.7),
+        ("deepseek-v3", 671.03),
+    ],
+)
+def test_presets_have_the_published_numbers_of_parameters(name: str, billions: float) -> None:
+    assert PRESETS[name].numel / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def recorded(config: ModelConfig, num_tokens: int = 32) -> Any:
+    """All blocks, none of them repeated."""
+
+    def loss_of(model: nn.Module, recorder: Recorder) -> torch.Tensor:
+        assert isinstance(model, Reference)
+        tokens = torch.zeros(1, num_tokens + 1, dtype=torch.int64)
+        return model.loss(tokens[:, :-1].contiguous(), tokens[:, 1:], Collectives(recorder, 1, 1, 1))
+
+    return record(lambda: Reference(config, config.kinds, num_tokens), loss_of, is_meta=True)
+
+
+@pytest.mark.parametrize("config", [TINY, replace(MIXTURE, layers=7, dense_layers=3)], ids=["dense", "mixture"])
+def test_repeated_blocks_are_what_a_recording_of_all_has(config: ModelConfig) -> None:
+    whole, few = recorded(config), repeated(record_reference(config, 1, 32), config, Part(tuple(config.kinds)))
+    assert [weight.name for weight in few.weights] == [weight.name for weight in whole.weights]
+    for weight, expected in zip(few.weights, whole.weights, strict=True):
+        assert weight == expected, weight.name
+    assert (few.loss, few.tail, few.activations) == (whole.loss, whole.tail, whole.activations)
+
+
+def test_the_reference_computes_what_the_example_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from llama import Llama, LlamaConfig
+
+    sizes = LlamaConfig(256, 64, num_layers=5, num_heads=4, num_kv_heads=2, hidden_dim=128, max_seq_len=32)
+
+    def loss_of(model: nn.Module, _: Recorder) -> torch.Tensor:
+        tokens = torch.zeros(1, 33, dtype=torch.int64)
+        return F.cross_entropy(model(tokens[:, :-1].contiguous()).flatten(0, 1), tokens[:, 1:].flatten())
+
+    example, reference = record(lambda: Llama(sizes), loss_of), recorded(TINY)
+    assert example.activations == reference.activations
+    for weight, expected in zip(example.weights, reference.weights, strict=True):
+        assert (weight.name, weight.flops, weight.live) == (expected.name, expected.flops, expected.live)
+    for part in ("before", "backward"):
+        first, second = (
+            [
+                op
+                for weight in trace.weights
+                for op in getattr(weight, part)
+                if op.kind is not Kind.VIEW and op.nbytes > 999
+            ]
+            for trace in (example, reference)
+        )
+        assert sorted(op.nbytes for op in first) == sorted(op.nbytes for op in second)
+
+
+def test_operations_are_counted_as_published() -> None:
+    """Six for each parameter and token, and those of causal attention."""
+    trace = recorded(TINY)
+    products = sum((3 if weight.has_dgrad else 0) * weight.flops for weight in trace.weights)
+    attention = sum(
+        op.flops for weight in trace.weights for op in (*weight.before, *weight.backward) if op.kind is Kind.ATTENTION
+    )
+    # Backward of fused attention computes scores again: 3.5 times forward, not 3.
+    assert products + attention * 3 / 3.5 == pytest.approx(32 * TINY.flops_per_token(32))
+
+
+def test_tp_and_cp_divide_what_a_rank_computes() -> None:
+    one, tp, cp = (record_reference(TINY, 1, 64, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
+    flops = [sum(weight.flops for weight in trace.weights) for trace in (one, tp, cp)]
+    assert flops[1] == flops[2] == flops[0] / 2
+    kinds = {trace: [op.kind for weight in trace.weights for op in weight.before] for trace in (one, tp, cp)}
+    assert Kind.TP in kinds[tp]
+    assert kinds[cp].count(Kind.CP) == 2 * 3  # keys and values of the blocks that are recorded
+    assert Kind.TP not in kinds[one]
+
+
+def test_experts_are_divided_and_tokens_exchanged() -> None:
+    one, two = (record_reference(MIXTURE, 1, 64, 1, 1, ep) for ep in (1, 2))
+    experts = [sum(weight.numel for weight in trace.weights if weight.is_expert) for trace in (one, two)]
+    assert experts[1] == experts[0] / 2
+    exchanges = [op for weight in two.weights for op in (*weight.before, *weight.backward) if op.kind is Kind.EP]
+    assert len(exchanges) == 4 * 3  # there and back, in forward and backward, of three mixtures
+
+
+def config_json(path: Path, **changes: Any) -> str:
+    content = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    } | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    return str(path)
+
+
+def test_config_json_of_transformers(tmp_path: Path) -> None:
+    config = known_model(config_json(tmp_path / "config.json"))
+    assert config == replace(TINY, name=tmp_path.name)
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = known_model(config_json(tmp_path / "config.json", **mixture))
+    assert config is not None
+    assert (config.experts, config.experts_per_token, config.expert_hidden_dim) == (4, 2, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "model expects hidden_size in .*, but there is none. Add it."),
+        ({"hidden_size": -1}, "model expects an integer of at least 1 as dim, but .* has -1. Mend it."),
+        ({"num_key_value_heads": 3}, "model expects kv_heads to divide heads, but .* has 3 and 4."),
+        ({"model_type": None}, "model expects a config.json with a model_type"),
+        ({"num_local_experts": 4}, "model expects experts_per_token from 1 to 4, but .* has 0."),
+    ],
+)
+def test_bad_config_json(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        known_model(config_json(tmp_path / "config.json", **changes))
+
+
+def test_a_function_that_builds_a_model(users_models: ModuleType) -> None:
+    def build() -> Any:
+        with torch.device("meta"):
+            layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+            return nn.Sequential(*layers), torch.empty(8, 64)
+
+    users_models.build = build  # type: ignore[attr-defined]
+    name, config, user = load_model("users_models:build", 8)
+    assert (name, config) == ("users_models:build", None)
+    assert user is not None
+    trace = user.trace()
+    assert [weight.shape for weight in trace.weights] == [(64, 64)] * 3
+    assert sum(weight.flops for weight in trace.weights) == 3 * 2 * 8 * 64 * 64
+    assert trace.small_numel == 3 * 64
+
+
+def test_the_length_is_that_of_the_inputs(users_models: ModuleType) -> None:
+    def build() -> Any:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32))
+            return model, (torch.zeros(1, 2048, dtype=torch.int64),)
+
+    users_models.build = build  # type: ignore[attr-defined]
+    result = plan("users_models:build", "h100", gpus=2)
+    assert result.job.seq_len == 2048
+    assert result.best.tokens_per_s == pytest.approx(2048 / result.best.step_ms * 1e3)
+    with pytest.raises(
+        PlanError, match="expects seq_len of the inputs of users_models:build, 2048 tokens, but got 512"
+    ):
+        plan("users_models:build", "h100", gpus=2, seq_len=512)
+
+
+def test_modules_of_any_kind_are_one_use_each(users_models: ModuleType) -> None:
+    """A convolution, a matrix of one's own, and code that looks at a number, which fake tensors have not."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.empty(16, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0 or x.isnan().any().item():
+                return x
+            return x @ self.matrix
+
+    def build() -> Any:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Conv1d(4, 16, 3, padding=1), nn.Linear(32, 16), Own(), nn.Linear(16, 8))
+            return model, torch.empty(1, 4, 32)
+
+    users_models.build = build  # type: ignore[attr-defined]
+    user = load_model("users_models:build", 8)[2]
+    assert user is not None
+    trace = user.trace()
+    assert [(weight.name, weight.numel) for weight in trace.weights] == [
+        ("0.weight", 16 * 4 * 3),
+        ("1.weight", 32 * 16),
+        ("2.weight", 16 * 16),
+        ("3.weight", 16 * 8),
+    ]
+    assert [weight.flops for weight in trace.weights] == [
+        2 * 32 * 16 * 4 * 3,
+        2 * 16 * 32 * 16,
+        2 * 16 * 16 * 16,
+        2 * 16 * 16 * 8,
+    ]
+    assert plan("users_models:build", "h100", gpus=2).answers
+
+
+def _small_configs() -> dict[str, Any]:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    text = sizes | {"vocab_size": 256, "num_key_value_heads": 2, "head_dim": 16}
+    return {
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256},
+        "opt": sizes | {"ffn_dim": 128, "vocab_size": 256, "word_embed_proj_dim": 64},
+        "bert": sizes | {"vocab_size": 256},
+        "vit": sizes | {"image_size": 32, "patch_size": 8},
+        "t5": {"d_model": 64, "num_layers": 2, "d_ff": 128, "vocab_size": 256},
+        "gemma3_text": text,
+        "qwen3_moe": text | {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+        "gpt_oss": text | {"num_local_experts": 4},
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(_small_configs()))
+def test_configurations_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Each is planned over gtp and replicate; its parameters are those that transformers counts."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **_small_configs()[kind])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    result = plan(str(tmp_path / "config.json"), "h100", gpus=2, seq_len=64, fixed={"tp": 1})
+    names = {"vit": "AutoModelForImageClassification", "t5": "AutoModelForSeq2SeqLM"}
+    with torch.device("meta"):
+        model = getattr(transformers, names.get(kind, "AutoModelForCausalLM")).from_config(config)
+    assert result.answers
+    assert result.problem.numel() == pytest.approx(sum(param.numel() for param in model.parameters()), rel=0.02)
+
+
+def test_a_model_of_transformers_by_function_and_by_configuration(users_models: ModuleType, tmp_path: Path) -> None:
+    """Without a mask of ours, its code asks whether positions are packed; tied matrices count once."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 128, "vocab_size": 256, "head_dim": 16, "tie_word_embeddings": True}
+    config = transformers.Qwen3Config(**sizes, use_cache=False)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+
+    def build() -> Any:
+        with torch.device("meta"):
+            return transformers.Qwen3ForCausalLM(config), torch.zeros(1, 64, dtype=torch.int64)
+
+    users_models.build = build  # type: ignore[attr-defined]
+    job: dict[str, Any] = {"gpus": 2, "fixed": {"tp": 2}}
+    first, second = plan("users_models:build", **job), plan(str(tmp_path / "config.json"), seq_len=64, **job)
+    assert first.answers
+    assert second.answers
+    assert first.problem.numel() == pytest.approx(second.problem.numel(), rel=0.02)  # the latter has no norms
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: 1 / 0, "users_models:build raised ZeroDivisionError: division by zero. Mend it."),
+        (lambda: (nn.Linear(2, 2), torch.empty(1, 2)), "to return a module on the meta device, but it did not"),
+        (
+            lambda: (nn.Linear(2, 2, device="meta"), torch.empty(1, 3, device="meta")),
+            "expects a forward and backward that run on the meta device, but users_models:build raised RuntimeError",
+        ),
+    ],
+)
+def test_functions_that_do_not(users_models: ModuleType, build: Any, message: str) -> None:
+    users_models.build = build  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match=message) as caught:
+        load_model("users_models:build", 8)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.long
+def test_a_class_of_transformers() -> None:
+    """With rotary embeddings and masks of its own; the reference computes as much."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=256)
+
+    def build() -> Any:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+        return causal_language_model(model, 32)
+
+    user = UserModel(build, "llama", "Mend it.")
+    for tp in (1, 2):
+        expected = repeated(record_reference(TINY, 1, 32, tp), TINY, Part(tuple(TINY.kinds)))
+        blocks = [weight for weight in user.trace(tp).weights if weight.block >= 0]
+        assert [(weight.shape, weight.flops) for weight in blocks] == [
+            (weight.shape, weight.flops) for weight in expected.weights if weight.block >= 0
+        ]
+    assert user.trace(2).weights[-1].shape == (256, 64)  # the head stays whole
+
+
+@pytest.mark.parametrize("text", ["llama4", "no_such_module:build", "NoSuchModelForCausalLM"])
+def test_unknown_models(text: str) -> None:
+    with pytest.raises(PlanError, match=r"^model (expects|needs) .*(Name|Mend|pip install)") as caught:
+        load_model(text, 8)
+    assert "\n" not in str(caught.value)
