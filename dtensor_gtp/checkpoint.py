@@ -175,9 +175,9 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             weight = match["weight"] if match else key
             if key in stored or not isinstance(value, Tensor):
                 entry = stored.get(key)
-                if match and isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):
-                    if value.dtype != torch.uint8:  # torch would convert the numbers
-                        _check_dtype("load", key, entry.properties.dtype, value.dtype)
+                is_plane = match and isinstance(value, Tensor) and value.dtype != torch.uint8
+                if is_plane and isinstance(entry, TensorStorageMetadata):  # torch would convert the numbers
+                    _check_dtype("load", key, entry.properties.dtype, value.dtype)
                 continue
             source = _recipe_of(stored, weight, self._recipes)
             if source is None and weight not in stored:
