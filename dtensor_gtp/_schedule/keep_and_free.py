@@ -281,6 +281,10 @@ class KeepAndFree:
     def _free(self, target: Gatherable, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
         if isinstance(target, WeightGroup):
+            if self.debug.poison:  # whoever reads the memory before the next gather is complete finds it
+                with compat.unseen_by_checkpoint_policies():
+                    for output in target.outputs:
+                        poison(output)
             target.free()
         elif self.debug.poison and not gathered.is_alias:
             gathered.forget()

@@ -1,0 +1,187 @@
+"""Blocks whose weights travel together, on GPUs with NCCL: their streams, their memory, captured and compiled steps."""
+
+from __future__ import annotations
+
+import copy
+import os
+import unittest
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import assert_same_params, full
+from cuda_common import BF16, NUM_RANKS, CudaTest
+from runtime_common import runtime_of
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import capture_step, gtp_shard
+
+WIDTH = 512
+DEPTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks of one shape: a gather that comes too early or too late has the weights of another block."""
+
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        return self.last(x)
+
+
+def make(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Model(**options)
+
+
+def batch_of(step: int) -> torch.Tensor:
+    return torch.randn(8 * max(NUM_RANKS, 1), WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+@unittest.skipIf(NUM_RANKS < 2, "needs two ranks")
+class TestCudaGroups(CudaTest):
+    def sharded(self, policy: Any = None, **options: Any) -> nn.Module:
+        mesh = self.gtp_mesh()
+        return (
+            gtp_shard(make(**options), mesh) if policy is None else gtp_shard(make(**options), mesh, mp_policy=policy)
+        )
+
+    def mine(self, step: int) -> torch.Tensor:
+        return batch_of(step).chunk(self.world_size)[self.rank]
+
+    def train(self, model: nn.Module, num_steps: int, lr: float = 0.05) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        for step in range(num_steps):
+            square(model, self.mine(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        self.assertEqual(len(runtime_of(model).groups), DEPTH)
+        return [param.to_local().clone() for param in model.parameters()]
+
+    def test_steps_equal_one_process(self) -> None:
+        for is_checkpointed in (False, True):
+            model, reference = self.sharded(is_checkpointed=is_checkpointed), make()
+            optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference)]
+            for step in range(5):
+                square(model, self.mine(step)).backward()
+                square(reference, batch_of(step)).backward()
+                assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference, "param", rtol=1e-3, atol=1e-4)
+
+    def test_late_streams_and_poisoned_memory_change_no_bit(self) -> None:
+        for policy in (None, BF16):
+            expected = self.train(self.sharded(policy), 6)
+            for seed in range(4):
+                with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                    found = self.train(self.sharded(policy), 6)
+                for one, other in zip(found, expected, strict=True):
+                    self.assertTrue(torch.equal(one, other))
+
+    def test_a_huge_step_counts_in_the_next_forward(self) -> None:
+        model, reference = self.sharded(), make()
+        for each, x in ((model, self.mine(0)), (reference, batch_of(0))):
+            optimizer = torch.optim.SGD(each.parameters(), lr=50.0)
+            square(each, x).backward()
+            torch.cuda._sleep(20_000_000)
+            optimizer.step()
+        torch.testing.assert_close(model(batch_of(1)), reference(batch_of(1)), rtol=1e-2, atol=1e-2)
+
+    def test_a_captured_step_has_the_bits_of_an_eager_one(self) -> None:
+        eager, captured = self.sharded(BF16), self.sharded(BF16)
+        steps = []
+        for model in (eager, captured):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+
+            def step(x: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> torch.Tensor:
+                loss = square(model, x)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            steps.append(capture_step(step, model, optimizer) if model is captured else step)
+        for number in range(12):
+            losses = [step(self.mine(number)) for step in steps]
+            self.assertTrue(torch.equal(losses[0], losses[1]), f"step {number}")
+        for one, other in zip(eager.parameters(), captured.parameters(), strict=True):
+            self.assertTrue(torch.equal(one.to_local(), other.to_local()))
+
+    def test_compiled_blocks(self) -> None:
+        model, reference = self.sharded(), make()
+        for layer in model.layers:
+            layer.compile(fullgraph=True)
+        for step in range(3):
+            square(model, self.mine(step)).backward()
+            square(reference, batch_of(step)).backward()
+        assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
+
+    def test_no_more_memory_than_fully_shard(self) -> None:
+        peaks = {}
+        for name in ("gtp", "fsdp2"):
+            model = make()
+            mesh = self.gtp_mesh()
+            if name == "gtp":
+                gtp_shard(model, mesh, mp_policy=BF16)
+            else:
+                for layer in model.layers:
+                    fully_shard(layer, mesh=mesh, mp_policy=BF16)
+                fully_shard(model, mesh=mesh, mp_policy=BF16)
+            optimizer = torch.optim.AdamW(model.parameters())
+            for step in range(4):
+                if step == 3:
+                    torch.cuda.reset_peak_memory_stats()
+                square(model, self.mine(step)).backward()
+                peaks[name] = torch.cuda.max_memory_allocated()
+                optimizer.step()
+                optimizer.zero_grad()
+            del model, optimizer
+        self.assertLessEqual(peaks["gtp"], 1.02 * peaks["fsdp2"])
+
+    def test_microbatches_without_sync(self) -> None:
+        model, reference = self.sharded(), make()
+        for number in range(3):
+            model.set_requires_gradient_sync(number == 2)
+            square(model, self.mine(number)).backward()
+            square(reference, batch_of(number)).backward()
+        assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
+
+    def test_weights_are_the_same_after_a_forward_without_gradients(self) -> None:
+        model, reference = self.sharded(), copy.deepcopy(make())
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch_of(0)), reference(batch_of(0)), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(full(model.layers[1].up.weight), reference.layers[1].up.weight)
+
+
+if __name__ == "__main__":
+    run_tests()
