@@ -10,8 +10,8 @@ RUNTIME = [
     Bug(
         "no wait for a gather",
         "_comm/streams.py",
-        "        elif work is not None:\n            work.wait()",
-        "        elif work is not None:\n            pass",
+        "            self._wait_for_work(work)",
+        "            pass",
         ("test_gtp_shard_overlap.py::TestOverlap::test_prefetch_depth_changes_no_bit",),
     ),
     Bug(
@@ -282,8 +282,8 @@ RUNTIME = [
     Bug(
         "whole gradient counts twice",
         "_params/whole_param.py",
-        "        grad, self.leaf.grad = self.leaf.grad, None",
-        "        grad = self.leaf.grad",
+        "        grad, leaf.grad = leaf.grad, None",
+        "        grad = leaf.grad",
         (
             "test_gtp_shard_gradients.py::TestGradients::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
         ),
