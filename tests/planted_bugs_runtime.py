@@ -10,8 +10,8 @@ RUNTIME = [
     Bug(
         "no wait for a gather",
         "_comm/streams.py",
-        "                began = self.waits.begin(None)\n            work.wait()",
-        "                began = self.waits.begin(None)\n            pass",
+        "            self._wait_for_work(work)",
+        "            pass",
         ("test_gtp_shard_overlap.py::TestOverlap::test_prefetch_depth_changes_no_bit",),
     ),
     Bug(
@@ -282,8 +282,8 @@ RUNTIME = [
     Bug(
         "whole gradient counts twice",
         "_params/whole_param.py",
-        "        grad, self.leaf.grad = self.leaf.grad, None",
-        "        grad = self.leaf.grad",
+        "        grad, leaf.grad = leaf.grad, None",
+        "        grad = leaf.grad",
         (
             "test_gtp_shard_gradients.py::TestGradients::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
         ),
@@ -469,12 +469,5 @@ RUNTIME = [
         "    return layout.filled(tensor) if is_padded else tensor",
         "    return tensor",
         ("test_gtp_shard_extensions.py::TestHooks::test_sixteen_bits_cross_the_wire",),
-    ),
-    Bug(
-        "each model makes a communicator of its own",
-        "_torch_compat/groups.py",
-        "    if known is not None:\n        return known\n    name = agreed",
-        "    name = agreed",
-        ("test_gtp_shard_leaks.py::TestLeaks::test_models_leave_nothing_behind",),
     ),
 ]
