@@ -80,13 +80,13 @@ PLANNER = [
         "planner/model.py",
         '"name": printable(content.get("_name_or_path") or path.parent.name or path.stem)',
         '"name": content.get("_name_or_path") or path.parent.name or path.stem',
-        ("tests/planner/test_planner_command.py::test_names_of_others_do_not_reach_the_terminal",),
+        ("test_planner_command.py::test_names_of_others_do_not_reach_the_terminal",),
     ),
     Bug(
         "any number of layers is planned",
         "planner/model.py",
         "content[key] > MAX_LAYERS:",
         "False:",
-        ("tests/planner/test_planner_command.py::test_bad_configurations_are_one_line",),
+        ("test_planner_command.py::test_bad_configurations_are_one_line",),
     ),
 ]

@@ -475,6 +475,6 @@ RUNTIME = [
         "_torch_compat/groups.py",
         "    if known is not None:\n        return known\n    name = agreed",
         "    name = agreed",
-        ("tests/training/test_gtp_shard_leaks.py::TestLeaks::test_models_leave_nothing_behind",),
+        ("test_gtp_shard_leaks.py::TestLeaks::test_models_leave_nothing_behind",),
     ),
 ]
