@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import _torch_compat as compat
 from ._comm.streams import Waits
 from ._modules.binding import binding_of, managed_params
 from ._params.sharded_weight import ShardedWeight
@@ -62,6 +62,7 @@ class StepMetrics:
         self.flops_per_token = flops_of(model) if flops_per_token is None else flops_per_token  # None: not known
         self.flops_per_s = _peak_flops(machine, binding.group.runtime.device)
         self._num_ranks = binding.group.mesh.size()  # with data of their own
+        self._num_devices = compat.root_mesh(binding.group.mesh).size()
         self._runtime = binding.group.runtime
         self._exposed_ms: float | None = None
         self._begin()
@@ -111,7 +112,7 @@ class StepMetrics:
             of_rank = self._num_tokens / seconds
             values["step_ms"] = seconds / self._num_steps * 1e3
             values["tokens_per_s"] = of_rank * self._num_ranks
-            values["tokens_per_s_per_device"] = values["tokens_per_s"] / dist.get_world_size()
+            values["tokens_per_s_per_device"] = values["tokens_per_s"] / self._num_devices
             if self.flops_per_s is not None and self.flops_per_token is not None:
                 values["mfu"] = of_rank * self.flops_per_token / self.flops_per_s
         if self._exposed_ms is not None:

@@ -231,7 +231,7 @@ class SchedulePolicy:
 
     Raises:
         TypeError: A field is of the wrong type, or is one of earlier versions: the message names the new one.
-        ValueError: A field is out of its range, or names nothing that there is.
+        ValueError: A field is out of its range, or is no known name.
 
     Example:
         >>> policy = SchedulePolicy(memory="least", head="gather")
@@ -251,7 +251,7 @@ class SchedulePolicy:
     head: ExchangeKind = "exchange"
     exchange_tokens: int | None = None
     min_shard_numel: int = 1024
-    # Fields of ``Schedule`` that are not chosen but as given here. ``chosen`` has all of them.
+    # ``Schedule`` fields that the caller has pinned. ``chosen`` pins all of them.
     _numbers: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import _torch_compat as compat
 from ._howto import did_you_mean
 from ._modules.binding import runtimes_below
 from ._progress import Progress
@@ -151,7 +152,15 @@ def save_pretrained(
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {}}
         index["weight_map"] = {key: name for name, keys in files.items() for key in keys}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    dist.barrier()
+    _meet(model)
+
+
+def _meet(model: nn.Module) -> None:
+    """All ranks of the mesh wait until each has come: along one axis after the other."""
+    for runtime in runtimes_below(model)[:1]:
+        mesh = compat.root_mesh(runtime.params[0].mesh)
+        for axis in range(mesh.ndim):
+            dist.barrier(group=mesh.get_group(axis))
 
 
 def _write(path: Path | None, tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype], progress: Progress) -> None:

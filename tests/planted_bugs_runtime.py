@@ -10,8 +10,8 @@ RUNTIME = [
     Bug(
         "no wait for a gather",
         "_comm/streams.py",
-        "        elif work is not None:\n            work.wait()",
-        "        elif work is not None:\n            pass",
+        "                began = self.waits.begin(None)\n            work.wait()",
+        "                began = self.waits.begin(None)\n            pass",
         ("test_gtp_shard_overlap.py::TestOverlap::test_prefetch_depth_changes_no_bit",),
     ),
     Bug(

@@ -142,6 +142,6 @@ def _make_on_all_ranks(
     reasons = [f"rank {rank}: {other}" for rank, other in by_rank(reason, groups).items() if other]
     if reasons:
         ranks = dist.get_process_group_ranks(groups[0])
-        raise RuntimeError(f"{name} cannot be had for ranks {ranks} ({'; '.join(reasons)}){advice}")
+        raise RuntimeError(f"{name} is not available to ranks {ranks} ({'; '.join(reasons)}){advice}")
     assert made is not None
     return made

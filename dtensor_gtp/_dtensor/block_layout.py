@@ -37,12 +37,12 @@ def with_placements(spec: DTensorSpec, placements: Iterable[Placement]) -> DTens
 
 
 def _gathered(placements: Iterable[Placement]) -> list[Placement]:
-    """Replicate() in the place of each block placement."""
+    """Replicate() instead of each block placement."""
     return [Replicate() if isinstance(p, _BlockGTPShard) else p for p in placements]
 
 
 def _stock_siblings(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """A plain Shard in the place of each block placement: the same dims, not the same layout."""
+    """A plain Shard instead of each block placement: the same dims, not the same layout."""
     return tuple(Shard(p.dim) if isinstance(p, _BlockGTPShard) else p for p in placements)
 
 

@@ -156,7 +156,7 @@ class _Refusal(str):
 
 
 class ParamAccess:
-    """Class attribute in the place of a managed parameter."""
+    """Class attribute instead of a managed parameter."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -153,7 +153,7 @@ class Gathering(KeepAndFree):
             weight.kept = kept
 
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
-        """Launch what the plan expects to be in flight by now, after a use that it did not expect, or if not all is."""
+        """After a deviation or a gap, launch every gather that should already be in flight."""
         lane = used.lane
         if not is_expected:
             self.parted.note(chain, used.index, len(chain.observed) - 1)

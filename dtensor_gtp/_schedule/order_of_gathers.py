@@ -86,7 +86,7 @@ class Plan:
         for launch in _plan_launches(self.uses, self.lanes, traits, window) if window.depth else ():
             self.launches[launch.step] += (launch,)
             self._launch_of.update(dict.fromkeys(launch.positions, launch))
-        # Each use with the launches that follow it, and at the end what no use is equal to.
+        # Each use with the launches that follow it, and a final None that never matches.
         self.steps = [*zip((*self.uses, None), (*self.launches[1:], ()), strict=True)]
 
     def first(self, lane: int) -> int | None:

@@ -42,7 +42,7 @@ STATE_FOLDER = "sharded_state"  # below a checkpoint, what torch.distributed.che
 class GTPAccelerator(Accelerator):
     """An ``Accelerator`` whose ``prepare`` does not wrap models after ``gtp_shard``. Needs ``accelerate``.
 
-    Use it in the place of the stock one; it treats models that are not sharded as that does. Shard the model first,
+    Use it instead of the stock one; it treats models that are not sharded as that does. Shard the model first,
     over all processes, and make the optimizer afterwards.
 
     - ``accumulate`` and ``no_sync`` communicate no gradients until the last microbatch.

@@ -31,7 +31,7 @@ with needs_extra("transformers"):
 class GTPTrainer(Trainer):
     """A ``transformers.Trainer`` that trains a model after ``gtp_shard`` without DDP. Needs ``transformers``.
 
-    Use it in the place of the stock one, with the sharded model; the trainer makes the optimizer. Trainers that derive
+    Use it instead of the stock one, with the sharded model; the trainer makes the optimizer. Trainers that derive
     from ``Trainer`` come second: ``class GTPSFTTrainer(GTPTrainer, SFTTrainer)``.
 
     - ``save_model`` writes whole safetensors, of a PEFT model its adapters. Call it on all ranks.

@@ -1,4 +1,7 @@
-"""The code of a layout, to paste: meshes, recipes, tensor parallelism, sharding, and how to start it."""
+"""The code of a layout, to paste: meshes, recipes, tensor parallelism, sharding, a step, and how to start it.
+
+A test runs what stands here on processes of gloo and compares a step with one process. What it does not write it says.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,61 @@ _TP_PLAN = """\
 # Column- and row-wise slices, activations along the sequence between them; names as in examples/llama.py.
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module,
+    ColwiseParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel, SequenceParallel, parallelize_module,
 )
-inputs = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+parallelize_module(model, mesh["tp"], {
+    "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+})
 for block in model.layers:
     parallelize_module(block, mesh["tp"], {
-        "attention_norm": SequenceParallel(), "attention": inputs,
+        "attention_norm": SequenceParallel(), "attention": whole,
         "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(), "ffn": inputs,
+        "ffn_norm": SequenceParallel(), "ffn": whole,
         "ffn.w1": ColwiseParallel(), "ffn.w3": ColwiseParallel(),
         "ffn.w2": RowwiseParallel(output_layouts=Shard(1)),
     })"""
 
+_SELECTIVE = """\
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+def save_every_second_product():
+    seen = {False: 0, True: 0}  # in forward, and in recomputation
+    def policy(context, op, *args, **kwargs):
+        is_saved = "attention" in str(op)
+        if op is torch.ops.aten.mm.default:
+            seen[context.is_recompute] += 1
+            is_saved = seen[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(policy)
+"""
+
+
+def unwritten(problem: Problem, answer: Answer) -> list[str]:
+    """What of a layout this file writes no code for, and where to read on."""
+    layout = answer.layout
+    found = []
+    if layout.pp > 1:
+        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see docs/guides/composability.md")
+    if layout.cp > 1:
+        found.append(
+            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see docs/guides/composability.md"
+        )
+    if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
+        found.append("experts: where they are in the model is yours, see docs/guides/moe.md")
+    if layout.checkpoint == "selective" and problem.job.quantization is not None:
+        found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
+    return found
+
 
 def training_code(problem: Problem, answer: Answer) -> str:
-    """Python that builds the meshes and shards the model."""
+    """Python that builds the meshes, shards the model and runs a step; comments alone for what it cannot write."""
+    if missing := unwritten(problem, answer):
+        lines = [f"# No code for this layout ({answer.layout.describe(has_experts=True)}):"]
+        return "\n".join([*lines, *(f"#   {text}" for text in missing)])
     job, layout = problem.job, answer.layout
     lines = [
         "import torch",
@@ -33,17 +75,8 @@ def training_code(problem: Problem, answer: Answer) -> str:
     ]
     if job.quantization is not None:
         lines.append("from dtensor_gtp import quantize_")
-    is_piped = layout.pp > 1
-    context = "torch.device('meta')" if is_piped else "mesh.fork_rng('params'), torch.device('meta')"
-    lines += ["", *_mesh(layout), f"with {context}:", "    model = build_model()"]
-    if job.quantization is not None:
-        recipe, _, compute = job.recipe.partition(":")
-        if compute:
-            cls = type(job.quantization).__name__
-            lines.insert(2, f"from dtensor_gtp.quant import {cls}")
-            lines.append(f"quantize_(model.layers, {cls}(compute={compute!r}))")
-        else:
-            lines.append(f"quantize_(model.layers, {recipe!r})")
+    lines += ["", *_mesh(layout), "", "with torch.device('meta'):", "    model = build_model()  # yours"]
+    lines += _recipe(problem)
     if layout.tp > 1:
         lines += [_TP_PLAN] if problem.user is None else _tp_lines(problem.user.plan)
     if layout.checkpoint != "none":
@@ -51,22 +84,57 @@ def training_code(problem: Problem, answer: Answer) -> str:
     reduce = "bfloat16" if job.reduce_dtype == "bf16" else "float32"
     lines.append(f"policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduce})")
     schedule = "" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})"
-    if layout.ep * layout.expert_gtp > 1:
-        lines.append("for block in model.layers:  # experts on their own mesh, before the call on the root")
-        lines.append("    gtp_shard(block.ffn.experts, mesh.expert_weights, mp_policy=policy)")
-    weights = "mesh['replicate', 'gtp']" if is_piped else "mesh.weights"
-    lines.append(f"gtp_shard(model, {weights}, mp_policy=policy{schedule})")
-    lines += ["model.to_empty(device='cuda')", "model.init_weights()"]
+    lines.append(f"gtp_shard(model, mesh.weights, mp_policy=policy{schedule})")
+    lines += [
+        "model.to_empty(device='cuda')",
+        "with mesh.fork_rng('params'):  # the same values whatever the mesh",
+        "    model.init_weights()  # yours, as in examples/llama.py",
+    ]
     if job.is_compiled:
-        lines.append("for block in model.layers: block.compile(fullgraph=True)")
-    if layout.keep:
-        num = layout.num_microbatches(job)
-        lines += [
-            f"# Of {num} microbatches only the last one reduces gradients, and weights stay gathered between them:",
-            "# model.set_requires_gradient_sync(is_last); model.set_reshard_after_backward(is_last)",
-        ]
-    lines.append("optimizer = " + _OPTIMIZERS[job.optimizer])
+        lines.append("for block in model.layers:\n    block.compile(fullgraph=True)")
+    lines += [*_OPTIMIZERS[job.optimizer], "", *_step(problem, layout)]
     return "\n".join(lines)
+
+
+def _recipe(problem: Problem) -> list[str]:
+    recipe, _, compute = problem.job.recipe.partition(":")
+    if problem.job.quantization is None:
+        return []
+    if not compute:
+        return [f"quantize_(model.layers, {recipe!r})"]
+    cls = type(problem.job.quantization).__name__
+    return [f"from dtensor_gtp.quant import {cls}", f"quantize_(model.layers, {cls}(compute={compute!r}))"]
+
+
+def _step(problem: Problem, layout: Layout) -> list[str]:
+    """One optimizer step over the microbatches of this rank."""
+    num = layout.num_microbatches(problem.job)
+    data = f"of {layout.data_ranks} data ranks"
+    if layout.tp > 1:
+        data += f", the same on the {layout.tp} ranks of tp"
+    lines = [
+        f"def train_step(microbatches):  # {num} of {layout.micro_batch} sequences, {data}",
+        "    for number, batch in enumerate(microbatches):",
+    ]
+    if layout.keep:
+        lines += [
+            "        is_last = number + 1 == len(microbatches)",
+            "        model.set_requires_gradient_sync(is_last)  # gradients are reduced once a step",
+            "        model.set_reshard_after_forward(is_last)  # weights stay gathered until then",
+            "        model.set_reshard_after_backward(is_last)",
+        ]
+    elif layout.replicate > 1 and num > 1:
+        lines.append("        model.set_requires_all_reduce(number + 1 == len(microbatches))")
+    return [
+        *lines,
+        "        loss = compute_loss(model, batch) / len(microbatches)  # yours: the mean over its tokens",
+        "        loss.backward()",
+        *(f"    {name}.step()\n    {name}.zero_grad()" for name in _names(problem.job.optimizer)),
+    ]
+
+
+def _names(optimizer: str) -> tuple[str, ...]:
+    return ("muon", "adamw") if optimizer == "muon" else ("optimizer",)
 
 
 def _tp_lines(plan: TPPlan) -> list[str]:
@@ -81,36 +149,32 @@ def _tp_lines(plan: TPPlan) -> list[str]:
 
 
 _OPTIMIZERS = {
-    "adamw": "torch.optim.AdamW(model.parameters(), fused=True)",
-    "sgd": "torch.optim.SGD(model.parameters(), lr=1e-2)",
-    "sgd-momentum": "torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)",
-    "muon": "...  # dtensor_gtp.optim.Muon for matrices and AdamW for the rest",
+    "adamw": ["optimizer = torch.optim.AdamW(model.parameters(), fused=True)"],
+    "sgd": ["optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)"],
+    "sgd-momentum": ["optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)"],
+    "muon": [
+        "from dtensor_gtp.optim import Muon",
+        "matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and name.startswith('layers.')]",
+        "others = [p for name, p in model.named_parameters() if p.ndim < 2 or not name.startswith('layers.')]",
+        "muon, adamw = Muon(matrices, lr=1e-3), torch.optim.AdamW(others, fused=True)",
+    ],
 }
 
 
 def _mesh(layout: Layout) -> list[str]:
-    names = ("replicate", "cp", "gtp", "tp", "ep", "expert_gtp")
+    names = ("replicate", "gtp", "tp")
     sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) > 1)
-    if layout.pp == 1:
-        return [f"mesh = init_weight_mesh('cuda', {sizes})" if sizes else "mesh = init_weight_mesh('cuda')"]
-    stage = layout.ranks // layout.pp
-    return [
-        f"# {layout.pp} stages of {stage} ranks: stage = rank // {stage}. Each stage builds its part of the model and",
-        "# shards it; torch.distributed.pipelining runs them (python -m dtensor_gtp.help composability).",
-        "import os",
-        "from torch.distributed.device_mesh import init_device_mesh",
-        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
-        f"mesh = init_device_mesh('cuda', ({layout.pp}, {layout.replicate * layout.cp}, {layout.gtp}, {layout.tp}),",
-        "                        mesh_dim_names=('pp', 'replicate', 'gtp', 'tp'))",
-        "torch.manual_seed(0)  # the same on all ranks: they initialize the same weights",
-    ]
+    return [f"mesh = init_weight_mesh('cuda', {sizes})" if sizes else "mesh = init_weight_mesh('cuda')"]
 
 
 def _checkpointing(layout: Layout) -> list[str]:
-    lines = ["from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper"]
-    if layout.checkpoint == "selective":
-        lines.append("# with context_fn=create_selective_checkpoint_contexts of a policy that saves every second GEMM")
-    return [*lines, "for number, block in enumerate(model.layers): model.layers[number] = checkpoint_wrapper(block)"]
+    options = ", context_fn=save_every_second_product, preserve_rng_state=False" * (layout.checkpoint == "selective")
+    return [
+        *([_SELECTIVE] if layout.checkpoint == "selective" else []),
+        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
+        "for number, block in enumerate(model.layers):",
+        f"    model.layers[number] = checkpoint_wrapper(block{options})",
+    ]
 
 
 def launch_lines(problem: Problem, answer: Answer) -> str:

@@ -17,9 +17,9 @@ from ..quant.recipes import RECIPES
 from .api import plan
 from .errors import PlanError
 from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS
-from .machine import preset_names
+from .machine import load_machine, preset_names
 from .model import PRESETS
-from .text import PlanResult
+from .text import PlanResult, duration
 from .timeline import as_chrome_trace, as_svg, timeline
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", nargs="?", help=f"{', '.join(PRESETS)}, a config.json, a class of transformers, or module:function")
     add("--machine", default="h100", help=f"{', '.join(preset_names())}, or a file of --calibrate; default: h100")
+    add("--watts", type=float, metavar="W", help="limit of a GPU's power: as much less of its peaks")
+    add("--network-gb-s", type=float, metavar="N", help="10^9 bytes a second from a GPU to other hosts")
+    add("--tokens", type=float, metavar="N", help="also print days and GPU-hours for N tokens, as 15e12")
     add("--gpus", type=int, help="number of GPUs")
     add("--seq-len", type=int, help="tokens of a sequence; default: 8192, or those of the inputs of module:function")
     add("--global-batch", type=int, default=0, metavar="N", help="sequences of a step; default: one for each GPU")
@@ -105,7 +108,9 @@ def _plan(options: argparse.Namespace) -> int:
         def report(num: int, total: int, seconds: int) -> None:
             progress.advance(f"of at most {total}")
 
-        result = plan(options.model, options.machine, top=options.top, report=report, **_job_of(options))
+        machine = load_machine(options.machine)
+        machine = machine.with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
+        result = plan(options.model, machine, top=options.top, report=report, **_job_of(options))
     if options.json is not None:
         text = json.dumps(result.as_record(), indent=1) + "\n"
         if str(options.json) == "-":
@@ -114,6 +119,8 @@ def _plan(options: argparse.Namespace) -> int:
             _write(options.json, text)
     if options.json is None or str(options.json) != "-":
         print(result)
+        if options.tokens is not None and result.answers:
+            print(f"\n{duration(result.best, result.job, options.tokens)}")
     if not result.answers:
         return 1
     if options.code:

@@ -9,7 +9,7 @@ class PlanError(ValueError):
     Example:
         >>> plan("llama3-8b", "h100", gpus=6, fixed={"gtp": 4})
         Traceback (most recent call last):
-        dtensor_gtp.planner.errors.PlanError: plan expects axes that divide 6 GPUs, but ...
+        dtensor_gtp.planner.errors.PlanError: plan expects a product of axes ...
     """
 
     def __init__(self, message: str) -> None:

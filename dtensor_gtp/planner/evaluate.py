@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 
 from ..policy import Schedule
 from .costs import Axis, Costs
+from .ground import Ground, ground_of
 from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
 from .model import ModelConfig
 from .peak import Amounts
+from .peers import build_fully_shard
 from .recorder import Op
 from .setting import PARAM_NBYTES, Setting
-from .timing import FEW, MORE, Parts, is_long, measure, with_blocks
+from .timing import FEW, MORE, Parts, is_long, measure, timeline_of, with_blocks
 from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
 from .user_model import UserModel
 
@@ -60,7 +62,7 @@ class Answer:
     Args:
         layout: The axes.
         step_ms: Time of an optimizer step.
-        spread: Half of the range of it, as a share.
+        ground: What the prediction rests on, with its range; a text that says what to measure where there is none.
         tokens_per_s: Of one GPU.
         mfu: Share of the bf16 peak that the model's operations are.
         memory: Of the fullest rank.
@@ -74,15 +76,17 @@ class Answer:
     Example:
         >>> answer = plan("llama3-8b", "h100", gpus=8, fixed={"gtp": 8}).best
         >>> low, high = answer.range_ms
-        >>> low < answer.step_ms < high, answer.is_fitting
-        (True, True)
+        >>> low < answer.step_ms < high, answer.is_fitting, answer.may_fit
+        (True, True, True)
+        >>> answer.memory.least < answer.memory.total
+        True
         >>> answer.layout.describe(), answer.memory.moment
         ('gtp 8', '...')
     """
 
     layout: Layout
     step_ms: float
-    spread: float
+    ground: Ground | str
     tokens_per_s: float
     mfu: float
     memory: Memory
@@ -100,13 +104,15 @@ class Answer:
 
     @property
     def may_fit(self) -> bool:
-        """Whether leaner code than is counted could have room: see ``Memory.least``."""
+        """Whether leaner code than is counted could have room (``Memory.least``)."""
         return self.memory.least <= self.capacity
 
     @property
-    def range_ms(self) -> tuple[float, float]:
-        """The least and the most that a step may take."""
-        return self.step_ms * (1 - self.spread), self.step_ms * (1 + self.spread)
+    def range_ms(self) -> tuple[float, float] | None:
+        """The least and the most that a step may take, by published runs of this kind; None where there are none."""
+        if isinstance(self.ground, str):
+            return None
+        return self.step_ms * self.ground.least, self.step_ms * self.ground.most
 
 
 def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
@@ -244,11 +250,14 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     tokens = job.batch * job.seq_len / job.gpus
     tokens_per_s = tokens / step_ms * 1e3
     mfu = tokens_per_s * problem.flops_per_token() / (machine.peak_tflops["bf16"] * 1e12)
+    has_experts = problem.config is not None and problem.config.experts > 0
+    filled = memory.total / machine.memory_nbytes
+    ground = ground_of(job, layout, machine, has_experts=has_experts, filled=filled)
     compute = step_ms - sum(total.exposed.values())
     return Answer(
         layout,
         step_ms,
-        machine.spread,
+        ground,
         tokens_per_s,
         mfu,
         memory,
@@ -259,6 +268,22 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
         schedule,
         reasons,
     )
+
+
+def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
+    """The same step with ``fully_shard`` on each block and the root; None where its model does not hold: for other axes
+    than gtp, for recomputation, recipes and CUDA graphs."""
+    layout, job = answer.layout, problem.job
+    others = layout.pp * layout.replicate * layout.cp * layout.tp * layout.ep * layout.expert_gtp
+    is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
+    setting = setting_of(problem, layout, parts_of(problem, layout)[0])
+    tables = [weight for weight in setting.trace.weights if weight.is_table]
+    has_blocks = setting.trace.num_blocks > 0 and setting.trace.weights[0].is_table and len(tables) == 1
+    if others > 1 or layout.gtp == 1 or not is_plain or not has_blocks:
+        return None
+    ms = timeline_of(build_fully_shard(setting), problem.machine).ms * layout.num_microbatches(job)
+    ms += _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
+    return ms * (1 + problem.machine.straggling(job.gpus))
 
 
 def slowest(parts: list[Part] | list[None]) -> Part | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,7 @@ class Machine:
         network: The link between domains.
         jitter: Standard deviation of one rank's step, as a share of it: all wait for the slowest.
         spread: How far the answer may be off, as a share of it. Half of the range that is shown.
+        watts: Power of a GPU that the peaks are for; 0 if it is not known.
         sources: Where the numbers come from: a text for each group of fields.
 
     Example:
@@ -158,6 +159,7 @@ class Machine:
     contention: Contention
     jitter: float
     spread: float
+    watts: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -186,6 +188,42 @@ class Machine:
     def is_preset(self) -> bool:
         """Whether nothing was measured on this machine."""
         return self.not_measured == ("all",)
+
+    def with_limits(self, *, watts: float | None = None, network_gb_s: float | None = None) -> Machine:
+        """The machine with less power, as much less of its peaks, or with another network.
+
+        Args:
+            watts: Limit of a GPU.
+            network_gb_s: What a GPU sends to other domains, in 10^9 bytes a second.
+
+        Raises:
+            PlanError: The machine has no known power, or a limit is not below it.
+        """
+        machine = self
+        if watts is not None:
+            if not 0 < watts <= self.watts:
+                raise PlanError(
+                    f"machine expects up to {self.watts:g} watts for {self.name}, but got {watts:g}. Pass less."
+                )
+            peaks = {kind: peak * watts / self.watts for kind, peak in self.peak_tflops.items()}
+            machine = replace(machine, peak_tflops=peaks, watts=watts, name=f"{self.name} at {watts:g} W")
+        if network_gb_s is not None:
+            if not 0.001 <= network_gb_s <= 1e5:
+                raise PlanError(
+                    f"machine expects a network from 0.001 to 100000 GB/s, but got {network_gb_s:g}. Pass another."
+                )
+            machine = replace(machine, network=replace(machine.network, gb_s=network_gb_s))
+        return machine
+
+    @property
+    def has_ground(self) -> bool:
+        """Whether training on such GPUs was published or measured, so that times have a range."""
+        return not self.is_preset or "ground" not in self.sources
+
+    @property
+    def is_carried_over(self) -> bool:
+        """Whether its shares of peaks are those of another generation of GPUs."""
+        return self.is_preset and "other generation" in self.sources.get("others", "")
 
     @property
     def is_calibrated(self) -> bool:
@@ -221,6 +259,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "replay_us": (0, 1e6),
     "jitter": (0, 0.5),
     "spread": (0, 0.9),
+    "watts": (0, 5000),
 }
 FACTORS = (1, 10)  # of contention
 
@@ -314,7 +353,7 @@ def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
     known = {item.name: item for item in fields(kind)}
     for name in values.keys() - known.keys():
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(known)}.")
-    optional = {"sources", "attention_long"}
+    optional = {"sources", "attention_long", "watts"}
     for name in known.keys() - values.keys() - optional:
         raise PlanError(f"machine expects a field {prefix}{name}, but {where} has none. Add it.")
     made = {}

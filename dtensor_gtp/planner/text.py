@@ -11,7 +11,7 @@ from .._comm.debug import format_nbytes
 from .._report.columns import in_columns
 from .code import launch_lines, training_code
 from .errors import PlanError
-from .evaluate import Answer, Problem
+from .evaluate import Answer, Problem, fully_shard_ms
 from .job import Job
 from .machine import GIB, VERSION, Machine
 from .search import Refused
@@ -117,7 +117,8 @@ def _ranking(answers: Iterable[Answer]) -> list[str]:
     cells = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")]
     for number, answer in enumerate(answers, 1):
         layout = answer.layout
-        low, high = answer.range_ms
+        found = answer.range_ms
+        step = format_ms(answer.step_ms) if found else "not known"
         cause, ms = max(answer.exposed_ms.items(), key=lambda item: item[1], default=("", 0.0))
         checkpoint = {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
         keep = " kept" if layout.keep else ""
@@ -126,10 +127,10 @@ def _ranking(answers: Iterable[Answer]) -> list[str]:
                 str(number),
                 layout.describe(has_experts=True).replace("replicate", "rep").replace("expert_gtp", "egtp") + keep,
                 f"{layout.micro_batch}{checkpoint}",
-                format_ms(answer.step_ms),
-                f"{format_ms(low)}-{format_ms(high)}",
-                f"{answer.tokens_per_s:.0f}",
-                f"{answer.mfu:.0%}",
+                step,
+                f"{format_ms(found[0])}-{format_ms(found[1])}" if found else "",
+                f"{answer.tokens_per_s:.0f}" if found else "",
+                f"{answer.mfu:.0%}" if found else "",
                 f"{answer.memory.total / GIB:.1f}" + "~" * (not answer.is_fitting),
                 f"{cause} {ms / answer.step_ms:.0%}",
             )
@@ -147,7 +148,11 @@ def format_ms(ms: float) -> str:
 def _details(result: PlanResult, answer: Answer) -> list[str]:
     lines = [f"1: {answer.layout.describe(has_experts=True)}"]
     parts = {"compute": answer.compute_ms, **answer.exposed_ms}
-    lines += ["  time of a step, and what compute waits for", *_bars(parts, answer.step_ms, format_ms)]
+    if isinstance(answer.ground, str):
+        lines += textwrap.wrap(f"time: {answer.ground}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    else:
+        lines += ["  time of a step, and what compute waits for", *_bars(parts, answer.step_ms, format_ms)]
+        lines.append(f"  range: from published runs ({answer.ground.kind})")
     memory = {name: getattr(answer.memory, name) for name in _MEMORY}
     free = answer.capacity - answer.memory.total
     if free < 0:
@@ -169,11 +174,36 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
     lines += textwrap.wrap(
         "schedule: " + "; ".join(answer.reasons), WIDTH, initial_indent="  ", subsequent_indent="    "
     )
+    if result.job.quantization is not None and result.job.precision == "bf16":
+        lines += textwrap.wrap(
+            f"{result.job.recipe}: GEMMs are in bf16. This package gathers the format and computes in bf16 with it; "
+            "only gathers are smaller.",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+    peer = fully_shard_ms(result.problem, answer)
+    if peer is not None and answer.range_ms:
+        lines.append(f"  fully_shard in the place of gtp_shard: {format_ms(peer)}")
     if not result.machine.is_calibrated:
         machine = result.machine
         missing = "measure your machine by --calibrate FILE" if machine.is_preset else ", ".join(machine.not_measured)
         lines += textwrap.wrap(f"not calibrated: {missing}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     return lines
+
+
+def duration(answer: Answer, job: Job, tokens: float) -> str:
+    """How long a job runs for so many tokens, without restarts and evaluations."""
+    found = answer.range_ms
+    if found is None:
+        return f"{tokens:.3g} tokens: no time is known, {answer.ground}"
+    steps = tokens / (job.batch * job.seq_len)
+    low, days, high = (ms * steps / 86_400_000 for ms in (found[0], answer.step_ms, found[1]))
+    hours = days * 24 * job.gpus
+    return (
+        f"{tokens:.3g} tokens: {steps:,.0f} steps, {days:.1f} days ({low:.1f} to {high:.1f}), {hours:,.0f} GPU-hours, "
+        "restarts not counted"
+    )
 
 
 def _bars(parts: dict[str, Any], whole: float, format_value: Callable[[Any], str]) -> list[str]:
@@ -203,7 +233,9 @@ def _nothing_fits(result: PlanResult) -> list[str]:
 
 def _refused(result: PlanResult) -> list[str]:
     seconds = f"{result.seconds:.1f} s"
-    lines = [f"{result.num_layouts} layouts, {result.num_simulated} simulated in {seconds}. Refused:"]
+    lines = [
+        f"{result.num_layouts} layouts, the {result.num_simulated} most promising simulated in {seconds}. Refused:"
+    ]
     for item in result.refused[:6]:
         lines.append(f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})"[:WIDTH])
     return lines if result.refused else [lines[0].replace(" Refused:", " None refused.")]
@@ -232,13 +264,15 @@ def record_of(result: PlanResult) -> dict[str, Any]:
 
 
 def _record(answer: Answer) -> dict[str, Any]:
-    low, high = answer.range_ms
+    found = answer.range_ms
     return {
         "layout": answer.layout.as_record(),
-        "step_ms": answer.step_ms,
-        "step_ms_range": [low, high],
-        "tokens_per_s_per_gpu": answer.tokens_per_s,
-        "mfu": answer.mfu,
+        "step_ms": answer.step_ms if found else None,
+        "step_ms_range": list(found) if found else None,
+        "ground": answer.ground if isinstance(answer.ground, str) else answer.ground.kind,
+        "tokens_per_s_per_gpu": answer.tokens_per_s if found else None,
+        "mfu": answer.mfu if found else None,
+        "fits": "yes" if answer.is_fitting else "only with leaner code" if answer.may_fit else "no",
         "memory_bytes": answer.memory.as_record(),
         "capacity_bytes": answer.capacity,
         "received_bytes": dict(answer.received),

@@ -24,6 +24,7 @@ WITHOUT_MESSAGE = {
     "feed_data",
     "load_pretrained",
     "move_from",
+    "read_the_report",
 }
 
 

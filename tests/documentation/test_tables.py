@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # A cell that is a measured figure, whatever stands behind it: 161.3, 161.3 (1.00), 19.53, 36.93, 0.87 (1 x H100).
@@ -151,6 +152,24 @@ def test_charts_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> No
     spec.loader.exec_module(charts)
     for name, picture in charts.pictures().items():
         assert (DOCS / "images" / name).read_text() == picture, "run python docs/draw_charts.py"
+
+
+def test_the_notebook_shows_a_report() -> None:
+    """What it holds was made by its cells: they are run anew, and show the same parameters. Plans may change."""
+    spec = importlib.util.spec_from_file_location("draw_notebook", DOCS / "draw_notebook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    notebook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(notebook)
+    held = json.loads((DOCS / "report.ipynb").read_text())
+    made = notebook.cells()
+    dist.destroy_process_group()
+    assert [cell["source"] for cell in held["cells"]] == [cell["source"] for cell in made], "run docs/draw_notebook.py"
+    (shown,) = (o["data"]["text/html"] for cell in made for o in cell.get("outputs", ()) if "data" in o)
+    pictures = ("".join(shown), (DOCS / "_static" / "report.html").read_text())
+    tables = [re.findall(r"<h2>Parameters</h2>.*?</table>", picture, re.S) for picture in pictures]
+    assert tables[0] == tables[1], "run docs/draw_notebook.py"
+    assert len(tables[0]) == 1
 
 
 def test_an_unknown_table_is_refused(script: ModuleType) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # as pytest does for the tests there
-
 import pages
+import pytest
 
 ROOT = pages.ROOT
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))

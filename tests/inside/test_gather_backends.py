@@ -285,13 +285,14 @@ class TestGatherBackends(GlooTest):
             model = gtp_shard(small_model(), mesh, schedule=schedule)
             for _ in range(2):
                 with self.assertRaisesRegex(
-                    RuntimeError, r"FailsOnLastRank cannot be had .*rank 3: OSError: no such link"
+                    RuntimeError, r"FailsOnLastRank is not available .*rank 3: OSError: no such link"
                 ):
                     model(torch.ones(2, 12))
 
     def test_a_send_ring_that_cannot_be_had_is_called_so(self) -> None:
         with self.assertRaisesRegex(
-            RuntimeError, r"^the send ring of reduce_scatter='copy_engine' cannot be had .*rank 0: .* no copy engines"
+            RuntimeError,
+            r"^the send ring of reduce_scatter='copy_engine' is not available .*rank 0: .* no copy engines",
         ):
             schedule = Schedule(reduce_scatter="copy_engine")
             backends.choose_reduce_scatter(schedule, [self.gtp_mesh().get_group()], torch.device("cpu"), "auto")

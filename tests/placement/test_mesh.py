@@ -442,23 +442,23 @@ def test_each_wrong_order_is_refused_on_each_rank_with_the_order_to_use(rank: in
         (
             {"gtp": 3, "tp": 4},
             r"replicate \* dp \* cp \* gtp \* tp to be the number of ranks, 8 \(WORLD_SIZE\), but got "
-            r"1 \* 1 \* 1 \* 3 \* 4 = 12. gtp=3 does not divide 8. What would fit, changing one: gtp=2. Or start 12 "
+            r"1 \* 1 \* 1 \* 3 \* 4 = 12. gtp=3 does not divide 8. Change one size: gtp=2. Or start 12 "
             r"processes \(torchrun --nproc-per-node\)",
         ),
-        ({"tp": 4}, r"= 4. What would fit, changing one: replicate=2, dp=2, cp=2, gtp=2, tp=8. Or start 4 processes"),
-        ({"dp": 2, "gtp": 2, "tp": 4}, r"= 16. What would fit, changing one: dp=1, gtp=1, tp=2. Or start 16"),
-        ({"gtp": 3, "tp": 3}, "gtp=3 and tp=3 do not divide 8. No change of one of them would fit. Or start 9"),
-        ({"gtp": 16}, "gtp=16 does not divide 8. What would fit, changing one: gtp=8."),
+        ({"tp": 4}, r"= 4. Change one size: replicate=2, dp=2, cp=2, gtp=2, tp=8. Or start 4 processes"),
+        ({"dp": 2, "gtp": 2, "tp": 4}, r"= 16. Change one size: dp=1, gtp=1, tp=2. Or start 16"),
+        ({"gtp": 3, "tp": 3}, "gtp=3 and tp=3 do not divide 8. No change of a single size would fit. Or start 9"),
+        ({"gtp": 16}, "gtp=16 does not divide 8. Change one size: gtp=8."),
         (
             {"gtp": 8, "ep": 3},
-            r"ep \* expert_gtp \* expert_tp to divide dp \* cp \* gtp \* tp = 8, but got 3 \* 1 \* 1 = 3. What would "
-            r"fit, changing one: ep in \{1, 2, 4, 8\}",
+            r"ep \* expert_gtp \* expert_tp to divide dp \* cp \* gtp \* tp = 8, but got 3 \* 1 \* 1 = 3. Change one "
+            r"size: ep in \{1, 2, 4, 8\}",
         ),
         (
             {"replicate": 2, "gtp": 4, "ep": 4, "expert_gtp": 2},
-            r"= 4, but got 4 \* 2 \* 1 = 8. What would fit, changing one: ep in \{1, 2\} or expert_gtp in \{1\}",
+            r"= 4, but got 4 \* 2 \* 1 = 8. Change one size: ep in \{1, 2\} or expert_gtp in \{1\}",
         ),
-        ({"gtp": 8, "ep": 3, "expert_gtp": 3}, "= 9. No change of one of them would fit"),
+        ({"gtp": 8, "ep": 3, "expert_gtp": 3}, "= 9. No change of a single size would fit"),
         ({"gtp": 8, "dp": 0}, "expects dp to be at least 1, but got 0"),
         ({"gtp": 8, "expert_gtp": -1}, "expects expert_gtp to be at least 1, but got -1"),
         ({"gtp": 8, "rank_order": [0, 1]}, r"a permutation of the ranks 0 to 7, but got \[0, 1\]"),

@@ -93,7 +93,6 @@ def test_a_timeline_as_a_picture_and_a_trace(config: str, capsys: pytest.Capture
     [
         ["--gtp", "8"],
         ["--tp", "2", "--gtp", "2", "--replicate", "2"],
-        ["--pp", "2", "--gtp", "4"],
         ["--recipe", "float8_tensorwise:dequantize", "--checkpointing", "full", "--gtp", "8"],
     ],
 )
@@ -102,9 +101,28 @@ def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]
     assert status == 0
     code = out[out.index("import torch") :]
     ast.parse(code)
-    weights = "mesh['replicate', 'gtp']" if "--pp" in options else "mesh.weights"
-    assert f"gtp_shard(model, {weights}, mp_policy=policy" in code
+    assert "gtp_shard(model, mesh.weights, mp_policy=policy" in code
     assert "torchrun --nproc-per-node 8 train.py" in code
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--pp", "2"], "pp 2: how the model is cut into stages is yours"),
+        (["--cp", "2", "--pp", "1"], "cp 2: attention exchanges keys"),
+        (
+            ["--recipe", "float8_tensorwise", "--checkpointing", "selective", "--pp", "1", "--cp", "1"],
+            "selective checkpointing of",
+        ),
+    ],
+)
+def test_what_it_cannot_write_it_says(
+    config: str, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--code", *options)
+    assert status == 0
+    assert f"#   {reason}" in out
+    assert "gtp_shard(" not in out
 
 
 @pytest.mark.parametrize(
@@ -116,7 +134,10 @@ def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]
             ["llama3-8b", "--gpus", "8", "--machine", "h300"],
             "machine expects one of a100, .*, but got 'h300'. Name one.",
         ),
-        (["llama3-8b", "--gpus", "8", "--tp", "3"], "plan expects axes that divide 8 GPUs, but tp 3 are 3"),
+        (
+            ["llama3-8b", "--gpus", "8", "--tp", "3"],
+            "plan expects a product of axes that divides 8 GPUs, but tp 3 = 3 does not",
+        ),
         (["llama3-8b", "--gpus", "8", "--gtp", "8", "--global-batch", "9"], "do not divide 9. Pass other sizes."),
         (["llama3-8b", "--gpus", "8", "--top", "0"], "plan expects --top of at least 1"),
         (["llama3-8b", "--gpus", "eight"], "argument --gpus: invalid int value: 'eight'"),
@@ -234,6 +255,36 @@ def test_bad_machines(changes: dict[str, Any], message: str) -> None:
 # --- the name ---------------------------------------------------------------------------------------------------------
 
 
+def test_power_network_and_days(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [config, "--gpus", "16", "--seq-len", "512", "--gtp", "16", "--tokens", "1e9"]
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    found = re.search(r"1e\+09 tokens: ([\d,]+) steps, ([\d.]+) days \(.*\), ([\d,]+) GPU-hours", out)
+    assert found is not None
+    assert int(found[1].replace(",", "")) == round(1e9 / (16 * 512))
+    assert "fully_shard in the place of gtp_shard" in out
+    machine = load_machine("h100")
+    less = machine.with_limits(watts=350, network_gb_s=25)
+    assert less.peak_tflops["bf16"] == machine.peak_tflops["bf16"] / 2
+    assert less.network.gb_s == 25
+    with pytest.raises(PlanError, match="machine expects up to 700 watts"):
+        machine.with_limits(watts=900)
+
+
+def test_no_ground_is_no_number(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "rtx-pro-6000", "--gtp", "8")
+    assert status == 0
+    assert "not known" in out
+    assert "measure it by --calibrate" in out
+    assert "ms" not in out.split("1: gtp 8")[1].split("memory of")[0]
+
+
+def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8")
+    assert status == 0
+    assert "mxfp8: GEMMs are in bf16" in out
+
+
 def test_the_name_is_a_function_and_a_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +319,6 @@ def test_plan_from_python(config: str) -> None:
     assert result.best is result.answers[0]
     assert len(seen) == result.num_simulated
     assert str(result).startswith("test_plan_from_python0 (") or "on 4 x H200" in str(result)
-    assert "gtp_shard" in result.code()
+    assert "gtp_shard(" in dtensor_gtp.plan(config, gpus=4, seq_len=512, fixed={"gtp": 4}).code()
     with pytest.raises(PlanError, match="plan got other arguments than a job has"):
         dtensor_gtp.plan(config, gpus=4, gpu=4)

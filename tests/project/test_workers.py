@@ -43,6 +43,19 @@ class Deeds(GlooTest):
         assert self.rank == 1, "a number that is wrong"
         dist.barrier()
 
+    def make_groups_of_their_own(self) -> None:
+        """Rank 0 has the second group already, rank 1 has not: after it they have made different numbers of groups."""
+        dist.new_group([self.rank], group_desc="mesh_gtp")
+        dist.new_group([0], group_desc="mesh_gtp")
+
+    def make_a_group(self) -> None:
+        total = torch.ones(())
+        dist.all_reduce(total, group=dist.new_group([0, 1], group_desc="mesh_gtp"))
+        assert total == 2
+
+    def leave_a_group(self) -> None:
+        dist.destroy_process_group(dist.new_group([0, 1], group_desc="mesh_gtp"))
+
     def skip(self) -> None:
         raise unittest.SkipTest("nothing to see")
 
@@ -69,6 +82,12 @@ def test_a_pool_lives_on_from_test_to_test(pools: Pools) -> None:
     with pytest.raises(unittest.SkipTest, match="nothing to see"):
         _run(pools, "skip")
     assert pools.of(2) is pool
+
+
+def test_groups_meet_whatever_each_worker_has_made_before(pools: Pools) -> None:
+    _run(pools, "make_groups_of_their_own")
+    for deed in ("make_a_group", "make_a_group", "leave_a_group", "make_a_group"):
+        _run(pools, deed)
 
 
 def test_a_worker_that_dies_is_named_with_its_stack_and_the_rest_goes_on(pools: Pools) -> None:

@@ -13,6 +13,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import threading
 import time
 import traceback
 import unittest
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -286,17 +288,26 @@ def _forget() -> None:
 
 class _KnownGroups:
     """Each process group once for a worker: to connect one takes longer than a small test, and costs threads and files.
-    Every mesh makes some, and every call of ``gtp_shard``."""
+    Every mesh makes some, and every call of ``gtp_shard``.
+
+    A group has a name that follows from what it is. torch's own is the number of groups that a process has made, which
+    differs where one worker knows a group already and another makes it: those would wait for each other under names
+    that never meet, in whatever test makes the next group.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
         self._make = distributed_c10d.new_group
+        self._num_made: Counter[Any] = Counter()  # a group that all of its ranks have left is made anew
 
     def __call__(self, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         key = (None if ranks is None else tuple(ranks), timeout, backend, kwargs.get("group_desc"))
         group = self._known.get(key)
         if group is None or (isinstance(group, dist.ProcessGroup) and group not in distributed_c10d._world.pg_map):
-            group = self._known[key] = self._make(ranks, timeout, backend, *args, **kwargs)
+            self._num_made[key] += 1
+            name = re.sub(r"\W+", "_", f"{key} {self._num_made[key]}")  # compiled code has it between quotes
+            with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+                group = self._known[key] = self._make(ranks, timeout, backend, *args, **kwargs)
         return group
 
     @contextmanager

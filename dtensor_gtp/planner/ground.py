@@ -1,0 +1,75 @@
+"""How far a predicted time may be off, by kind of job: from runs that others have published, with their configuration.
+
+Each kind has the least and the most that a measured step took of a predicted one, over the published runs of that kind
+(tests/planner/planner_data/published_rows.json) with a margin. docs/guides/planner.md says how often these ranges hold
+for sources that had no part in them. Where nothing was published that is near a job, there is no range and no time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .job import Job, Layout
+    from .machine import Machine
+
+
+class Ground(NamedTuple):
+    """What predictions of one kind rest on.
+
+    Args:
+        kind: For people.
+        least: Least time of a step, as a share of the prediction.
+        most: Most time.
+    """
+
+    kind: str
+    least: float
+    most: float
+
+
+DENSE = Ground("dense, bf16, data parallel", 0.82, 1.27)
+MIXED = Ground("dense, bf16, with tp, pp or cp", 0.75, 1.3)
+EIGHT_BIT = Ground("8-bit", 0.65, 1.35)
+LONG = Ground("sequences above 8,192 tokens", 0.65, 1.7)
+EXPERTS = Ground("experts behind the fast link", 0.65, 1.5)
+# Some codes send a token once to each host and hide it behind compute: up to 3.6 times as fast as predicted.
+EXPERTS_APART = Ground("experts over the network", 0.27, 1.5)
+_FULL = 0.85  # of the memory: allocators of training code begin to search and to give back
+_SLOWED = 1.3
+_LONGEST = 131072
+_OTHER_MACHINE = 1.2  # shares of peaks are carried over from another generation
+
+
+def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, filled: float) -> Ground | str:
+    """The range of a layout, or why there is none and what to measure.
+
+    Args:
+        has_experts: Whether the model is a mixture.
+        filled: Share of the memory that is used.
+    """
+    if job.seq_len > _LONGEST:
+        return f"nothing is published of {job.seq_len} tokens in a sequence: measure a block of yours at that length"
+    if not machine.has_ground:
+        return f"nothing is published of training on {machine.name}: measure it by --calibrate"
+    found = _kind(job, layout, machine, has_experts=has_experts)
+    if found is DENSE and not machine.is_preset:
+        return Ground(found.kind, 1 - machine.spread, 1 + machine.spread)
+    least, most = found.least, found.most
+    if machine.is_carried_over:
+        least, most = least / _OTHER_MACHINE, most * _OTHER_MACHINE
+    if filled > _FULL:
+        most *= _SLOWED
+    return Ground(found.kind, least, most)
+
+
+def _kind(job: Job, layout: Layout, machine: Machine, *, has_experts: bool) -> Ground:
+    if has_experts:
+        axis = layout.axes()["ep"]
+        is_near = axis.size == 1 or axis.size * axis.stride <= machine.gpus_per_domain
+        return EXPERTS if is_near else EXPERTS_APART
+    if job.seq_len > 8192:
+        return LONG
+    if job.precision != "bf16":
+        return EIGHT_BIT
+    return MIXED if max(layout.tp, layout.pp, layout.cp) > 1 else DENSE
