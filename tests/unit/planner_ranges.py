@@ -2,9 +2,9 @@
 
     python tests/unit/planner_ranges.py    # writes the table into docs/guides/planner.md
 
-Ranges of ``planner.ground`` are set from all rows. To see how far they carry, each source is left out in turn: the range
-of a kind is then from the least to the most error of that kind in the other sources, with a margin of 10%, of 40% where these have fewer
-than ten rows; or of all kinds together where no other source has the kind.
+Ranges of ``planner.ground`` are set from all rows. To see how far they carry, each source is left out in turn: the
+range of a kind is then from the least to the most error of that kind in the other sources, with a margin of 10%, of 40%
+where these have fewer than ten rows; or of all kinds together where no other source has the kind.
 """
 
 from __future__ import annotations
