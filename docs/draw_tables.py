@@ -3,14 +3,15 @@
     python docs/draw_tables.py            # writes the tables into the pages
     python docs/draw_tables.py --check    # exits with 1 if a table of a page is another one
 
-A table stands below ``<!-- table: NAME -->``, up to the next empty line; the one that several pages show stands between
+A table stands below ``<!-- table: NAME -->``, up to the next empty line; tables of steps, one for each job, up to
+``<!-- /table: NAME -->``; the one that several pages show stands between
 ``<!-- headline -->`` and ``<!-- /headline -->``. A test runs the check, so that no page shows a figure that nobody
 measured. Ratios are computed here, and only between rows of one job: another job had another machine.
 
 A file of docs/data is one job: machine, date, revision, versions, command, rows. It is what a benchmark wrote with
 ``--json`` (then it has ``results``), or what was noted of it (``rows``). Rows that the planner's test predicts are not
-repeated: ``rows_of`` names their job in tests/unit/planner_data/measured_steps.json. Two files are no jobs: ``aims``,
-whose values are ratios of rows of jobs, and ``history``, what was tried.
+repeated: ``rows_of`` names their job in tests/planner/planner_data/measured_steps.json. Two files are no jobs:
+``aims``, whose values are ratios of rows of jobs, and ``history``, what was tried.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from typing import Any, NamedTuple
 
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS / "data"
-MEASURED = DOCS.parent / "tests" / "unit" / "planner_data" / "measured_steps.json"
-MARKED = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n(?:.+\n)*|<!-- headline -->\n(?:.*\n)*?<!-- /headline -->\n")
+MEASURED = DOCS.parent / "tests" / "planner" / "planner_data" / "measured_steps.json"
+MARKED = re.compile(
+    r"<!-- table: (?P<name>[\w-]+) -->\n(?:(?:.*\n)*?<!-- /table: (?P=name) -->\n|(?:.+\n)*)"
+    r"|<!-- headline -->\n(?:.*\n)*?<!-- /headline -->\n"
+)
 HEADLINE = "headline"
 _GIB = 2**30
 FSDP2 = "fsdp2-bf16"
@@ -123,9 +127,24 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def draw_steps(table: Steps) -> str:
+    """One job: the rows that ``x`` is relative to are among the lines."""
     memory = [f"{table.memory.replace('_gib', ' GiB')}, T=2048, 8192"] if table.memory else []
     header = ["ms (x)", *(f"T={seq_len}" for seq_len in table.seq_lens), *memory]
     return markdown(header, (_step_cells(line, table) for line in table.lines))
+
+
+def jobs_of(table: Steps) -> list[Steps]:
+    """A table for each job of ``table``, with the lengths that it has, and with the row that others are relative to."""
+    found = []
+    for job in dict.fromkeys(line.job for line in table.lines):
+        lines = [line for line in table.lines if line.job == job]
+        for peer in dict.fromkeys(line.peer for line in lines):
+            if all(line.mode != peer for line in lines):
+                lines.append(Line(_LABELS[peer], job, peer, peer))
+        lengths = [T for T in table.seq_lens if any(figure(job, "ms", mode=line.mode, seq_len=T) for line in lines)]
+        has_memory = any(figure(job, table.memory, mode=line.mode) for line in lines) if table.memory else False
+        found.append(Steps(tuple(lines), tuple(lengths), table.memory if has_memory else ""))
+    return found
 
 
 def _step_cells(line: Line, table: Steps) -> list[str]:
@@ -148,11 +167,11 @@ def caption(jobs: Iterable[str]) -> str:
     return "; ".join(f"{when}: {', '.join(names)}" for when, names in files.items()) + "\n"
 
 
+_LABELS = {FSDP2: "`fully_shard`", "fsdp2-bf16-compiled": "`fully_shard`, compiled"}
 _HEADLINE = (
     Line("`gtp_shard(model, mesh)`", "2xh100", "gtp"),
     Line("with `capture_step`", "2xh100", "gtp-graph"),
     Line("`fully_shard`", "2xh100", FSDP2),
-    Line("megatron-fsdp", "2xh100_peers", "megatron-bf16"),
     Line("compute", "2xh100", "compute"),
 )
 _C = "fsdp2-bf16-compiled"
@@ -161,6 +180,7 @@ STEPS = {
     "2xh100": Steps(
         (
             *_HEADLINE,
+            Line("megatron-fsdp", "2xh100_peers", "megatron-bf16"),
             Line('`memory="least"`', "2xh100_memory", "gtp-least"),
             Line('`memory="most_speed"`', "2xh100_memory", "gtp-most_speed"),
             Line("compiled, captured", "2xh100_compiled", "gtp-compiled-graph", _C),
@@ -329,9 +349,11 @@ def draw(name: str) -> str:
         ValueError: if there is no such table.
     """
     if name == HEADLINE:
-        return draw_steps(STEPS[HEADLINE])
+        (headline,) = jobs_of(STEPS[HEADLINE])
+        return draw_steps(headline)
     if name in STEPS:
-        return caption(line.job for line in STEPS[name].lines) + draw_steps(STEPS[name])
+        tables = (caption([table.lines[0].job]) + draw_steps(table) for table in jobs_of(STEPS[name]))
+        return "\n".join(tables) + f"<!-- /table: {name} -->\n"
     if name not in TABLES:
         raise ValueError(f"draw expects one of {', '.join((*STEPS, *TABLES))}, but got {name!r}.")
     drawn, jobs = TABLES[name]

@@ -20,6 +20,8 @@ Environment variables, the same on all ranks:
 ``DTENSOR_GTP_CASTS``: ``auto`` (default) quantizes by Triton kernels on GPUs, ``reference`` op by op. The bits are the
 same.
 
+``DTENSOR_GTP_SECRET``: any text. Processes without it cannot join the job through its store.
+
 ``TORCH_LOGS="+dtensor_gtp"``: log messages of the package, of level DEBUG too.
 
 ``init_weight_mesh`` and ``nonuniform_mesh`` read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
@@ -32,8 +34,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
 from ._modules.gtp_module import GTPModule, UnshardHandle
+from ._modules.whole_weights import whole_weights
 from ._version import __version__
-from .api import gtp_shard, register_gtp_forward_method
+from .api import gtp_shard, register_gtp_forward_method, shard_added
 from .graphs.capture_blocks import CapturedBlocks, capture_blocks
 from .graphs.capture_step import CapturedStep, capture_step
 from .mesh import WeightMesh, init_weight_mesh
@@ -68,7 +71,9 @@ __all__ = [
     "plan",
     "quantize_",
     "register_gtp_forward_method",
+    "shard_added",
     "sharding_report",
+    "whole_weights",
 ]
 
 

@@ -1,10 +1,11 @@
-"""Which how-to page helps with an error: messages end with its address."""
+"""How messages end: with the command that prints the page which helps, or with the name that was meant."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Literal
 
-_FOLDER = "docs/howto"
 Page = Literal[
     "add_a_gather_backend",
     "add_a_recipe",
@@ -19,7 +20,32 @@ Page = Literal[
     "resume_on_other_gpus",
 ]
 
+_ALIKE = 0.6  # "bais" and "bias" have 0.75, "up" and "norm" have 0
+
 
 def see(page: Page) -> str:
-    """The last sentence of a message: the page to read."""
-    return f"See {_FOLDER}/{page}.md."
+    """The last sentence of a message: how to read the page."""
+    return f"Read `python -m dtensor_gtp.help {page}`."
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """ ", did you mean 'x'?" with the nearest of these dotted names; empty if none is near."""
+    best, likeness = "", 0.0
+    for other in names:
+        if other.endswith(f".{name}") or name.endswith(f".{other}") or other.startswith(f"{name}_"):
+            return f", did you mean '{other}'?"
+        if (ratio := _likeness(name, other)) > likeness:
+            best, likeness = other, ratio
+    return f", did you mean '{best}'?" if best else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    """That of the parts between the dots that are least alike; 0 if a word was not meant to be the other."""
+    parts, others = name.split("."), other.split(".")
+    if len(parts) != len(others):
+        return 0.0
+    differ = [(a, b) for a, b in zip(parts, others, strict=True) if a != b]
+    if any(a.isdecimal() or b.isdecimal() for a, b in differ):
+        return 0.0
+    least = min((difflib.SequenceMatcher(None, a, b).ratio() for a, b in differ), default=1.0)
+    return least if least >= _ALIKE else 0.0

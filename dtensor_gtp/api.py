@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,7 +22,7 @@ from ._modules.bad_arguments import (
     validate_mesh,
     validate_module,
 )
-from ._modules.binding import binding_of
+from ._modules.binding import ShardGroup, binding_of, outermost_calls, unmanaged_params
 from ._modules.decide import Decision, decide
 from ._modules.frames import as_forward
 from ._modules.from_fully_shard import refuse_arguments
@@ -140,9 +142,82 @@ def gtp_shard(
     with torch.inference_mode(False):  # in inference mode, the shards could never be trained
         runtime = Runtime(device_of(mesh), schedule, debug)
         shard_module(module, arguments, decisions, unmanaged, runtime, GTPModule)
+    _shard_added_adapters(module)
     placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in runtime.params)
     logger.info("gtp_shard: %s over mesh axes %s\n%s", type(module).__name__, mesh.mesh_dim_names, placed)
     return module
+
+
+def shard_added(module: nn.Module) -> nn.Module:
+    """Shard the parameters of submodules that were added after ``gtp_shard``, such as an adapter loaded by PEFT.
+
+    They get the mesh and policies of the call on the module around. Give them the same values on all ranks, and create
+    the optimizer afterwards. The next forward begins as a first one does: it makes communicators and observes.
+
+    Args:
+        module: A module that :func:`gtp_shard` was called on, or one around it.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: No call of :func:`gtp_shard` is on ``module`` or below it.
+        NotImplementedError: A parameter was added to a module that is sharded already, not with a module of its own.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
+        Sequential(...)
+        >>> model.append(nn.Linear(64, 64))
+        Sequential(...)
+        >>> shard_added(model)[1].weight.to_local().shape
+        torch.Size([16, 64])
+    """
+    groups = outermost_calls(module)
+    if not groups:
+        raise ValueError(f"shard_added expects a module after gtp_shard, but got a {type(module).__name__}.")
+    for group in groups:
+        group.runtime.abandon()
+        _shard_added(group)
+    return module
+
+
+def _shard_added_adapters(module: nn.Module) -> None:
+    """Let ``add_adapter`` of a model of PEFT or transformers, which ``load_adapter`` calls, shard what it adds."""
+    stock = getattr(module, "add_adapter", None)
+    if not callable(stock) or isinstance(stock, nn.Module):
+        return
+
+    @functools.wraps(stock)
+    def add_adapter(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        shard_added(module)
+        return result
+
+    module.__dict__["add_adapter"] = add_adapter
+
+
+def _shard_added(group: ShardGroup) -> None:
+    arguments: Arguments = group.arguments
+    ignored = {site.module._parameters[site.name] for site in group.unmanaged if site.name in site.module._parameters}
+    arguments = arguments._replace(ignored_params={param for param in ignored if param is not None})
+
+    def check() -> tuple[list[Decision], set[Site]]:
+        for fqn, site, param in unmanaged_params(group.module):
+            if binding_of(site.module) is not None and param not in arguments.ignored_params:
+                raise NotImplementedError(
+                    f"shard_added expects parameters in modules of their own, but '{fqn}' was added to a "
+                    f"{type(site.module).__name__} that gtp_shard has sharded. Add it before gtp_shard."
+                )
+        return decide(group.module, arguments)
+
+    decisions, unmanaged = agree_on_all_ranks(
+        arguments.mesh, check, lambda checked: [each.describe() for each in checked[0]], caller="shard_added"
+    )
+    if decisions:
+        with torch.inference_mode(False):
+            runtime = Runtime(group.runtime.device, arguments.schedule, group.runtime.debug)
+            shard_module(group.module, arguments, decisions, unmanaged, runtime, GTPModule)
 
 
 def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:

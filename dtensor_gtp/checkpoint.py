@@ -1,4 +1,4 @@
-"""Loads checkpoints whose weights are stored in another way than the model's.
+"""Saves checkpoints that are whole or absent, and loads those whose weights are stored in another way than the model's.
 
 A native weight (``quantize_(..., storage="native")``) is stored as planes under keys of their own, such as
 ``up.weight_mxfp8.elements``; any other weight as ``up.weight``. If checkpoint and model agree, plain ``dcp.load`` moves
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -26,12 +27,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._howto import see
+from ._howto import did_you_mean, see
 from ._progress import Progress
+from ._saves import async_save, latest, save
 from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
 
+_MOST_NAMED = 5  # in an error
 _LOG = logging.getLogger(__name__)
 
 
@@ -77,20 +80,26 @@ def load(
         >>> import torch.distributed.checkpoint as dcp
         >>> mesh = init_weight_mesh("cpu", gtp=4).weights
         >>> model = gtp_shard(nn.Linear(64, 64, bias=False), mesh)
-        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10")
+        >>> saved = dcp.save({"model": model.state_dict()}, checkpoint_id="step10")
         >>> native = quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native")
         >>> native = gtp_shard(native.requires_grad_(False), mesh)
-        >>> load(native.state_dict(), model=native, checkpoint_id="step10")  # quantizes
+        >>> state = {"model": native.state_dict()}
+        >>> load(state, model=native, checkpoint_id="step10")  # quantizes
     """
     planner = ConvertingLoadPlanner(model, allow_partial_load, recipes)
-    load_as_stored(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_reader=storage_reader,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    try:
+        load_as_stored(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    except CheckpointException:
+        if planner.missing:  # torch would show the traceback of each rank
+            raise RuntimeError(planner.missing) from None
+        raise
     planner.finish()
 
 
@@ -134,9 +143,10 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     Example:
         >>> import torch.distributed.checkpoint as dcp
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10")
+        >>> state = {"model": model.state_dict()}
+        >>> saved = dcp.save(state, checkpoint_id="step10")
         >>> planner = ConvertingLoadPlanner(model)
-        >>> dcp.load(model.state_dict(), checkpoint_id="step10", planner=planner)
+        >>> dcp.load(state, checkpoint_id="step10", planner=planner)
         >>> planner.finish()
     """
 
@@ -150,6 +160,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         self._recipes = _by_name([*recipes, *own])
         self._plane_key = _plane_key(self._recipes)
         self._regions: dict[str, _Region] = {}  # by the key of the weight
+        self.missing = ""  # what the checkpoint has not, and what may have been meant
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -163,14 +174,22 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             match = self._plane_key.fullmatch(key)
             weight = match["weight"] if match else key
             if key in stored or not isinstance(value, Tensor):
+                entry = stored.get(key)
+                is_plane = match and isinstance(value, Tensor) and value.dtype != torch.uint8
+                if is_plane and isinstance(entry, TensorStorageMetadata):  # torch would convert the numbers
+                    _check_dtype("load", key, entry.properties.dtype, value.dtype)
                 continue
             source = _recipe_of(stored, weight, self._recipes)
             if source is None and weight not in stored:
-                continue  # it is missing: torch raises
+                continue  # it is missing
             del self.state_dict[key]
             if weight not in self._regions:
                 target = self._native(weight, match["recipe"]) if match else value
                 self._regions[weight] = _region(weight, target, source, stored)
+        missing = [key for key in self.state_dict if key not in stored]
+        if missing and not self.allow_partial_load:
+            self.missing = _missing(missing, stored)
+            raise RuntimeError(self.missing)
 
     def _native(self, weight: str, recipe: str) -> nn.Parameter:
         names = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
@@ -230,6 +249,18 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             torch.autograd.graph.increment_version(target)
 
 
+def _missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
+    named = "; ".join(f"'{key}'{did_you_mean(key, stored)}" for key in keys[:_MOST_NAMED])
+    more = f"; and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    text = f"load expects {len(keys)} keys that the checkpoint has not: {named}{more}."
+    outer = {name.partition(".")[0] for name in stored if name.partition(".")[2] == keys[0]}
+    if outer:
+        return f'{text} It was saved as {{"{outer.pop()}": ...}}: load a dict with that key.'
+    if keys[0].partition(".")[2] in stored:
+        return f"{text} It was saved without '{keys[0].partition('.')[0]}' around it: load the inner dict."
+    return f"{text} Pass allow_partial_load=True to leave them as they are."
+
+
 def _recipe_of(stored: Mapping[str, Any], weight: str, recipes: Mapping[str, Recipe]) -> Recipe | None:
     """The one of these recipes in whose planes a checkpoint or state dict holds a weight; None if it has none of it."""
     return next((recipe for name, recipe in recipes.items() if f"{weight}_{name}.elements" in stored), None)
@@ -254,7 +285,7 @@ def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[
     region = _Region(target, offsets, sizes, tuple(begin), torch.Size(shape), source, {})
     for name, spec in native_planes(source).items():
         key = f"{weight}_{source.name}.{name}"
-        meta = _checked(key, stored, spec.shape(torch.Size(target.shape)))
+        meta = _checked(key, stored, spec.shape(torch.Size(target.shape)), spec.dtype)
         region.tensors[key] = torch.empty(spec.shape(region.shape), dtype=meta.properties.dtype)
     return region
 
@@ -268,12 +299,22 @@ def _plane_begin(region: _Region, key: str) -> tuple[int, ...]:
     )
 
 
-def _checked(key: str, stored: Mapping[str, Any], shape: torch.Size) -> TensorStorageMetadata:
+def _checked(
+    key: str, stored: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype | None = None
+) -> TensorStorageMetadata:
+    """The entry of a tensor of this shape and, for a plane, this dtype or as bytes."""
     meta = stored.get(key)
     if not isinstance(meta, TensorStorageMetadata) or meta.size != shape:
         got = f"one of shape {tuple(meta.size)}" if isinstance(meta, TensorStorageMetadata) else "none"
         raise ValueError(f"load expects a tensor '{key}' of shape {tuple(shape)} in the checkpoint, but found {got}.")
+    if dtype is not None:
+        _check_dtype("load", key, meta.properties.dtype, dtype)
     return meta
+
+
+def _check_dtype(caller: str, key: str, found: torch.dtype, dtype: torch.dtype) -> None:
+    if found not in (dtype, torch.uint8) or found.itemsize != dtype.itemsize:
+        raise ValueError(f"{caller} expects {dtype} or bytes of it as '{key}', but found {found}.")
 
 
 def dequantize_state_dict(
@@ -290,7 +331,8 @@ def dequantize_state_dict(
         A new dict.
 
     Raises:
-        ValueError: ``module`` has no parameter for planes in ``state_dict``.
+        ValueError: ``module`` has no parameter for planes in ``state_dict``, or a plane is missing or has another shape
+            or dtype than the recipe's.
 
     Example:
         >>> native = quantize_(nn.Linear(64, 64), "mxfp8", storage="native")
@@ -313,9 +355,19 @@ def dequantize_state_dict(
                     f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has "
                     f"no '{weight}'."
                 )
-            stored = {name: state_dict[f"{weight}_{recipe.name}.{name}"] for name in native_planes(recipe)}
+            stored = {}
+            for name, spec in native_planes(recipe).items():
+                key = f"{weight}_{recipe.name}.{name}"
+                shape, plane = spec.shape(torch.Size(param.shape)), state_dict.get(key)
+                if not isinstance(plane, Tensor) or plane.shape != shape:
+                    got = f"one of shape {tuple(plane.shape)}" if isinstance(plane, Tensor) else "none"
+                    raise ValueError(
+                        f"dequantize_state_dict expects a tensor '{key}' of shape {tuple(shape)}, but found {got}."
+                    )
+                _check_dtype("dequantize_state_dict", key, plane.dtype, spec.dtype)
+                stored[name] = plane
             result[weight] = _dequantize(recipe, stored, torch.Size(param.shape), param.dtype)
     return result
 
 
-__all__ = ["ConvertingLoadPlanner", "dequantize_state_dict", "load"]
+__all__ = ["ConvertingLoadPlanner", "async_save", "dequantize_state_dict", "latest", "load", "save"]

@@ -300,7 +300,7 @@ def _check_expert_sizes(sizes: dict[str, int], num_ranks: int) -> None:
 
 
 def _what_fits(fits: list[str], separator: str) -> str:
-    return f"What would fit, changing one: {separator.join(fits)}." if fits else "No change of one of them would fit."
+    return f"Change one size: {separator.join(fits)}." if fits else "No change of a single size would fit."
 
 
 def _check_others(device_type: str, seed: Any, timeout: Any) -> None:

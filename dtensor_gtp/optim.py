@@ -1,4 +1,5 @@
-"""``Muon`` for sharded matrices, ``MasterOptimizer`` for native weights, and ``ShardedEMA``, averages of weights.
+"""``Muon`` for sharded matrices, ``gathered`` for other optimizers that need whole ones, ``MasterOptimizer`` for native
+weights, and ``ShardedEMA``, averages of weights.
 
 Muon's update ``lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix, so no shard can compute its
 part alone. ``torch.optim.Muon`` on DTensors (torch 2.11 to 2.13) needs 11 to 16 collectives for each matrix, sums in
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import _torch_compat as compat
+from ._gathered_optimizer import gathered
 from ._howto import see
 from .placement import chunk_size_and_offset
 from .quant.master import master_of
@@ -356,4 +358,4 @@ def _values_of(param: Tensor) -> Tensor:
     return master_of(compat.local_part(param).detach())
 
 
-__all__ = ["MasterOptimizer", "Muon", "ShardedEMA"]
+__all__ = ["MasterOptimizer", "Muon", "ShardedEMA", "gathered"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -172,13 +173,18 @@ _GONE = {
 
 
 def _refuse_old_fields(cls: type[SchedulePolicy]) -> type[SchedulePolicy]:
-    """A class decorator: fields of earlier versions raise, and name the new word."""
+    """A class decorator: fields of earlier versions and unknown ones raise, and name the right word."""
     init = cls.__init__
 
     @functools.wraps(init)
     def checked(self: SchedulePolicy, *args: Any, **fields: Any) -> None:
         for name in fields.keys() & _GONE.keys():
             raise TypeError(f"SchedulePolicy has no field {name} any more: {_GONE[name]}.")
+        names = [name for name in cls.__dataclass_fields__ if not name.startswith("_")]
+        for name in sorted(fields.keys() - cls.__dataclass_fields__.keys()):
+            close = get_close_matches(name, names, n=1, cutoff=0.5)
+            meant = f"Did you mean {close[0]}?" if close else f"The fields are {', '.join(names)}."
+            raise TypeError(f"SchedulePolicy has no field {name}. {meant}")
         init(self, *args, **fields)
 
     cls.__init__ = checked  # type: ignore[method-assign]
@@ -225,7 +231,7 @@ class SchedulePolicy:
 
     Raises:
         TypeError: A field is of the wrong type, or is one of earlier versions: the message names the new one.
-        ValueError: A field is out of its range, or names nothing that there is.
+        ValueError: A field is out of its range, or is no known name.
 
     Example:
         >>> policy = SchedulePolicy(memory="least", head="gather")
@@ -245,7 +251,7 @@ class SchedulePolicy:
     head: ExchangeKind = "exchange"
     exchange_tokens: int | None = None
     min_shard_numel: int = 1024
-    # Fields of ``Schedule`` that are not chosen but as given here. ``chosen`` has all of them.
+    # ``Schedule`` fields that the caller has pinned. ``chosen`` pins all of them.
     _numbers: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:

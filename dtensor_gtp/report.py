@@ -20,9 +20,11 @@ from ._params.managed_param import ManagedParam
 from ._params.pack_planes import QuantizedWire
 from ._params.sharded_weight import ShardedWeight
 from ._params.whole_param import WholeParam
-from ._report.facts import Cut, LaunchReport, PassReport, PlanReport, ReportRow, plan_report
-from ._report.page import Facts, fragment, page
-from ._report.text import plan_text, table
+from ._report.columns import terminal_width
+from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, ReportRow, plan_report
+from ._report.page import fragment, page
+from ._report.summary import full_text, summary
+from ._report.text import plan_text
 from ._schedule.held_weights import held_nbytes
 from ._schedule.order_of_gathers import Plan
 from ._schedule.order_of_uses import ChainKey
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardingReport:
-    """Report of a sharded module; ``str()`` is the table.
+    """Report of a sharded module. ``str()`` fits a screen, as wide as the terminal or the variable COLUMNS says.
 
     Args:
         mesh: Axes and sizes of the root's mesh.
@@ -47,8 +49,11 @@ class ShardingReport:
             allocator, so ``torch.cuda.memory_stats`` does not count it.
         gather_backends: Who gathers and reduces on each mesh and why, as text; empty before the first forward.
         choices: What else was chosen in the first forward and why, as text.
-        is_verbose: Equal blocks of the model are shown one by one, not as one ("layers.0-31").
+        is_verbose: Each parameter and each launch is shown. Else the text fits a screen, with equal blocks as one
+            ("layers.0-31").
         prediction: What communication takes on a machine, and below it what was measured; empty without a machine.
+        peak_nbytes: The most memory that ``torch.cuda.max_memory_allocated`` has counted; None on CPUs.
+        advice: What to do next, in a sentence or two each.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -73,6 +78,8 @@ class ShardingReport:
     choices: tuple[str, ...] = ()
     is_verbose: bool = False
     prediction: tuple[str, ...] = ()
+    peak_nbytes: int | None = None
+    advice: tuple[str, ...] = ()
 
     @property
     def schedule(self) -> str:
@@ -85,11 +92,8 @@ class ShardingReport:
         return tuple(plan.memory for plan in self.plans if plan.memory is not None)
 
     def __str__(self) -> str:
-        lines = [f"gtp_shard on {self.mesh}", *table(self.rows, self.is_verbose)]
-        if self.symmetric_nbytes:
-            lines.append(f"{format_nbytes(self.symmetric_nbytes)} of memory that peers copy from")
-        lines += [*self.gather_backends, *self.choices, *self.prediction]
-        return "\n".join((*lines, self.schedule or "schedule: not observed yet"))
+        shown = full_text if self.is_verbose else summary
+        return shown(self._facts, terminal_width())
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one page without scripts: what each rank holds, bytes, the plans as timelines, and the
@@ -109,8 +113,18 @@ class ShardingReport:
 
     @property
     def _facts(self) -> Facts:
-        choices = (*self.gather_backends, *self.exchanges, *self.choices, *self.prediction)
-        return Facts(self.mesh, self.rows, self.plans, choices, self.symmetric_nbytes, self.is_verbose)
+        choices = (*self.gather_backends, *self.exchanges, *self.choices)
+        return Facts(
+            self.mesh,
+            self.rows,
+            self.plans,
+            choices,
+            self.symmetric_nbytes,
+            self.is_verbose,
+            self.prediction,
+            self.peak_nbytes,
+            self.advice,
+        )
 
 
 def sharding_report(
@@ -118,14 +132,16 @@ def sharding_report(
 ) -> ShardingReport:
     """Describe what :func:`gtp_shard` did to ``module`` and the schedule it has observed so far.
 
-    ``print`` it. Three or more equal blocks are shown as one: "layers.0-31.wq.weight".
+    ``print`` it, or let a notebook display it. The text fits a screen: what is sharded, memory, what was chosen and
+    why, the schedule, and what to do next. Three or more equal blocks are shown as one: "layers.0-31.wq.weight".
 
     Args:
         module: A module that was passed to ``gtp_shard``, or one inside of it.
         machine: As for :func:`dtensor_gtp.plan`. With one, the report has what the gathers and reductions of the plan
             take on its links in milliseconds, and below it the time between the last optimizer steps, and on GPUs the
-            most memory that the allocator has counted. docs/guides/planner.md has predictions of whole steps.
-        verbose: Show each block by itself.
+            most memory that the allocator has counted. ``python -m dtensor_gtp.help planner`` has predictions of
+            whole steps.
+        verbose: Show each parameter and each launch of gathers by itself.
 
     Returns:
         The :class:`ShardingReport` of this rank.
@@ -137,11 +153,17 @@ def sharding_report(
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
         >>> print(sharding_report(model))
         gtp_shard on gtp=4
-        parameter  shape  dtype    placements  per rank  gathered  use
-        weight     64x64  float32  (G(0))      4.0 KiB   16.0 KiB  fused op
-        bias       64     float32  (R)         256 B     -         whole (1-D)
-        4.2 KiB of parameters per rank; largest gathered weight 16.0 KiB
-        schedule: not observed yet
+          weight  shape  dtype    placements  this rank  use
+          weight  64x64  float32  (G(0))      4.0 KiB    fused op
+          whole (1-D): 1 (256 B): bias
+        memory of this rank
+          parameters: 4.2 KiB, in shards and whole
+          largest gathered weight: 16.0 KiB
+        schedule
+          not observed yet
+        next
+          Run a forward and a backward: a report after them has the choices and the schedule.
+          ...
     """
     binding = binding_of(module)
     if binding is None:
@@ -168,7 +190,26 @@ def sharding_report(
         runtime.reasons,
         verbose,
         () if machine is None else _prediction(runtime, mesh, machine),
+        torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None,
+        _advice(runtime, verbose, machine is not None),
     )
+
+
+def _advice(runtime: Runtime, is_verbose: bool, has_machine: bool) -> tuple[str, ...]:
+    """What may help, given what is chosen."""
+    advice = []
+    if not any(chain.plan.uses for chain in list(runtime.chains.values())):
+        advice.append("Run a forward and a backward: a report after them has the choices and the schedule.")
+    if runtime.policy.memory == "balanced":
+        advice.append(
+            "Out of memory: pass schedule=SchedulePolicy(memory='least') to gtp_shard. "
+            "Memory left over: memory='most_speed'."
+        )
+    if not has_machine:
+        advice.append("Predicted communication beside measured time: sharding_report(model, machine='h100').")
+    every = "" if is_verbose else "Each parameter and each launch: sharding_report(model, verbose=True). "
+    advice.append(f"{every}Timelines as a page: sharding_report(model).to_html('report.html').")
+    return tuple(advice)
 
 
 def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> tuple[str, ...]:

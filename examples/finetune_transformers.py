@@ -6,12 +6,11 @@ torchrun --nproc-per-node 2 examples/finetune_transformers.py  # [--model NAME_O
 from argparse import ArgumentParser
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import checkpoint, gtp_shard
 from launch import run, start
 from text_data import TextBatches, load_corpus
 
@@ -48,7 +47,7 @@ def main() -> None:
     written = model.generate(prompt, do_sample=False, min_new_tokens=48, max_new_tokens=48)[0]
     place.print_once(tokenizer.decode(written))
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=f"{options.folder}/checkpoint")
+    checkpoint.save(states, f"{options.folder}/checkpoint")
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if place.rank == 0:
         model.save_pretrained(f"{options.folder}/model", state_dict=whole)

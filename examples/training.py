@@ -11,8 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
@@ -21,11 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from checkpoints import CheckpointDir, TrainState, check_requirements, check_same_run
 from dtensor_gtp import MixedPrecisionPolicy, sharding_report
+from dtensor_gtp.metrics import StepMetrics, progress_line
 from dtensor_gtp.policy import Memory
 from launch import Place, UsageError
 from llama import LlamaConfig
@@ -150,32 +149,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return max_rss if sys.platform == "darwin" else max_rss * 1024
 
 
-class Speed:
-    """Tokens per second over the training steps since the last reading; pauses do not count."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tokens = 0
-        self._started = time.perf_counter()
-
-    def count(self, tokens: int) -> None:
-        self._tokens += tokens
-
-    def read(self) -> float:
-        now = time.perf_counter()
-        tokens_per_s = self._tokens / (now - self._started)
-        self._tokens, self._started = 0, now
-        return tokens_per_s
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # steps still in the queue belong before the pause
-        begun = time.perf_counter()
-        yield
-        self._started += time.perf_counter() - begun
-
-
 class Trainer:
     """The training loop and what it keeps between steps.
 
@@ -218,27 +191,28 @@ class Trainer:
         self.step = 0
         self.losses: list[tuple[int, float]] = []
         self.validation_losses: list[tuple[int, float]] = []
-        self.speed = Speed(place.device)
-        self.tokens_per_s = 0.0
+        self.step_metrics = StepMetrics(model)
+        self.values: dict[str, float] = {}
+        self.first_step, self.started = 0, time.perf_counter()
 
     def train(self) -> None:
         """Runs the remaining steps, with validation at both ends and at each checkpoint."""
         self.place.print_once(sharding_report(self.model))
         self.validate()
-        first_step = self.step + 1
+        self.first_step, self.started = self.step, time.perf_counter()
         while self.step < self.preset.steps:
             loss, grad_norm = self.train_step()
-            if self.step == first_step:
-                self.place.print_once(sharding_report(self.model).schedule)
+            if self.step == self.first_step + 1:
+                self.place.print_once(sharding_report(self.model))
             if self.step % self.preset.log_every == 0 or self.step == self.preset.steps:
                 self.log(loss, grad_norm)
             is_last = self.step == self.preset.steps
             is_due = self.preset.checkpoint_every and self.step % self.preset.checkpoint_every == 0
-            with self.speed.paused():
-                if is_due or is_last:
-                    self.validate()
-                if self.preset.checkpoint_every and (is_due or is_last):
+            if is_due or is_last:
+                self.validate()
+                if self.preset.checkpoint_every:
                     self.save()
+                self.step_metrics.skip()  # neither is part of a step
 
     def train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step; returns this rank's loss and the norm of the averaged gradient, both scalars."""
@@ -248,7 +222,7 @@ class Trainer:
         grad_norm = self.clip_grad_norm()
         self.update()
         self.optimizer.zero_grad()
-        self.speed.count(self.preset.batch_size * self.preset.model.max_seq_len)
+        self.step_metrics.count(self.preset.batch_size * self.preset.model.max_seq_len)
         return loss.detach(), grad_norm
 
     def update(self) -> None:
@@ -272,15 +246,10 @@ class Trainer:
         mean_loss = self.place.mean_over_ranks(loss * self.weight)
         if not math.isfinite(mean_loss):
             raise FloatingPointError(f"the loss of step {self.step} is {mean_loss}; try a smaller --lr.")
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
         self.losses.append((self.step, mean_loss))
-        self.tokens_per_s = self.speed.read()
-        self.place.print_once(
-            f"step {self.step:>4}/{self.preset.steps}  loss {mean_loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
-            f"peak memory {peak_memory_bytes(self.place.device) / 2**20:,.0f} MiB  "
-            f"gradient norm {grad_norm.item():.3f}"
-        )
+        self.values = self.step_metrics.read(loss=mean_loss, grad_norm=grad_norm)
+        seconds = time.perf_counter() - self.started
+        self.place.print_once(progress_line(self.step, self.preset.steps, self.values, seconds, self.first_step))
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -319,7 +288,7 @@ class Trainer:
             "step": self.step,
             "losses": self.losses,
             "validation_losses": self.validation_losses,
-            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s": self.values.get("tokens_per_s", 0.0),
             "peak_memory_bytes": peak_memory_bytes(self.place.device),
         }
 

@@ -9,13 +9,18 @@ import gc
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 # Before torch is imported, for all processes of the suite: the operations of a test are too small for several threads,
 # which would only wait for each other, and burn the cores that other ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "200"  # reports do not wrap, however wide the terminal is
 
 import pytest
 import torch
+
+# What tests share is in support/, and in tests of other folders.
+sys.path[1:1] = sorted(str(path) for path in Path(__file__).parent.glob("[a-z]*/"))
 
 
 def pytest_configure() -> None:

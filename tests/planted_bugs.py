@@ -34,9 +34,10 @@ from planted_bugs_layout import LAYOUT
 from planted_bugs_numbers import NUMBERS
 from planted_bugs_planner import PLANNER
 from planted_bugs_runtime import RUNTIME
+from planted_bugs_silent import SILENT
 from planted_bugs_type import PACKAGE, Bug
 
-BUGS = [*LAYOUT, *RUNTIME, *HOST, *NUMBERS, *PLANNER]
+BUGS = [*LAYOUT, *RUNTIME, *HOST, *NUMBERS, *PLANNER, *SILENT]
 ENOUGH = 0.95  # of the bugs
 LIMIT = 90.0  # seconds for the tests of one bug: ranks that wait for each other for so long count as caught
 PATIENCE = timedelta(seconds=30)  # of one collective: torch's tests wait until every rank has ended
@@ -178,6 +179,7 @@ def check(bugs: Sequence[Bug]) -> None:
     for bug in bugs:
         try:
             compile(bug.text(), bug.file, "exec")
+            bug.node_ids()
         except SyntaxError as error:
             raise ValueError(f"Bug '{bug.name}' is no Python: {error}. A bug changes what code does.") from None
 
@@ -306,7 +308,7 @@ def _run_child(run: _Run, tier: str) -> None:
 
         marks = ["-m", "not soak"] if tier == "long" else []
         options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *marks]
-        status = pytest.main([*options, *run.bug.tests], plugins=[_Report(run.directory / "report.json")])
+        status = pytest.main([*options, *run.bug.node_ids()], plugins=[_Report(run.directory / "report.json")])
         imported = sys.modules.get("dtensor_gtp")
         if imported is not None and not str(imported.__file__).startswith(package):
             print(f"The tests have imported {imported.__file__}, not the copy with the bug.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "dtensor_gtp"
+TESTS = Path(__file__).parent
 
 
 class Bug(NamedTuple):
@@ -16,7 +18,8 @@ class Bug(NamedTuple):
         file: Path below ``dtensor_gtp/``.
         before: Text that stands exactly once in the file: a line, or the part of it that tells it from all others.
         after: What the bug makes of it.
-        tests: Node ids of the tests that should fail, the fewest and quickest of the module concerned.
+        tests: The tests that should fail, the fewest and quickest of the module concerned, as ``file.py::name``: a file
+            may move to another folder.
     """
 
     name: str
@@ -24,6 +27,21 @@ class Bug(NamedTuple):
     before: str
     after: str
     tests: tuple[str, ...]
+
+    def node_ids(self) -> list[str]:
+        """For pytest.
+
+        Raises:
+            ValueError: There is no such file of tests, or there are several.
+        """
+        found = []
+        for test in self.tests:
+            file, *inner = test.split("::")
+            paths = _files_of_tests(file)
+            if len(paths) != 1:
+                raise ValueError(f"Bug '{self.name}': {len(paths)} files below tests/ have the name of {file}.")
+            found.append("::".join([paths[0].relative_to(TESTS.parent).as_posix(), *inner]))
+        return found
 
     def text(self, package: Path = PACKAGE) -> str:
         """The file with the bug in it.
@@ -44,3 +62,8 @@ class Bug(NamedTuple):
                 f"{self.before!r}. Change the text in the list, or take out the bug if no line can have it any more."
             )
         return source.replace(self.before, self.after)
+
+
+@cache
+def _files_of_tests(name: str) -> list[Path]:
+    return list(TESTS.rglob(name))

@@ -26,15 +26,15 @@ RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 # What the parts of the package do that touch most of torch: placements, training, tp, checkpoints, low precision,
 # compile. A few minutes on two cores.
 TESTS = (
-    "tests/unit/test_public_api.py",
-    "tests/unit/test_placement.py",
-    "tests/distributed/test_gtp_placement.py",
-    "tests/distributed/test_gtp_shard_training.py",
-    "tests/distributed/test_gtp_shard_state_dict.py",
-    "tests/distributed/test_gtp_shard_mixed_precision.py",
-    "tests/distributed/test_gtp_shard_tp.py",
-    "tests/distributed/test_quantize.py",
-    "tests/distributed/test_gtp_shard_compile.py",
+    "tests/project/test_public_api.py",
+    "tests/placement/test_placement.py",
+    "tests/placement/test_gtp_placement.py",
+    "tests/training/test_gtp_shard_training.py",
+    "tests/checkpoints/test_gtp_shard_state_dict.py",
+    "tests/training/test_gtp_shard_mixed_precision.py",
+    "tests/compose/test_gtp_shard_tp.py",
+    "tests/quant/test_quantize.py",
+    "tests/compile/test_gtp_shard_compile.py",
 )
 
 

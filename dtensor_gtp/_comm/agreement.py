@@ -80,7 +80,7 @@ def agree_on_all_ranks(
         messages = "; ".join(f"rank {rank}: {message}" for rank, message in errors.items() if message)
         raise RuntimeError(f"{caller} failed on another rank of the mesh, so it fails on all: {messages}")
     if highest != -lowest:
-        difference = _first_difference(by_rank(described, groups))
+        difference = first_difference(by_rank(described, groups))
         raise RuntimeError(
             f"{caller} expects {expected} on all ranks of mesh axes {mesh.mesh_dim_names}, but {difference}. {remedy} "
             + see("ranks_diverge")
@@ -92,7 +92,8 @@ def _text_of(error: Exception) -> str:
     return "\n".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
 
 
-def _first_difference(described: dict[int, Sequence[str]]) -> str:
+def first_difference(described: dict[int, Sequence[str]]) -> str:
+    """Where what the ranks say differs first."""
     first_rank, *others = described
     for rank in others:
         for a, b in zip_longest(described[first_rank], described[rank], fillvalue="nothing more"):
@@ -146,3 +147,12 @@ def _mixed(rows: Tensor) -> Tensor:
             mixed = (mixed ^ without_sign) * factor
         totals += mixed.sum(1)
     return totals
+
+
+def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:
+    """Of each of these facts whether it holds on any rank of ``mesh``. The host waits for the answer."""
+    flags = torch.tensor(found, dtype=torch.int32, device=device)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return [flag > 0 for flag in flags.tolist()]

@@ -43,7 +43,8 @@ class CommContext(ReductionsInFlight):
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         # Whether ``capture_step`` may replay steps, which exchange nothing on the host.
         self.may_replay_steps = False
-        # Who gathers and reduces on each mesh: as fields of ``Schedule``, and with the reasons, for the report.
+        # Who gathers and reduces on each mesh: as fields of ``Schedule``; and for the report what was chosen here, with
+        # the reason. ``choose`` gives the reason for what it has chosen before.
         self._chosen: list[tuple[GatherBackendName | type[GatherBackend], ReduceScatterKind]] = []
         self.choices: list[str] = []
 
@@ -68,9 +69,11 @@ class CommContext(ReductionsInFlight):
                 backend.cast_stream = self._new_stream()
                 self._casting_backends[gather.group_name] = backend
             axis = mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "the mesh"
-            self.choices.append(f"gather backend on {axis}={gather.size()}: {name_of(name)} ({why})")
+            if why:
+                self.choices.append(f"gather backend on {axis}={gather.size()}: {name_of(name)} ({why})")
             ring, kind, why = choose_reduce_scatter(schedule, [scatter, *replicate], device, name_of(name))
-            self.choices.append(f"reduce-scatter on {axis}={gather.size()}: {kind} ({why})")
+            if why:
+                self.choices.append(f"reduce-scatter on {axis}={gather.size()}: {kind} ({why})")
             self._chosen.append((name, kind))
             if ring is not None:
                 self._send_rings[scatter.group_name] = ring

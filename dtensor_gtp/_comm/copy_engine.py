@@ -11,9 +11,9 @@ gather is one round, or several if it is larger than half of the stage. A round 
 
 The cast is a kernel: behind a GEMM it waits for SMs, and the copies wait with it. So it runs ahead, on a stream of
 casts. That stream waits for the compute that made the shard, and for the first barrier of the round *before*: after
-that barrier nobody reads this half. In three cases it is not known that this barrier precedes the cast, which then runs
-between the barriers: in the first round of a pass, when a CUDA graph begins or ends, and in eager code after a graph
-has used the stage (the host does not see replays). The half depends only on the number of the round in its pass.
+that barrier nobody reads this half. In three cases that order cannot be proved, and the cast runs between the two
+barriers: in the first round of a pass, when a CUDA graph begins or ends, and in eager code after a graph has used the
+stage (the host does not see replays). The half depends only on the number of the round in its pass.
 Quantized data and their statistics are made on the stream of casts, too; a cast between the barriers waits for it.
 
 What follows:

@@ -77,21 +77,21 @@ def name_of(backend: GatherBackendName | type[GatherBackend]) -> str:
 def choose_gather_backend(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device
 ) -> tuple[GatherBackend, GatherBackendName | type[GatherBackend], str]:
-    """The backend that ``schedule`` asks for, its name in a policy, and the reason. Collective over all ``groups``: the
-    gather communicator first, then those of the mesh's other axes, whose ranks must agree.
+    """The backend that ``schedule`` asks for, its name in a policy, and why "auto" took it. Collective over all
+    ``groups``: the gather communicator first, then those of the mesh's other axes, whose ranks must agree.
 
     "auto" takes copy engines if all ranks can have them: they were faster in each measurement.
     """
     asked = schedule.gather_backend
     if asked == "process_group":
-        return ProcessGroupBackend(groups[0], device), asked, "asked for"
+        return ProcessGroupBackend(groups[0], device), asked, ""
     if isinstance(asked, type):
         advice = f". {see('add_a_gather_backend')}"
-        return _make_on_all_ranks(asked, groups, device, asked.__name__, advice), asked, "asked for"
+        return _make_on_all_ranks(asked, groups, device, asked.__name__, advice), asked, ""
     factory = partial(CopyEngine, round_nbytes=round_nbytes(schedule, groups[0].size()))
     try:
         engine = _make_on_all_ranks(factory, groups, device, "copy_engine")
-        return engine, "copy_engine", "one host" if asked == "auto" else "asked for"
+        return engine, "copy_engine", "one host" if asked == "auto" else ""
     except RuntimeError as error:
         if asked != "auto":
             raise
@@ -101,18 +101,18 @@ def choose_gather_backend(
 def choose_reduce_scatter(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, gathers: str
 ) -> tuple[SendRing | None, ReduceScatterKind, str]:
-    """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and the reason. Collective over
-    all ``groups``, the scatter communicator first. "auto" takes copy engines where ``gathers`` does."""
+    """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and why "auto" took it. Collective
+    over all ``groups``, the scatter communicator first. "auto" takes copy engines where ``gathers`` does."""
     asked = schedule.reduce_scatter
     if asked != "copy_engine" and (asked != "auto" or gathers != "copy_engine"):
-        return (None, "ring", f"gathers by {gathers}") if asked == "auto" else (None, asked, "asked for")
+        return (None, "ring", f"gathers by {gathers}") if asked == "auto" else (None, asked, "")
     enough = enough_nbytes(schedule)
     if gathers == "copy_engine":  # these ranks map each other's memory already
-        why = "one host" if asked == "auto" else "asked for"
+        why = "one host" if asked == "auto" else ""
         return SendRing(groups[0], device, enough, nbytes=0), "copy_engine", why
     factory = partial(SendRing, enough_nbytes=enough)
     ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
-    return ring, "copy_engine", "asked for"
+    return ring, "copy_engine", ""
 
 
 def round_nbytes(schedule: Schedule, num_ranks: int) -> int:
@@ -142,6 +142,6 @@ def _make_on_all_ranks(
     reasons = [f"rank {rank}: {other}" for rank, other in by_rank(reason, groups).items() if other]
     if reasons:
         ranks = dist.get_process_group_ranks(groups[0])
-        raise RuntimeError(f"{name} cannot be had for ranks {ranks} ({'; '.join(reasons)}){advice}")
+        raise RuntimeError(f"{name} is not available to ranks {ranks} ({'; '.join(reasons)}){advice}")
     assert made is not None
     return made

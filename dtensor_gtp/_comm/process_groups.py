@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from .. import _torch_compat as compat
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SECRET = "DTENSOR_GTP_SECRET"  # a variable of the environment, which the launcher passes on to all processes
 
 
 def device_types(config: str) -> list[str]:
@@ -76,6 +78,15 @@ def set_device(device_type: str) -> None:
     module.set_device(int(local_rank))
 
 
+def job_store(name: str, store: compat.Store) -> compat.Store:
+    """The keys of ``name`` in a store. Where the job has a secret, only who knows it finds them: a process that merely
+    knows the port of the store neither joins as a rank nor reports one as lost."""
+    secret = os.environ.get(_SECRET)
+    if secret:
+        name = f"{name}_{hmac.new(secret.encode(), name.encode(), 'sha256').hexdigest()}"
+    return compat.PrefixStore(name, store)
+
+
 def start_process_group(
     device_type: str, backend: str | None, timeout: timedelta | None, rank_order: tuple[int, ...]
 ) -> None:
@@ -84,13 +95,13 @@ def start_process_group(
     store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
     # torchrun may use one store for all attempts of a job; gloo would find addresses of ended processes there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = compat.PrefixStore(f"attempt_{attempt}_of_{world_size}", store)
+    store = job_store(f"attempt_{attempt}_of_{world_size}", store)
     dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
 
 
 def start_alone(device_type: str) -> None:
     """A process group of this process alone, which no launcher has started. It needs no environment."""
-    store = compat.TCPStore("localhost", 0, 1, is_master=True)
+    store = compat.HashStore()  # in this process: a store with a port would listen on all interfaces
     dist.init_process_group({"cuda": "nccl", "cpu": "gloo"}.get(device_type), store=store, rank=0, world_size=1)
 
 

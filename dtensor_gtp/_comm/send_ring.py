@@ -100,6 +100,10 @@ class SendRing(PeerCopies):
         """Whether ``buffer`` was offered last, and nothing has been submitted since."""
         return buffer is self._offered
 
+    def withdraw(self) -> None:
+        """What was offered last is not submitted."""
+        self._offered = None
+
     def take(self, buffer: Tensor, dtype: torch.dtype) -> Place | None:
         """The place of a gradient that is submitted now, to be sent in ``dtype``; None if it has no room beside those
         that wait for their launch.

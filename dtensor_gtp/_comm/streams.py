@@ -26,7 +26,8 @@ forward. "The compute stream" then means all streams that were current when the 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -51,6 +52,46 @@ class Done(NamedTuple):
     origin: torch.Stream | None = None
 
 
+class Waits:
+    """How long compute waits for collectives: what of communication is exposed.
+
+    On a GPU two events stand around each wait of the compute stream. The time between them is what the stream stood
+    still, because it did nothing else in between. On a CPU the host waits, and its clock is read. Nothing is measured
+    unless ``is_on``: the events of a wait take the host microseconds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_on = False
+        self._device = device
+        self._seconds = 0.0
+        self._events: list[tuple[torch.Event, torch.Event]] = []
+
+    def begin(self, stream: torch.Stream | None) -> torch.Event | float:
+        """Just before the wait of ``stream``, or of the host."""
+        return time.perf_counter() if stream is None else self._recorded(stream)
+
+    def end(self, stream: torch.Stream | None, began: torch.Event | float) -> None:
+        """Just after it."""
+        if isinstance(began, float):
+            self._seconds += time.perf_counter() - began
+        elif stream is not None:
+            self._events.append((began, self._recorded(stream)))
+
+    def read(self) -> float:
+        """Milliseconds since the last call. The host waits for the last of these waits."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        milliseconds = self._seconds * 1e3 + sum(begin.elapsed_time(end) for begin, end in self._events)
+        self._seconds = 0.0
+        self._events.clear()
+        return milliseconds
+
+    def _recorded(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        stream.record_event(event)
+        return event
+
+
 class Streams:
     """The compute streams of the running pass, and how streams wait for each other."""
 
@@ -65,6 +106,9 @@ class Streams:
         self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
         self._handle: int | None = None  # of the current one, if it is known; comparing numbers is quicker
         self._is_recorded = False  # whether a CUDA graph records them
+        # Makes a better error of one of gloo, if it can.
+        self.explain: Callable[[RuntimeError], RuntimeError] = lambda error: error
+        self.waits = Waits(device)
         self._delays = None
         if debug.delay_seed is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -131,16 +175,33 @@ class Streams:
         """Make the compute stream, which is returned (without streams: the host), wait. Waiting twice is harmless."""
         event, work, origin = done
         stream: torch.Stream | None = None
+        began: torch.Event | float | None = None
+        is_timed = self.waits.is_on and not self.is_capturing
         if event is not None:
             stream = self._compute_stream()
+            if is_timed:
+                began = self.waits.begin(stream)
             stream.wait_event(event)
         elif work is not None:
-            work.wait()
+            if is_timed:
+                began = self.waits.begin(None)
+            self._wait_for_work(work)
         elif origin is not None:
             stream = self._compute_stream()
             if stream != origin and self._may_wait_for(origin):
                 stream.wait_event(origin.record_event())
+        if began is not None:
+            self.waits.end(stream, began)
         return stream
+
+    def _wait_for_work(self, work: Waitable) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:
         """Keep the memory of a gather's output in use until the compute stream, which has waited, has read it."""

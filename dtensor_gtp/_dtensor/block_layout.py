@@ -37,12 +37,12 @@ def with_placements(spec: DTensorSpec, placements: Iterable[Placement]) -> DTens
 
 
 def _gathered(placements: Iterable[Placement]) -> list[Placement]:
-    """Replicate() in the place of each block placement."""
+    """Replicate() instead of each block placement."""
     return [Replicate() if isinstance(p, _BlockGTPShard) else p for p in placements]
 
 
 def _stock_siblings(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """A plain Shard in the place of each block placement: the same dims, not the same layout."""
+    """A plain Shard instead of each block placement: the same dims, not the same layout."""
     return tuple(Shard(p.dim) if isinstance(p, _BlockGTPShard) else p for p in placements)
 
 
@@ -202,7 +202,11 @@ def wrap_planner() -> None:
         chosen: Callable[..., Steps] = plan_cached if has_block(src) or has_block(dst) else stock_cached
         return chosen(src, dst, *args, **kwargs)
 
-    plan_or_stock.cache_clear = stock_cached.cache_clear  # type: ignore[attr-defined]
+    def clear_caches() -> None:
+        stock_cached.cache_clear()
+        plan_cached.cache_clear()
+
+    plan_or_stock.cache_clear = clear_caches  # type: ignore[attr-defined]
     redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
     redistribute_module._gen_transform_infos = plan_or_stock  # type: ignore[assignment]
 

@@ -43,9 +43,9 @@ aten = torch.ops.aten
 
 @functools.cache
 def prepare() -> None:
-    """Ask here first how ops are sharded, and let DTensors run fused SGD; once in a process."""
+    """Ask here first how ops are sharded, and let DTensors run fused SGD and Adagrad; once in a process."""
     wrap_sharding_propagation(_Propagation())
-    _support_fused_sgd()
+    _support_fused()
 
 
 @functools.cache
@@ -64,15 +64,16 @@ def install() -> None:
     logger.debug("DTensor now knows block placements")
 
 
-def _support_fused_sgd() -> None:
-    """Let DTensors run ``torch.optim.SGD(fused=True)`` by the strategy of the fused AdamW (torch 2.11 to 2.13)."""
+def _support_fused() -> None:
+    """Let DTensors run ``fused=True`` of SGD and Adagrad by the strategy of the fused AdamW (torch 2.11 to 2.13)."""
     propagator = op_dispatcher().sharding_propagator
     strategies = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs)
     for table in (*strategies, propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy):
         for overload in ("default", "tensor_lr"):
-            sgd, adamw = getattr(aten._fused_sgd_, overload), getattr(aten._fused_adamw_, overload)
-            if adamw in table:
-                table.setdefault(sgd, table[adamw])
+            adamw = getattr(aten._fused_adamw_, overload)
+            for op in (aten._fused_sgd_, aten._fused_adagrad_):
+                if adamw in table and hasattr(op, overload):
+                    table.setdefault(getattr(op, overload), table[adamw])
 
 
 # Reductions without a result for a shard that has no rows.

@@ -29,7 +29,8 @@ class WholeDraws:
     """DTensor's handler of the random ops."""
 
     def __init__(self) -> None:
-        # Hashes: a mesh would keep its process groups alive, a weak reference be lost with the first of equal meshes.
+        # Store hashes. A strong reference keeps process groups alive; a weak one dies when the first of several equal
+        # meshes does.
         self._meshes: set[int] = set()
 
     def add_mesh(self, mesh: DeviceMesh) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +52,9 @@ class ShardGroup:
     runtime: Runtime  # shared with the outermost call around it, once there is one
     unmanaged: set[Site]  # where ignored parameters below the module are registered
     params: list[ManagedParam] = field(default_factory=list)
-    num_registrations: int = -1  # at the last search for parameters that were added later, see ``frames``
+    # At the last search for parameters that were added later, see ``frames``.
+    checked: tuple[int, int] = (-1, -1)
+    arguments: Any = None  # of the call, a ``bad_arguments.Arguments``
 
 
 class Binding:
@@ -60,6 +62,7 @@ class Binding:
 
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
         self.group, self.params, self.reads = group, params, Reads()
+        self.set_aside: dict[str, nn.Parameter | None] = {}  # parameters that a parametrization hides for a while
         self.sites = {name: Site(module, name) for name in params}
         self.compiled = {  # the sharded weights as compiled code names them
             name: CompiledWeight(lambda: group.runtime, param, self.sites[name])
@@ -76,6 +79,14 @@ class BoundModule(nn.Module):
 
 def binding_of(module: nn.Module) -> Binding | None:
     return cast("Binding | None", module.__dict__.get(BINDING))
+
+
+def outermost_calls(module: nn.Module) -> list[ShardGroup]:
+    """The calls of ``gtp_shard`` on ``module`` or below that no other call is around."""
+    binding = binding_of(module)
+    if binding is not None and binding.group.module is module:
+        return [binding.group]
+    return [group for child in module.children() for group in outermost_calls(child)]
 
 
 def runtimes_below(module: nn.Module) -> list[Runtime]:
@@ -96,9 +107,31 @@ def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, Site, nn.Paramete
     """Names, places and parameters below ``module`` that no call manages."""
     for prefix, submodule in module.named_modules():
         binding = binding_of(submodule)
-        for name, param in submodule._parameters.items():
+        for name, param in dict.items(submodule._parameters):  # gathers nothing, see ``FullParams``
             if param is not None and (binding is None or name not in binding.params):
                 yield join_name(prefix, name), Site(submodule, name), param
+
+
+def trains_unmanaged(group: ShardGroup) -> bool:
+    """Whether a parameter below the module of ``group`` is trained that no call manages or ignores. Each step asks, so
+    this visits modules in the quickest way."""
+    waiting: list[nn.Module | None] = [group.module]
+    seen: set[nn.Module] = set()
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        attributes = module.__dict__
+        if params := attributes["_parameters"]:
+            managed = binding.params if (binding := attributes.get(BINDING)) is not None else ()
+            for name, param in params.items():
+                is_trained = param is not None and name not in managed and param.requires_grad
+                if is_trained and Site(module, name) not in group.unmanaged:
+                    return True
+        if children := attributes["_modules"]:
+            waiting += children.values()
+    return False
 
 
 def join_name(prefix: str, name: str) -> str:

@@ -17,8 +17,9 @@ from torch.nn.modules import module as nn_module
 
 from .. import _torch_compat as compat
 from .._howto import see
+from .._params.saved_for_backward import refuse_recording
 from .._schedule.order_of_uses import Entry
-from .binding import BoundModule, Reads, ShardGroup, unmanaged_params
+from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .torch_patches import follow_pipelining
 
 ADVICE_FOR_JIT = (
@@ -65,6 +66,8 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
 def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
     """The call while the compiler traces it: frames are opened outside of compiled code, if at all."""
     group = module._gtp_binding.group
+    if torch.compiler.is_exporting() and group.params:
+        refuse_recording("torch.export", group.params[0].fqn)
     if group.module is not module:
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
@@ -78,9 +81,18 @@ def _call_in_frame(
     group, runtime = binding.group, binding.group.runtime
     if compat.is_jit_tracing():
         raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
-    if group.num_registrations != (number := _registrations()[0]):
-        _refuse_added_params(group)
-        group.num_registrations = number
+    is_outermost = not runtime.reads.frames
+    if (
+        is_outermost
+        and torch.is_grad_enabled()
+        and group.checked != (now := (_registrations()[0], runtime.num_trained))
+    ):
+        # Once a step, as containers change without a registration (``ModuleList.insert``), and modules are unfrozen.
+        if trains_unmanaged(group):
+            _refuse_added_params(group)
+        group.checked = now
+    if not runtime.is_initialized:
+        runtime.num_tokens = _num_tokens((args, kwargs))
     reads = binding.reads if reads is None else reads
     frame = runtime.enter(module, reads.may_read, method)
     is_complete = False
@@ -119,6 +131,11 @@ def _call_in_frame(
     return output
 
 
+def _num_tokens(inputs: Any) -> int:
+    """How many tokens a first forward gets: the size of its largest tensor of integers."""
+    return max((tensor.numel() for tensor in _tensors(inputs) if not tensor.is_floating_point()), default=0)
+
+
 def _refuse_added_params(group: ShardGroup) -> None:
     """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone, silently."""
     for fqn, site, param in unmanaged_params(group.module):
@@ -126,7 +143,8 @@ def _refuse_added_params(group: ShardGroup) -> None:
             raise RuntimeError(
                 f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
                 f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
-                f"before gtp_shard, and pass the parameter in ignored_params if it is to stay local. {see('lora')}"
+                f"before gtp_shard, or call shard_added(model) before the optimizer is made; pass the parameter in "
+                f"ignored_params if it is to stay local. {see('lora')}"
             )
 
 

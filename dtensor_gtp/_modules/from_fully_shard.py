@@ -1,6 +1,7 @@
 """What ``fully_shard`` and its modules (torch 2.13) have and this library has not: refused, with what to use instead.
 
-Most of it tunes what is chosen here. docs/guides/composability.md lists all arguments and methods, these among them.
+Most of it tunes what is chosen here. ``python -m dtensor_gtp.help composability`` lists all arguments and methods,
+these among them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
+from .._schedule.attribute_reads import written_to_no_effect
 from .._schedule.runtime import Runtime
 from ..policy import SchedulePolicy
 from .binding import BoundModule, binding_of
@@ -94,9 +95,10 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> model.weight.to_local().shape
             torch.Size([16, 64])
         """
+        runtime, weights = self._gtp_binding.group.runtime, self._weights()
+        runtime.ensure_initialized()  # decides what is gathered together
         for param in self._params():
             param.is_pinned = True
-        runtime, weights = self._gtp_binding.group.runtime, self._weights()
         for weight in weights:
             runtime.gather_kept(weight)
         handle = UnshardHandle(runtime, weights)
@@ -109,8 +111,14 @@ class GTPModule(RefusedMethods, BoundModule):
         """Free the gathered weights below this module. The counterpart of :meth:`unshard`, which has the example."""
         for param in self._params():
             param.is_pinned = False
-        for weight in self._weights():
-            self._gtp_binding.group.runtime.drop_kept(weight)
+        weights, runtime = self._weights(), self._gtp_binding.group.runtime
+        written = [weight for weight in weights if runtime.reads.is_written_outside(weight)]
+        for weight in weights:
+            if weight.group is not None:
+                weight.group.unpin()
+            runtime.drop_kept(weight)
+        if written:
+            raise written_to_no_effect(written[0], "between unshard() and reshard()")
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients: no for all microbatches of a step but the last.

@@ -25,7 +25,9 @@ from ..ops.compiled_lookup import materialize
 from .binding import BINDING, Binding, BoundModule
 from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
-from .other_libraries import PreparedByAccelerate
+from .group_blocks import GTPBlock
+from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate, resize_or_refuse
+from .untraced_writes import noting
 
 
 class GTPManaged(BoundModule):
@@ -54,6 +56,35 @@ class GTPManaged(BoundModule):
         for name, managed in self._gtp_binding.params.items():
             managed.follow(Site(self, name))
         return result
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Any:
+        """Behind ``parameters()`` and the like."""
+        members = super()._named_members(*args, **kwargs)
+        return members if torch.compiler.is_compiling() else noting(self._gtp_binding.group.runtime, members)
+
+    def __delattr__(self, name: str) -> None:
+        """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the full weight and, when
+        it goes, registers that. So the parameter is set aside here, and put back by ``_put_back``."""
+        binding = self._gtp_binding
+        if name in binding.params and name in self._parameters and binding.group.runtime.is_materializing:
+            binding.set_aside[name] = self._parameters[name]
+        super().__delattr__(name)
+
+    def _put_back(self, name: str) -> bool:
+        if name not in self._gtp_binding.set_aside:
+            return False
+        self._parameters[name] = self._gtp_binding.set_aside.pop(name)
+        return True
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As in ``nn.Module``, or ``remove_parametrizations`` registers the full weight again."""
+        if not self._put_back(name):
+            super().register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in ``nn.Module``, or ``remove_parametrizations`` registers a full parameter again."""
+        if not self._put_back(name):
+            super().register_parameter(name, param)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Free gathered weights: whoever gets the shard may write to it without a trace, as ``dcp.load`` does."""
@@ -92,10 +123,14 @@ class GTPManaged(BoundModule):
         """Called by ``torch.jit.script``."""
         raise RuntimeError(f"torch.jit.script cannot compile a {type(self).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
 
-    def _get_name(self) -> str:
-        """What ``repr`` shows. The class itself keeps its name, because other code (transformers) goes by it."""
+    def __repr__(self) -> str:
+        """Marks what is sharded. ``_get_name`` keeps the original's answer, as the class keeps its name: libraries go
+        by them, e.g. transformers' ``Trainer`` where it smooths labels."""
+        text, name = super().__repr__(), f"{type(self).__name__}("
+        if not text.startswith(name):
+            return text  # the module has a form of its own
         original = self._gtp_original.__name__
-        return f"{type(self).__name__.removesuffix(original)}{self._gtp_prefix}{original}"
+        return f"{type(self).__name__.removesuffix(original)}{self._gtp_prefix}{original}({text.removeprefix(name)}"
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
@@ -121,7 +156,7 @@ class _Refusal(str):
 
 
 class ParamAccess:
-    """Class attribute in the place of a managed parameter."""
+    """Class attribute instead of a managed parameter."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -165,6 +200,8 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if fused is None and weights:
         binding.reads.is_reading = True
+    for weight in weights:
+        weight.is_fused |= fused is not None
     if getattr(type(module), "gtp_gathers_together", False) and len({weight.mesh for weight in weights}) == 1:
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     cls = type(module)
@@ -175,14 +212,36 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
         body: dict[str, Any] = {name: ParamAccess(name) for name in binding.params}
         if isinstance(module, nn.RNNBase) and binding.params:
             # The list of parameters that recurrent layers pass on, made anew at each read. RNNBase assigns it.
+            module.__dict__.pop("_flat_weights", None)  # it would keep the old parameters in memory
             body["_flat_weights"] = property(
                 lambda m: [getattr(m, n, None) for n in m._flat_weights_names], lambda *_: None
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and "weight" in binding.params:
             body["_fill_padding_idx_with_zero"] = _zero_padding_row
+        if callable(resize := getattr(cls, "resize_token_embeddings", None)):
+            body["resize_token_embeddings"] = resize_or_refuse(resize)
         # ``repr`` marks modules whose own parameters are sharded, and the root, but not containers.
         body["_gtp_prefix"] = "GTP" if binding.params or mixin is not None else ""
-        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_gtp_original": cls}
+        body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        body["_gtp_original"] = cls
         classes[key] = type(cls.__name__, bases, body)
     module.__dict__[BINDING] = binding
+    if binding.group.mesh.size() > 1:
+        module.__dict__["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
+    module.__class__ = classes[key]
+
+
+def bind_grouped(module: nn.Module, is_block: bool, classes: dict[tuple[Any, ...], type]) -> None:
+    """Swap the class of a module whose parameters belong to a group: its calls and reads are those of ``nn.Module``. A
+    call of the block itself is a use of the group."""
+    bound = type(module)
+    cls: type | None = getattr(bound, "_gtp_original", None)
+    if cls is None:
+        return  # it has no parameters
+    key = (is_block, cls)
+    if key not in classes:
+        bases = (GTPBlock, GTPManaged, cls) if is_block else (GTPManaged, cls)
+        names = ("_gtp_prefix", "_gtp_original", "__module__", "__qualname__", "__doc__", "_fill_padding_idx_with_zero")
+        body = {name: bound.__dict__[name] for name in names if name in bound.__dict__}
+        classes[key] = type(cls.__name__, bases, body)
     module.__class__ = classes[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,22 +10,24 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch_compat as compat
-from .._dtensor import data_setter, gradients, random_init
+from .._dtensor import data_setter, gradients, random_init, remedies
 from .._params.layout import WeightLayout
 from .._params.managed_param import ManagedParam, Policies, Site
 from .._params.pack_planes import make_wire
 from .._params.sharded_weight import ShardedWeight
-from .._params.ties import ReplacedParam
+from .._params.ties import ReplacedParam, refuse_gradient_of_replaced
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight, recipe_groups
-from . import torch_patches
+from . import backward_inputs, torch_patches, untraced_writes
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
-from .managed_module import bind
+from .group_blocks import make_groups
+from .managed_module import bind, bind_grouped
+from .other_libraries import run_all_layers
 
 
 def shard_module(
@@ -36,8 +39,10 @@ def shard_module(
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
                 submodule._buffers[name] = buffer.to(runtime.device)
+    if arguments.mesh.size() > 1:
+        run_all_layers(module)
     nested = _adopt_earlier(module, decisions, runtime)
-    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored)
+    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored, arguments=arguments)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
     for decision in decisions:
         param = decision.existing
@@ -57,9 +62,13 @@ def shard_module(
             bind(submodule, binding, base if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
+    runtime.make_groups = partial(make_groups, runtime, partial(bind_grouped, classes={}))
     gradients.install()
     data_setter.install()
+    remedies.install()
     torch_patches.install()
+    backward_inputs.install()
+    untraced_writes.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
@@ -109,6 +118,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     for key, value in old.__dict__.items():
         if key not in structural:
             new.__dict__.setdefault(key, value)  # tags that users put on parameters
+    compat.move_hooks(old, new)
     managed: ManagedParam
     policies = Policies(arguments.mp_policy, arguments.offload)
     if layout is not None:
@@ -119,4 +129,6 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     managed.flags.reshard_after_forward = arguments.reshard_after_forward
     managed.replaced = replaced = ReplacedParam(old)
     replaced.manager = managed
+    if old.requires_grad:
+        old.register_hook(partial(refuse_gradient_of_replaced, replaced))
     return managed

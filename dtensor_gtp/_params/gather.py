@@ -17,6 +17,7 @@ from ..quant.weight import WeightWithRecipe
 from .gathered import Gathered
 from .layout import WeightLayout
 from .sharded_weight import Gatherable, Packed, ShardedWeight
+from .weight_group import WeightGroup
 
 # One tensor to gather: where its rows lie in the buffer, this rank's part, and the buffer.
 _Plane = tuple[WeightLayout, Tensor, Tensor]
@@ -26,7 +27,8 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Launch the gathers of present shards of one mesh, as one operation. They become the last ones ``pending``."""
     weight = targets[0].weight
     if comm.is_debugged and weight.layout.world > 1:
-        shards = {target.weight.fqn: target.weight.shard for target in targets}
+        weights = [weight for target in targets for weight in _weights_of(target)]
+        shards = {weight.fqn: weight.shard for weight in weights}
         # A tensor of another library may have no isfinite.
         values = [(n, s) for n, s in shards.items() if type(s) is Tensor or isinstance(s, WeightWithRecipe)]
         comm.check_finite("the all_gather of weights", values, weight.groups)
@@ -105,9 +107,17 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
     return buffers
 
 
-def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
-    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in. ``copy`` is that
-    of a shard on the host."""
+def _weights_of(target: Gatherable) -> list[ShardedWeight]:
+    return target.weights if isinstance(target, WeightGroup) else [target.weight]
+
+
+def _planes(target: Gatherable, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
+    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in; of a group all
+    its weights. ``copy`` is that of a shard on the host."""
+    if isinstance(target, WeightGroup):
+        target.allocate()
+        return [(w.layout, w.shard, output) for w, output in zip(target.weights, target.outputs, strict=False)]
+    weight = target.weight
     if packed is None:
         shard = weight.shard if copy is None else copy
         return [(weight.layout, shard, weight.gather_buffer() if buffer is None else buffer)]
@@ -122,23 +132,34 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
     packed, buffers = _pack(targets, comm), _side_by_side(targets)
     groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
+    grouped = [target for target in targets if isinstance(target, WeightGroup)]
     hosted = [target for target in targets if target.weight.offload is not None]
     uploads, uploaded = comm.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
     copies = dict(zip(hosted, uploads, strict=True))
-    planes_of = [_planes(t.weight, packed.get(t), buffers.get(t), copies.get(t)) for t in targets]
+    planes_of = [_planes(target, packed.get(target), buffers.get(target), copies.get(target)) for target in targets]
     outputs, slots, copied, sources = [], [], [], []
-    for planes in planes_of:
-        for layout, part, buffer in planes:
+    for group in grouped:
+        for param, value in group.values_of_whole:
+            copied.append(value)
+            sources.append(param.shard)
+    for target, planes in zip(targets, planes_of, strict=True):
+        known = target.slots if isinstance(target, WeightGroup) else None
+        for index, (layout, part, buffer) in enumerate(planes):
             rows = layout.rows_of(part)
             if not (groups.casts_shards or layout.is_sendable(rows, buffer.dtype)):
                 sources.append(rows)
-                rows = layout.slot(buffer)
+                rows = layout.slot(buffer) if known is None else known[index]
                 copied.append(layout.filled(rows))
             slots.append(rows)
             outputs.append(buffer)
     done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None, uploaded)
     for target, planes in zip(targets, planes_of, strict=True):
-        gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
+        if isinstance(target, WeightGroup):
+            gathered = Gathered(
+                target.outputs[0], target.outputs[0], done, target.weights[0].shard, target.gathered_version
+            )
+        else:
+            gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
         gathered.uploaded = copies.get(target)
         target.add(gathered)
 

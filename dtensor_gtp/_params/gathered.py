@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class Gathered:
     # Gives the gathered planes to GEMMs that multiply with quantized weights.
     quantized: Callable[[], Quantized] | None = None
     _contiguous: Tensor | None = None
+    seen: Any = None  # what code outside of forwards has read of it, see ``attribute_reads``
 
     def __init__(self, buffer: Tensor, value: Tensor, done: Done, source: Tensor, version: Version) -> None:
         self.buffer = buffer

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ class ManagedParam:
         self._set_param(param)
         self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ``param``
         self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
+        self.group: Any = None  # the ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups]
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
         # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
         self.is_cut_again = False
@@ -133,6 +134,9 @@ class ManagedParam:
             raise self._replaced_by(current)
         if current.dtype != self._extent[1]:  # ``current`` may be the same object, with other data
             self._wide_grad = None
+        if not self.is_cut_again:
+            for leaf in self.leaves:
+                self._refuse_backward_to(leaf)
         self._set_param(current)
         if self.on_replaced is not None:
             self.on_replaced()
@@ -141,6 +145,26 @@ class ManagedParam:
                 other.module._parameters[other.name] = current
         with torch.inference_mode(False):  # later training uses what is made here
             self._rebound()
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What stands for the parameter in graphs of its uses."""
+        return [self.leaf]
+
+    def _refuse_backward_to(self, leaf: Tensor) -> None:
+        """A graph that has ``leaf`` in it was made with a parameter that ``follow`` has put aside: its backward would
+        gather the new one, and give it the gradient of the old one."""
+        if not leaf.requires_grad:
+            return
+        what = f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced between a forward and its"
+
+        def refuse(_: object) -> None:
+            raise RuntimeError(
+                f"{what} backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a cast "
+                "of the module or functional_call with other parameters. Run each backward before the next parameters."
+            )
+
+        compat.accumulate_node(leaf).register_prehook(refuse)
 
     def follow_assigned(self, site: Site, before: nn.Parameter | None) -> None:
         """Take over what ``load_state_dict(assign=True)`` registered. If its placements are not those of ``before``,
@@ -240,8 +264,6 @@ class ManagedParam:
         for more in self._more_reduced:
             reduced += more
         self._more_reduced.clear()
-        if not param.requires_grad:  # autograd, too, skips a leaf that was frozen after its forward
-            return
         if (hook := self.flags.all_reduce_hook) is not None:
             # Here, not behind backward: replicas may launch their reductions in different orders.
             hook(reduced)
@@ -267,6 +289,12 @@ class ManagedParam:
             self._wide_grad = reduced
         for post_hook in compat.post_accumulate_grad_hooks(param):
             post_hook(param)
+
+    def mark_undifferentiable(self) -> None:
+        """After a backward with ``create_graph=True``, whose graph ends where gradients are reduced."""
+        grad = self.param.grad
+        if grad is not None and not grad.requires_grad:
+            self.param.grad = compat.undifferentiable(grad)
 
     def begin_forward(self, is_captured: bool) -> None:
         """Follow what the user has changed since the last pass, or raise a RuntimeError if that is not possible."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
+from .._howto import see
 from .gathered import Gathered, Version
 from .sharded_weight import Gatherable, ShardedWeight
 
@@ -228,6 +229,8 @@ def _end_of(tensor: Tensor) -> int:
 
 def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
     """The plain tensors that ``tensor`` consists of, by attribute (a plain tensor itself: ""), as far as it tells."""
+    if tensor.layout is not torch.strided:  # a sparse tensor has no storage
+        return {}
     if type(tensor) in _PLAIN:
         return {"": tensor}
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -254,6 +257,16 @@ def check_differentiable(weight: ShardedWeight) -> None:
             f"not support them on uses of parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}. Take "
             "derivatives with torch.autograd.grad or torch.autograd.functional, and run vmap under torch.no_grad()."
         )
+
+
+def refuse_recording(recorder: str, fqn: str) -> NoReturn:
+    """Called while a program is recorded that is to run without our modules: it would keep a weight's present values,
+    or a number that names another weight elsewhere."""
+    raise RuntimeError(
+        f"{recorder} cannot record a use of parameter '{fqn}' after gtp_shard: the program would not have its weights. "
+        "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and export "
+        f"that one. {see('export')}"
+    )
 
 
 def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:

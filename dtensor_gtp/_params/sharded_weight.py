@@ -163,6 +163,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.may_exchange = self.offload is None  # an embedding would need its rows on the device
         self.lookups: TokenExchange | None = None
         self.losses: TokenExchange | None = None
+        self.is_fused = False  # whether a layer multiplies with it, or looks it up, without reading it as an attribute
         self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
         self.num_updates = 0  # optimizer steps that may have written to the shard
         self.edition = 0  # see [Note: data made from a shard]
@@ -212,6 +213,15 @@ class ShardedWeight(ManagedParam, Gatherable):
     def _follow_frozen(self) -> None:
         super()._follow_frozen()
         self.stand_in = StandIn(self.leaf.requires_grad)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.leaf, self.stand_in.leaf]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward may reduce its gradient."""
+        return self.param.requires_grad
 
     @property
     def placements(self) -> tuple[Placement, ...]:

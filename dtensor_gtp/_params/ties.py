@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import logging
+import types
 import weakref
+from collections.abc import Iterable
 
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .managed_param import ManagedParam
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = (
+    "Read the parameter from its module when it is used (self.layer.weight); for a tied weight, call gtp_shard on the "
+    "module that contains both, or on the other module as well."
+)
 
 
 class ReplacedParam(weakref.ref[nn.Parameter]):
@@ -35,3 +47,51 @@ def check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
             f"have ranks {now} (rank {dist.get_rank()}). Shard both modules over the same mesh, put tied weights on "
             "one pipeline stage, or untie them and add up their gradients."
         )
+
+
+def refuse_gradient_of_replaced(replaced: ReplacedParam, _: object) -> None:
+    """A hook of a parameter that ``gtp_shard`` has replaced: something still computes with it, on this rank alone."""
+    param, managed = replaced(), replaced.manager
+    holders = _holders_of([param])
+    raise RuntimeError(
+        f"A gradient has arrived at the parameter that gtp_shard replaced by '{managed.fqn}' of shape "
+        f"{tuple(managed.param.shape)} on mesh axes {managed.mesh.mesh_dim_names} (rank {dist.get_rank()}): "
+        f"{' and '.join(holders) or 'something'} still holds it, and the sharded one would lose this part of its "
+        f"gradient. {_REMEDY}"
+    )
+
+
+def warn_of_holders(params: Iterable[ManagedParam]) -> None:
+    """In the first forward, name what still holds parameters that ``gtp_shard`` has replaced."""
+    held = [managed for managed in params if managed.replaced is not None and managed.replaced() is not None]
+    replaced = [managed.replaced() for managed in held if managed.replaced is not None]
+    if held and (holders := _holders_of(replaced)):
+        names = ", ".join(f"'{managed.fqn}'" for managed in held[:8])
+        text = (
+            "%s still holds parameters that gtp_shard has replaced, among them those of %s: they keep memory, and are "
+            "not trained (rank %d). %s"
+        )
+        logger.warning(text, " and ".join(holders), names, dist.get_rank(), _REMEDY)
+
+
+def _holders_of(params: list[nn.Parameter | None]) -> list[str]:
+    """What holds them, as far as Python tells: modules, containers, partial functions and closures."""
+    found: dict[str, None] = {}
+    for holder in gc.get_referrers(*params):
+        if holder is params:
+            continue
+        if isinstance(holder, tuple):  # perhaps the arguments of a partial function
+            holder = next((p for p in gc.get_referrers(holder) if isinstance(p, functools.partial)), holder)
+        if isinstance(holder, dict):
+            around = [outer for outer in gc.get_referrers(holder) if isinstance(outer, dict)]
+            attributes = [outer for outer in around if outer.get("_parameters") is holder] or [holder]
+            owners = gc.get_referrers(*attributes)
+            if modules := [owner for owner in owners if isinstance(owner, nn.Module)]:
+                found |= {f"a {type(module).__name__}": None for module in modules}
+            elif "__builtins__" not in holder:
+                found["a dict"] = None
+        elif isinstance(holder, list | tuple | set | frozenset):
+            found[f"a {type(holder).__name__} of {len(holder)} items"] = None
+        elif isinstance(holder, functools.partial | types.CellType | types.MethodType):
+            found[f"a {type(holder).__name__}"] = None
+    return list(found)

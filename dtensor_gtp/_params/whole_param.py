@@ -38,6 +38,9 @@ class WholeParam(ManagedParam):
         self.reason = reason  # why the parameter is not sharded, for the report
         self.unsynced_grad: Tensor | None = None  # of microbatches without gradient sync, in reduce_dtype
         self._wide_local_grad: Tensor | None = None  # of uses in a compute dtype that is wider than that of ``leaf``
+        self.awaits_reduction = False  # in this backward, if it is trained
+        self.is_used_elsewhere = False  # in the last backward in which this rank did not use it
+        self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
         self.on_local_grad: Callable[[], None] | None = None
         self.record_use: Callable[[WholeParam], Tensor] | None = None  # set while a block is recorded
         self._rebound()
@@ -57,6 +60,24 @@ class WholeParam(ManagedParam):
             this = weakref.ref(self)
             self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
             self.leaf.requires_grad_(self.param.requires_grad)
+        self._take_direct_grads()
+
+    def _follow_frozen(self) -> None:
+        # The parameter was trained when these gradients were computed.
+        self.unsynced_grad = self._with_unsynced(self._take_grad_of_leaf())
+        super()._follow_frozen()
+        self._take_direct_grads()
+
+    def _take_direct_grads(self) -> None:
+        """Reduce what arrives at the parameter itself, a DTensor, which code outside of forwards reads
+        (``param.full_tensor()`` in a loss): autograd would add this rank's part to ``.grad``."""
+        self._node = None
+        if not self.param.requires_grad:
+            return
+        # The graph's node, and not the parameter, whose hooks are the user's. A node lives while somebody holds it.
+        self._node = compat.accumulate_node(self.param)
+        this = weakref.ref(self)
+        self._node.register_prehook(lambda grads: _take_direct(this(), grads))
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
@@ -72,12 +93,17 @@ class WholeParam(ManagedParam):
         if self.leaf.dtype == self.compute_dtype:
             return self.leaf
         value = self.leaf.to(self.compute_dtype)
-        if value.requires_grad and torch.promote_types(value.dtype, self.leaf.dtype) != self.leaf.dtype:
+        if value.requires_grad and self.is_widened:
             # Take the gradient here: on its way to the leaf autograd would round it.
             value = value.detach().requires_grad_()
             this = weakref.ref(self)
             value.register_post_accumulate_grad_hook(lambda used: _take_wide(this(), used))
         return value
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether it computes in a dtype that its own one would round."""
+        return wider(self.compute_dtype, self.leaf.dtype) != self.leaf.dtype
 
     def add_local_grad(self, grad: Tensor) -> None:
         """Accumulate the gradient of one ``value()`` as autograd would. ``grad`` is only read."""
@@ -93,27 +119,67 @@ class WholeParam(ManagedParam):
         self._wide_local_grad = grad if self._wide_local_grad is None else self._wide_local_grad + grad
 
     def take_local_grad(self) -> Tensor | None:
-        """Return the local gradient since the last reduction, in reduce_dtype, and forget it."""
-        grad, self.leaf.grad = self.leaf.grad, None
+        """Return the local gradient since the last reduction, and forget it."""
+        grad = self._take_grad_of_leaf()
+        # Autograd, too, skips a leaf that was frozen after its forward.
+        return self._with_unsynced(grad if self.param.requires_grad else None)
+
+    def new_zero_grad(self) -> Tensor:
+        """What this rank adds to the sum if it has not used the parameter."""
+        return torch.zeros(self.shard.shape, dtype=self.reduce_dtype, device=self.device)
+
+    def note_use_elsewhere(self, is_used: Tensor) -> None:
+        """This rank has not used the parameter, and ``is_used`` is positive if another one has."""
+        self._use_elsewhere = is_used
+
+    def publish_grad(self) -> None:
+        is_used, self._use_elsewhere = self._use_elsewhere, None
+        if is_used is not None:
+            self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
+            if not self.is_used_elsewhere:
+                self.reduced = None
+                self._more_reduced.clear()
+        super().publish_grad()
+
+    def _take_grad_of_leaf(self) -> Tensor | None:
+        leaf = self.leaf if self.group is None else self.group.leaf_of(self)
+        grad, leaf.grad = leaf.grad, None
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:
             grad = wide if grad is None else wide + grad
         if isinstance(grad, DTensor):
             assert self.tp_spec is not None
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
+        return None if grad is None else grad.detach()
+
+    def _with_unsynced(self, grad: Tensor | None) -> Tensor | None:
         unsynced, self.unsynced_grad = self.unsynced_grad, None
         if unsynced is None or grad is None:
-            return unsynced if grad is None else grad.to(self.reduce_dtype)
+            return unsynced if grad is None else grad
         return unsynced.add_(grad)  # rounded once, after the addition
 
     def reset_grads(self) -> None:
         super().reset_grads()
-        self.leaf.grad = self.unsynced_grad = self._wide_local_grad = None
+        self.leaf.grad = self.unsynced_grad = self._wide_local_grad = self._use_elsewhere = None
 
 
 def _notify(param: WholeParam | None) -> None:
     if param is not None and param.on_local_grad is not None:
         param.on_local_grad()
+
+
+def _take_direct(param: WholeParam | None, grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
+    (grad,) = grads
+    if param is None or grad is None or param.is_cut_again:
+        return None
+    if isinstance(grad, DTensor):
+        if grad.placements != param.param.placements:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=param.param.placements)  # type: ignore[attr-defined]
+        grad = compat.local_tensor(grad).detach()
+    if param.tp_spec is not None:
+        grad = compat.wrap_local(grad, param.tp_spec)
+    param.add_local_grad(grad)
+    return (None,)
 
 
 def _take_wide(param: WholeParam | None, used: Tensor) -> None:

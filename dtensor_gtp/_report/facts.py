@@ -114,7 +114,7 @@ class PlanReport:
     """The plan of one kind of pass.
 
     Args:
-        title: "forward of GTPModel".
+        title: "forward of Model".
         window: How far ahead weights are gathered, as text.
         is_on_demand: Nothing is gathered ahead: each weight is gathered when it is used.
         uses: Names of what is gathered, in the order of the uses; "(columnwise)" where backward gathers other data.
@@ -127,7 +127,7 @@ class PlanReport:
         >>> model(torch.randn(2, 64)).sum().backward()
         >>> plan = sharding_report(model).plans[0]
         >>> plan.title, plan.uses
-        ('forward of GTPLinear', ('weight',))
+        ('forward of Linear', ('weight',))
     """
 
     title: str
@@ -150,3 +150,34 @@ def plan_report(
     )
     uses = tuple(names[use] for use in plan.uses)
     return PlanReport(title, str(chain.window), chain.window.depth == 0, uses, launches, kept, memory)
+
+
+class Facts(NamedTuple):
+    """All that a text or a page shows, as ``ShardingReport`` has it.
+
+    Args:
+        choices: Lines of "what: why".
+        prediction: What was predicted and measured; empty without a machine.
+        peak_nbytes: The most that the allocator has counted so far; None where there is none.
+        advice: What to do next, one sentence or two each.
+    """
+
+    mesh: str
+    rows: Sequence[ReportRow]
+    plans: Sequence[PlanReport]
+    choices: Sequence[str]
+    symmetric_nbytes: int
+    is_verbose: bool
+    prediction: Sequence[str] = ()
+    peak_nbytes: int | None = None
+    advice: Sequence[str] = ()
+
+    @property
+    def local_nbytes(self) -> int:
+        """Of all parameters on this rank."""
+        return sum(row.local_nbytes for row in self.rows)
+
+    def most_gathered(self, is_backward: bool) -> int | None:
+        """The most bytes of gathered weights at one time, in forwards or in backwards; None before the first."""
+        passes = [plan.memory for plan in self.plans if plan.memory and plan.memory.is_backward is is_backward]
+        return max((max(memory.gathered_nbytes + memory.between_nbytes) for memory in passes), default=None)

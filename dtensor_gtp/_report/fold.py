@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """Lines that stand ``times`` times, with ranges in the place of the numbers that are counted."""
+    """Lines that stand ``times`` times, with ranges instead of the numbers that are counted."""
 
     times: int
     body: tuple[Line | Repeat, ...]

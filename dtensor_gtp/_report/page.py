@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
-from typing import NamedTuple
 
 from .._comm.debug import format_nbytes
-from .facts import PlanReport, ReportRow
+from .facts import Facts
 from .strips import legend, strip
 from .text import folded_rows
 from .timeline import timeline
-
-
-class Facts(NamedTuple):
-    """What a page shows, as ``ShardingReport`` has it; ``choices`` are lines of "what: why"."""
-
-    mesh: str
-    rows: Sequence[ReportRow]
-    plans: Sequence[PlanReport]
-    choices: Sequence[str]
-    symmetric_nbytes: int
-    is_verbose: bool
-
 
 _STYLE = """
 .gtp-report {
@@ -87,7 +74,9 @@ def fragment(facts: Facts) -> str:
     ]
     parts += _timelines(facts)
     if facts.choices:
-        parts += ["<h2>Choices</h2>", _choices(facts.choices)]
+        parts += ["<h2>Choices</h2>", _choices((*facts.choices, *facts.prediction))]
+    if facts.advice:
+        parts += ["<h2>Next</h2>", *(f"<p>{escape(text)}</p>" for text in facts.advice)]
     return f'<div class="gtp-report">{"".join(parts)}</div>'
 
 
@@ -100,13 +89,11 @@ def page(facts: Facts) -> str:
 
 
 def _tiles(facts: Facts) -> str:
-    local = sum(row.local_nbytes for row in facts.rows)
-    tiles = [("of parameters on this rank", local)]
+    tiles = [("of parameters on this rank", facts.local_nbytes)]
     tiles.append(("the largest gathered weight", max((row.gathered_nbytes for row in facts.rows), default=0)))
     for is_backward, name in ((False, "forward"), (True, "backward")):
-        passes = [plan.memory for plan in facts.plans if plan.memory and plan.memory.is_backward is is_backward]
-        if passes:
-            most = max(max(memory.gathered_nbytes + memory.between_nbytes) for memory in passes)
+        most = facts.most_gathered(is_backward)
+        if most is not None:
             tiles.append((f"of gathered weights at most in {name}", most))
     if facts.symmetric_nbytes:
         tiles.append(("of memory that peers copy from", facts.symmetric_nbytes))

@@ -8,10 +8,12 @@ from itertools import groupby, islice
 from typing import NamedTuple
 
 from .._comm.debug import format_nbytes
+from .columns import in_columns, paragraph
 from .facts import PlanReport, ReportRow
 from .fold import Element, Line, Repeat, fold
 
 _MOST_NAMES = 3  # of one tied parameter
+_LAUNCHES = 46  # the column where the launches of a plan begin
 
 
 class FoldedRow(NamedTuple):
@@ -40,7 +42,7 @@ def _flat(elements: Sequence[Element], times: int, is_verbose: bool) -> Iterator
             yield FoldedRow(" = ".join(names), times, row)
 
 
-def table(rows: Sequence[ReportRow], is_verbose: bool) -> list[str]:
+def table(rows: Sequence[ReportRow], is_verbose: bool, width: int | None = None) -> list[str]:
     """Lines of the table, and what the parameters take on this rank."""
     cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
     for name, times, row in folded_rows(rows, is_verbose):
@@ -51,23 +53,16 @@ def table(rows: Sequence[ReportRow], is_verbose: bool) -> list[str]:
         cells.append((name, shape, dtype, row.placements, local, gathered, row.use))
     total = format_nbytes(sum(row.local_nbytes for row in rows))
     largest = format_nbytes(max((row.gathered_nbytes for row in rows), default=0))
-    return [*in_columns(cells), f"{total} of parameters per rank; largest gathered weight {largest}"]
+    return [*in_columns(cells, width), f"{total} of parameters per rank; largest gathered weight {largest}"]
 
 
-def in_columns(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table; each column is as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-    return [line.rstrip() for line in lines]
-
-
-def plan_text(plan: PlanReport, is_verbose: bool = True) -> str:
+def plan_text(plan: PlanReport, is_verbose: bool = True, width: int = 120) -> str:
     """One line for each use, with the gathers that are launched when it has begun; ``+`` joins the weights of one
     launch. Unless it is verbose, equal blocks are one, uses that launch nothing share a line, and names of a block are
     short: ``layers.0.attention.{wq,wk}.weight``."""
     lines = tuple(plan_lines(plan))
-    shown = [f"{plan.title}: {len(plan.uses)} uses, {plan.window}"]
-    shown += _shown(lines if is_verbose else _joined(fold(lines)), "  ", is_verbose)
+    shown = paragraph(f"{plan.title}: {len(plan.uses)} weight uses; {plan.window}", width)
+    shown += _shown(lines if is_verbose else _joined(fold(lines)), "  ", is_verbose, width)
     return "\n".join((*shown, f"  {plan.kept}") if plan.kept else shown)
 
 
@@ -112,24 +107,38 @@ def _is_quiet(line: Line) -> bool:
     return isinstance(step, _Step) and not step.launches
 
 
-def _shown(elements: Sequence[Element], indent: str, is_verbose: bool) -> Iterator[str]:
+def _shown(elements: Sequence[Element], indent: str, is_verbose: bool, width: int) -> Iterator[str]:
+    place = min(_LAUNCHES, width // 2 - 8)
     for element in elements:
         if isinstance(element, Repeat):
             yield f"{indent}{element.times} times:"
-            yield from _shown(element.body, indent + "| ", is_verbose)
+            yield from _shown(element.body, indent + "| ", is_verbose, width)
             continue
         step = element.rest
         assert isinstance(step, _Step)
         rest = iter(element.names)
         uses, launches = list(islice(rest, step.num_uses)), [(list(islice(rest, n)), size) for n, size in step.launches]
         if not is_verbose:
-            uses, launches = short_names(uses), [(short_names(names), size) for names, size in launches]
+            uses, launches = ranges(uses), [(ranges(names), size) for names, size in launches]
         texts = [f"{' + '.join(names)}{size}" for names, size in launches]
         use = f"use {', '.join(uses)}" if uses else "begin"
-        text = f"{indent + use:<46} {'gather ' * bool(texts)}{', '.join(texts)}"
+        text = f"{indent + use:<{place}} {'gather ' * bool(texts)}{', '.join(texts)}"
         # several lines, if many weights are in one launch
-        after = f"{indent:<54}" if texts else f"{indent}    "
-        yield from textwrap.wrap(text, width=120, subsequent_indent=after, break_long_words=False)
+        after = f"{indent:<{place + 8}}" if texts else f"{indent}    "
+        yield from textwrap.wrap(text, width=width, subsequent_indent=after, break_long_words=False)
+
+
+def ranges(names: Sequence[str]) -> list[str]:
+    """:func:`short_names`, and those of equal blocks as one: ``layers.0-31.attention.{wq,wk}.weight``."""
+    return [row.names[0] for row in _lines_of(fold([Line((name,), "") for name in short_names(names)]))]
+
+
+def _lines_of(elements: Sequence[Element]) -> Iterator[Line]:
+    for element in elements:
+        if isinstance(element, Repeat):
+            yield from _lines_of(element.body)
+        else:
+            yield element
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._comm.collectives import as_integers
 from .._params.gathered import Gathered, Version
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable
@@ -24,12 +26,40 @@ from .._params.whole_param import WholeParam
 from .reduce_gradients import Gradients
 
 
+class Seen(NamedTuple):
+    """A full weight that was handed out. It is a copy: what is written to it does not reach the shard."""
+
+    value: Tensor
+    version: int
+    bits: Tensor | None  # a sum of its bits, which writes through ``.data`` change, too
+
+    @classmethod
+    def of(cls, value: Tensor, looks_at_bits: bool) -> Seen:
+        return cls(value, 0 if value.is_inference() else value._version, _sum_of_bits(value) if looks_at_bits else None)
+
+    @property
+    def is_written(self) -> bool:
+        if not self.value.is_inference() and self.value._version != self.version:
+            return True
+        bits = None if self.bits is None else _sum_of_bits(self.value)
+        return bits is not None and self.bits is not None and not torch.equal(bits, self.bits)
+
+
+def _sum_of_bits(value: Tensor) -> Tensor | None:
+    local = compat.local_part(value.detach())
+    if type(local) is not Tensor or local.is_complex():
+        return None
+    with compat.unseen_by_checkpoint_policies():
+        return as_integers(local).sum(dtype=torch.int64)
+
+
 class Frame:
     """One running forward of a module, and the weights it holds."""
 
     def __init__(self, saved: SavedWeights | None = None) -> None:
         self.saved = saved
         self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
+        self.seen: list[tuple[ShardedWeight, Seen]] = []  # what was read, as it was then
         self.held: list[tuple[ShardedWeight, Gathered]] = []
         self.reads_weights = False
 
@@ -50,6 +80,8 @@ class AttributeReads:
         self.frames: list[Frame] = []
         self.in_backward = Frame()
         self.saved_in_backward: list[SavedWeights] = []
+        # Whether reads of this forward sum up bits, to find writes that leave no version. It costs time.
+        self.looks_at_bits = False
 
     def push(self, saves_handles: bool) -> Frame:
         """Begin a frame. With ``saves_handles``, autograd saves handles of the weights that are read in it."""
@@ -109,16 +141,45 @@ class AttributeReads:
                 frame.saved.watch(param, gathered)
             value = self._value(param, gathered, is_differentiable)
             frame.values[(param, is_differentiable)] = param.version, value
+            if not gathered.is_alias:  # without peers the shard itself is read, and written
+                frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value
+
+    def forget(self, weight: ShardedWeight) -> None:
+        """The shard may change: the next read in a running frame gathers it anew."""
+        for frame in self.frames:
+            for is_differentiable in (False, True):
+                frame.values.pop((weight, is_differentiable), None)
+
+    def misuse_in(self, frame: Frame) -> RuntimeError | None:
+        """What the code of a frame did to weights that it has read, to no effect."""
+        for weight, seen in frame.seen:
+            if seen.is_written:
+                return written_to_no_effect(weight, "in a forward")
+            if weight.is_fused and seen.value.requires_grad and compat.tensor_hooks(seen.value):
+                return RuntimeError(
+                    f"A forward has registered a hook on what it read as parameter '{weight.fqn}' of shape "
+                    f"{tuple(weight.layout.shape)}, but the layer does not read its weight, so the hook would never "
+                    f"run (rank {dist.get_rank()}). Register it once, outside of forward, on the parameter that "
+                    "named_parameters() yields: it gets the averaged gradient."
+                )
+        return None
 
     def read_pinned(self, weight: ShardedWeight) -> Tensor:
         """The value of a weight that the user has unsharded, outside of any forward."""
         gathered = self._runtime.acquire(weight)
         try:
             self._runtime.leave_fixed(weight, gathered)
+            if gathered.seen is None and not gathered.is_alias:
+                gathered.seen = Seen.of(weight.for_modules(gathered), looks_at_bits=True)
             return self._value(weight, gathered, torch.is_grad_enabled() and weight.param.requires_grad)
         finally:
             self._runtime.release(weight, gathered)
+
+    def is_written_outside(self, weight: ShardedWeight) -> bool:
+        """Whether somebody has written to what ``read_pinned`` gave."""
+        kept = weight.kept
+        return kept is not None and kept.seen is not None and kept.seen.is_written
 
     def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> Tensor:
         if not is_differentiable:
@@ -138,9 +199,19 @@ class AttributeReads:
 
     def _close(self, frame: Frame) -> None:
         frame.values.clear()
+        frame.seen.clear()
         for weight, gathered in frame.held:
             self._runtime.release(weight, gathered)
         frame.held.clear()
+
+
+def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"What is read as parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)} was written {where}, but it "
+        f"is a copy of the shards, which keep their values (rank {dist.get_rank()}). Write to the parameter itself, "
+        "outside of forwards: 'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or compute "
+        "the new weight from the old one in each forward."
+    )
 
 
 class _Materialize(torch.autograd.Function):

@@ -35,11 +35,13 @@ class Facts:
         no_copy_engines: Why GPUs cannot copy from each other here, as far as that is known before it is tried; or None.
         block_nbytes: Bytes of the gathered weights of the largest block, see :func:`block_nbytes`.
         free_nbytes: Free memory of the device, the least of all ranks.
+        has_groups: Whether the weights of blocks are gathered as groups.
     """
 
     no_copy_engines: str | None
     block_nbytes: int
     free_nbytes: int
+    has_groups: bool = False
 
 
 def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, ...]]:
@@ -52,7 +54,11 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     """
     given = dict(policy._numbers)
     if len(given) == len(fields(Schedule)):
-        return Schedule(**given), ("all numbers: as SchedulePolicy.chosen has them",)
+        fixed = Schedule(**given)
+        return fixed, (
+            "all numbers: the policy has them, as one of SchedulePolicy.chosen",
+            f"gathers by {_word(fixed.gather_backend)}, reduce-scatters by {_word(fixed.reduce_scatter)}: the same",
+        )
     is_least = policy.memory == "least"
     # Their symmetric memory is the largest part of what a step takes beside activations.
     no_copies = "memory='least'" if is_least else facts.no_copy_engines
@@ -61,30 +67,37 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     num_launches = 1 if by_copies else 2
     together = min(max(facts.block_nbytes // num_launches, _LEAST_AHEAD), ahead)
     grads_together, inflight = _REDUCTIONS_BY_COPIES if by_copies else _REDUCTIONS
-    why_ahead = f"the largest block has {format_nbytes(facts.block_nbytes)}"
+    keep_last = policy.memory == "most_speed" or not (by_copies or is_least)
+    block = f"the largest block has {format_nbytes(facts.block_nbytes)}"
+    why_ahead = block + _bound(ahead, facts.block_nbytes)
     if policy.prefetch_nbytes is not None:
-        ahead, why_ahead = policy.prefetch_nbytes, "asked for"
+        ahead, why_ahead = policy.prefetch_nbytes, "SchedulePolicy(prefetch_nbytes=)"
     kept, why_kept = _kept(policy, facts)
+    gathers, why_gathers = policy.gather_backend, "SchedulePolicy(gather_backend=)"
+    reduces, why_reduces = policy.reduce_scatter, "SchedulePolicy(reduce_scatter=)"
+    if no_copies is not None:
+        if gathers == "auto":
+            gathers, why_gathers = "process_group", no_copies
+        if reduces == "auto":
+            reduces, why_reduces = "ring", no_copies
     reasons = [
         f"gathered ahead {format_nbytes(ahead)}: {why_ahead}",
-        f"{format_nbytes(together)} in one launch: the largest block in {num_launches}, within bounds",
-        f"kept until backward up to {format_nbytes(kept)}: {why_kept}",
+        f"up to {format_nbytes(together)} in one launch: the largest block in {num_launches}"
+        + _bound(together, facts.block_nbytes // num_launches),
+        f"kept until backward {_what_is_kept(kept, keep_last)}: {why_kept}",
     ]
-    gathers, reduces = policy.gather_backend, policy.reduce_scatter
-    if gathers == "auto" and no_copies is not None:
-        gathers = "process_group"
-        reasons.append(f"gathers by the process group: {no_copies}")
-    if reduces == "auto" and no_copies is not None:
-        reduces = "ring"
-        reasons.append(f"reduce-scatters by the process group: {no_copies}")
+    # What is still open is chosen when communicators are made, which gives the reason.
+    reasons += [f"gathers by {_word(gathers)}: {why_gathers}"] * (gathers != "auto")
+    reasons += [f"reduce-scatters by {_word(reduces)}: {why_reduces}"] * (reduces != "auto")
     schedule = Schedule(
-        prefetch_depth=min(Schedule.prefetch_depth, ahead),  # 0 bytes ahead: no uses ahead either
+        # 0 bytes ahead: no uses ahead either. A group is a block: one ahead is enough, as in ``fully_shard``.
+        prefetch_depth=min(1 if facts.has_groups else Schedule.prefetch_depth, ahead),
         prefetch_nbytes=ahead,
         coalesce_nbytes=together,
         coalesce_grad_nbytes=min(together, grads_together),
         max_inflight_reduce_scatters=inflight,
         keep_nbytes=kept,
-        keep_last=policy.memory == "most_speed" or not (by_copies or is_least),
+        keep_last=keep_last,
         # With copy engines the other order was as fast, and frees a head before its gradient is made.
         wgrad_first=not (by_copies or is_least),
         gather_backend=gathers,
@@ -104,11 +117,30 @@ def adds_addends(policy: SchedulePolicy, no_copies: str | None) -> bool:
 def _kept(policy: SchedulePolicy, facts: Facts) -> tuple[int, str]:
     """Bytes that stay gathered until backward, and why."""
     if policy.keep_nbytes is not None:
-        return policy.keep_nbytes, "asked for"
+        return policy.keep_nbytes, "SchedulePolicy(keep_nbytes=)"
     if policy.memory == "most_speed":
         free = format_nbytes(facts.free_nbytes)
         return facts.free_nbytes // _KEPT_OF_FREE, f"an eighth of the {free} that all ranks have free"
     return 0, f"memory='{policy.memory}'"
+
+
+def _what_is_kept(kept: int, keep_last: bool) -> str:
+    last = "the last weight of the forward"
+    if not kept:
+        return last if keep_last else "nothing"
+    return f"{last} and {format_nbytes(kept)}" if keep_last else format_nbytes(kept)
+
+
+def _bound(chosen: int, wanted: int) -> str:
+    """The end of a reason where a limit and not the model has decided."""
+    if chosen == wanted:
+        return ""
+    return f", but {format_nbytes(chosen)} is the {'least' if chosen > wanted else 'most'}"
+
+
+def _word(name: str | type) -> str:
+    words = {"process_group": "the process group", "copy_engine": "copy engines", "ring": "the process group"}
+    return words.get(name, name) if isinstance(name, str) else name.__name__
 
 
 def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._comm.agreement import digests
+from .._comm.agreement import by_rank, device_of, digests, first_difference
 from .._comm.collectives import has_replicas
 from .._howto import see
 from .._params.managed_param import ManagedParam
@@ -21,10 +22,11 @@ from .._params.whole_param import WholeParam
 _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
 
 
-def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
+def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tokens: int = 0) -> tuple[int, int]:
     """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result. Ranks need not have
     all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones. ``params``
-    have the same order on all ranks. Returns the free memory of the device, the least of these ranks. Raises
+    have the same order on all ranks. Returns the free memory of the device, the least of these ranks, and the most
+    tokens of any. Raises
     RuntimeError on all ranks of the largest mesh that connects them, if a rank cannot begin or the values of a
     parameter differ."""
     compared: dict[DeviceMesh, list[ManagedParam]] = {}
@@ -42,13 +44,13 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
     # The largest of all ranks counts, so the complement of the least free memory.
-    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device)], device=device)
+    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device), num_tokens], device=device)
     result = _compare(compared, most, found)
     if error is not None:
         raise error
     if type(result) is not Tensor:
-        return 0  # a fake one
-    failed_rank, taken, *differences = result.tolist()
+        return 0, num_tokens  # a fake one
+    failed_rank, taken, num_tokens, *differences = result.tolist()
     unequal = [param for param, differs in zip(everything, differences, strict=True) if differs]
     if unequal:
         raise _refusal(unequal)
@@ -57,12 +59,36 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device) -> int:
             f"The first forward failed on rank {failed_rank}, whose error says why, so it fails on all ranks of mesh "
             f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in compared)} (rank {dist.get_rank()})."
         )
-    return ~int(taken)
+    return ~int(taken), int(num_tokens)
+
+
+def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeight], what: str) -> None:
+    """After the first pass of a kind, compare the ``uses`` of this rank with those of its peers, in one all-reduce for
+    each mesh of ``weights``. Raises RuntimeError on all ranks of a mesh if they differ: gathers of one size would have
+    mixed up the weights without an error."""
+    for mesh in dict.fromkeys(weight.mesh for weight in weights if weight.layout.world > 1):
+        # A weight that stays gathered may be read by one rank alone.
+        names = [f"'{weight.fqn}'" for weight in uses if weight.mesh is mesh and not weight.is_pinned]
+        code = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
+        extremes = torch.tensor([code, -code], device=device_of(mesh))
+        group = mesh.get_group(mesh.ndim - 1)
+        with compat.unseen_by_checkpoint_policies():
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        if type(extremes) is not Tensor:
+            return  # a fake one
+        highest, lowest = extremes.tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same "
+                f"order, because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: "
+                "they got parts of each other's weights. Run the same modules in the same order on all ranks, those "
+                f"without data on an empty input. {see('ranks_diverge')}"
+            )
 
 
 def _compare(compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor) -> Tensor:
     """Over one mesh after the other, compare whole parameters between all ranks, and shards between replicas. Gives the
-    largest ``most`` of all ranks: the rank that failed or found a difference (else -1), and another number; then
+    largest ``most`` of all ranks: the rank that failed or found a difference (else -1), and other numbers; then
     whether each parameter differs (False if one failed)."""
     results = []
     for (mesh, params), part in zip(compared.items(), digests.split([len(p) for p in compared.values()]), strict=True):

@@ -23,11 +23,15 @@ from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
+from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.weight_group import WeightGroup
+from .._progress import Progress
 from ..policy import SchedulePolicy
 from .guesses import NUM_SEEN
 from .keep_and_free import KeepAndFree
 from .order_of_uses import Chain
+from .parted_ranks import PartedRanks
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +41,19 @@ class Gathering(KeepAndFree):
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
+        self._handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
+        self.parted = PartedRanks(lambda index: self.gatherables[index].weight.fqn)
+        self.comm.explain = self.parted.explain
         self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
         # Weights whose ranks have yet to agree on statistics in this forward, by mesh; meshes that agreed on some.
         self._to_agree: dict[Groups, list[ShardedWeight]] = {}
         self._agreeing: set[Groups] = set()
+
+    def _initialize(self, progress: Progress) -> None:
+        super()._initialize(progress)
+        if self.gatherables:
+            groups = [mesh.get_group(mesh.ndim - 1) for mesh in {weight.mesh for weight in self.weights}]
+            self.parted.watch(groups, f"{self.weights[0].fqn} {len(self.weights)}")
 
     def acquire(self, target: Gatherable) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launch the next gathers of the plan."""
@@ -63,17 +76,22 @@ class Gathering(KeepAndFree):
         """Take or launch the gather of a weight that is not live, and launch those that the plan has next."""
         if not self.is_initialized:
             self.ensure_initialized()
+        if compat.is_tracing():
+            refuse_recording("torch.fx", target.weight.fqn)
         if target.weight.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._take(target) or self._gather_now(target)
-        chain = self._backward_chain if self._is_in_backward else self._forward_chain
-        if chain is not None:
+        if (chain := self._running_chain) is not None:
             launches = chain.advance(target.index, target.lane)
             if launches is None or self._gaps:
                 self._catch_up(chain, target, launches is not None)
             for launch in launches or ():
                 self._prefetch(chain, launch.positions)
         return gathered
+
+    @property
+    def _running_chain(self) -> Chain | None:
+        return self._backward_chain if self._is_in_backward else self._forward_chain
 
     def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
         """``op(input, full, *rest)`` with the full weight: a use without the cost of a context."""
@@ -106,10 +124,20 @@ class Gathering(KeepAndFree):
         if target.live is gathered:
             target.live = None
         is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
-        if is_kept and target.weight.is_fresh(gathered):
+        if isinstance(target, WeightGroup):
+            is_kept = is_kept or self._is_next(target)
+        if is_kept and target.weight.is_fresh(gathered) and target.weight not in self._handed_out:
             target.kept = gathered
-        elif self.debug.poison:
-            self._free(gathered)
+        else:
+            self._free(target, gathered)
+
+    def _is_next(self, group: WeightGroup) -> bool:
+        """Whether a group that was just used is used again soon: it has memory for one gather at a time."""
+        chain = self._backward_chain if self._is_in_backward else self._forward_chain
+        if chain is None or chain.plan.uses.count(group.index) < 2:
+            return False
+        uses = chain.plan.uses
+        return any(uses[position] == group.index for launch in chain.expected((group.lane,)) for position in launch)
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight ahead of any use, for ``unshard``."""
@@ -125,8 +153,10 @@ class Gathering(KeepAndFree):
             weight.kept = kept
 
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
-        """Launch what the plan expects to be in flight by now, after a use that it did not expect, or if not all is."""
+        """After a deviation or a gap, launch every gather that should already be in flight."""
         lane = used.lane
+        if not is_expected:
+            self.parted.note(chain, used.index, len(chain.observed) - 1)
         if chain.may_guess and self._is_in_backward:
             self._guess_backward(chain)
         if is_expected:
@@ -147,7 +177,9 @@ class Gathering(KeepAndFree):
     def _begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""
         chain.begin()
+        self.parted.begin(chain)
         self._gaps.clear()
+        self._handed_out.clear()
         for launch in chain.plan.launches[0]:
             self._prefetch(chain, launch.positions)
 
@@ -162,6 +194,8 @@ class Gathering(KeepAndFree):
         missing, uses = [], chain.plan.uses
         for position in positions:
             target = self.gatherables[uses[position]]
+            if target.weight in self._handed_out:
+                continue
             if target.weight.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
@@ -170,7 +204,7 @@ class Gathering(KeepAndFree):
             self._gather(missing)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
-        if self._stays(target):
+        if self._stays(target) or isinstance(target, WeightGroup):
             return target.is_absent
         available = len(target.pending) + (target.kept is not None)
         return available == 0 or available < chain.num_expected(target.index, position)
@@ -189,6 +223,8 @@ class Gathering(KeepAndFree):
         """Gather for a use that nothing was launched for, together with its companions."""
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
+        if (chain := self._running_chain) is not None:
+            self.parted.note(chain, target.index, len(chain.observed))
         self._gather([target, *others])
         return target.pending.pop()
 
@@ -215,7 +251,7 @@ class Gathering(KeepAndFree):
     def _drop_pending(self, target: Gatherable, num_left: int) -> None:
         while len(target.pending) > num_left:
             self._gaps.add(target.lane)  # if this pass interrupts another one, that one gathers again
-            self._discard(target.pending.pop())
+            self._discard(target, target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
         """At the begin of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does

@@ -65,8 +65,8 @@ def guess_backward(
 
 
 def reordered(blocks: Blocks, cursor: int, position: int) -> Blocks | None:
-    """The blocks, after a use that was expected at ``position``, the ``cursor`` or behind it, has come at the cursor:
-    it does so in all blocks of this length from there on. None if that is in a later block."""
+    """The weight expected at ``position`` was used at ``cursor``. Assume the same order in this and later blocks of
+    equal length. None if ``position`` is in a later block."""
     ends = list(accumulate(map(len, blocks), initial=0))
     begin, end = next(pair for pair in pairwise(ends) if cursor < pair[1])
     if position >= end:

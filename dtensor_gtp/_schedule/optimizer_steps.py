@@ -44,7 +44,7 @@ class OptimizerSteps:
             watcher.note_step(updated)
 
     def note_replaced(self, param: nn.Parameter, fqn: str) -> None:
-        """``fully_shard`` has put another parameter in the place of this one, so refuse steps of this one."""
+        """``fully_shard`` has put another parameter instead of this one, so refuse steps of this one."""
         key, replaced = id(param), self._replaced
         replaced[key] = weakref.ref(param, lambda _: replaced.pop(key, None)), fqn
 

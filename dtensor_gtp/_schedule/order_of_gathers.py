@@ -53,11 +53,13 @@ class Window:
 
     def __str__(self) -> str:
         if self.depth == 0:
-            return "nothing ahead"
+            return "nothing is gathered ahead"
         text = f"{self.depth} use{'s' * (self.depth > 1)}"
         text += f" or {format_nbytes(self.nbytes)}" if self.nbytes else ""
-        together = f", together up to {format_nbytes(self.together_nbytes)}" if self.together_nbytes else ""
-        return f"{text} ahead{together}"
+        text += " is gathered ahead" if (self.depth, self.nbytes) == (1, 0) else " are gathered ahead"
+        more = ", whichever is more" if self.nbytes else ""
+        together = f"; one launch carries up to {format_nbytes(self.together_nbytes)}" if self.together_nbytes else ""
+        return f"{text}{more}{together}"
 
 
 class Launch(NamedTuple):
@@ -84,7 +86,7 @@ class Plan:
         for launch in _plan_launches(self.uses, self.lanes, traits, window) if window.depth else ():
             self.launches[launch.step] += (launch,)
             self._launch_of.update(dict.fromkeys(launch.positions, launch))
-        # Each use with the launches that follow it, and at the end what no use is equal to.
+        # Each use with the launches that follow it, and a final None that never matches.
         self.steps = [*zip((*self.uses, None), (*self.launches[1:], ()), strict=True)]
 
     def first(self, lane: int) -> int | None:

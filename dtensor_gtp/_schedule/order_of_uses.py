@@ -35,6 +35,7 @@ class Chain:
     def __init__(self, window: Window, traits: Callable[[], Sequence[Traits]]) -> None:
         self.window = window
         self.plan = Plan()
+        self.is_compared = False  # with those of the other ranks
         self.may_guess = True  # nothing was observed or guessed yet, see [Note: guesses]
         self._guessed: Blocks | None = None  # the plan, if it was not observed
         self._num_reordered = 0

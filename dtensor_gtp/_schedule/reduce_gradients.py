@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm import collectives
+from .._comm.agreement import any_rank_has
 from .._comm.context import CommContext
 from .._comm.debug import poison, profiler_range
 from .._comm.reduce_scatter import Scattering, can_travel_together, sum_dtype
@@ -25,6 +26,7 @@ from .._comm.send_ring import Place, SendRing
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .order_of_reductions import fits, may_wait
@@ -35,7 +37,7 @@ from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
 class _Gradient:
     """A gradient, with the settings of its submission: the user may change them for the next one."""
 
-    weight: ShardedWeight
+    weight: Reducible
     buffer: Tensor | None  # the full gradient of this rank; None after the launch, or if an op has summed it over gtp
     scale: collectives.ReduceScale
     requires_all_reduce: bool  # whether it is summed over replicas now
@@ -116,10 +118,10 @@ class Gradients:
             if waiting[0].bundle is bundle:
                 self._launch(self._waiting.pop(name))
 
-    def target(self, weight: ShardedWeight) -> tuple[Tensor, bool]:
+    def target(self, weight: Reducible) -> tuple[Tensor, bool]:
         """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one is to be added."""
         if self.recording is not None:
-            return self.recording.target(weight), False
+            return self.recording.target(_single(weight)), False
         self._comm.note_compute()
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
@@ -133,20 +135,20 @@ class Gradients:
             poison(buffer)
         return buffer, False
 
-    def takes_new(self, weight: ShardedWeight) -> bool:
+    def takes_new(self, weight: Reducible) -> bool:
         """Whether ``submit`` sends any new tensor that the current stream fills, so that nobody needs a ``target``."""
         if self.recording is not None or weight.ring is not None or weight.unsharded_grad is not None:
             return False
         self._comm.note_compute()
         return True
 
-    def add_full(self, weight: ShardedWeight, grad: Tensor, is_owned: bool) -> None:
+    def add_full(self, weight: Reducible, grad: Tensor, is_owned: bool) -> None:
         """Take a full gradient in the weight's shape. If ``is_owned``, nobody else reads it: it need not be copied."""
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
             self._comm.note_compute()
             rows = layout.rows_of(grad)
-            self.submit(weight, rows if self.recording is None else self.recording.keep(weight, rows))
+            self.submit(weight, rows if self.recording is None else self.recording.keep(_single(weight), rows))
             return
         buffer, is_accumulating = self.target(weight)
         view = layout.full_view(buffer)
@@ -156,7 +158,7 @@ class Gradients:
             view.copy_(grad)
         self.submit(weight, buffer)
 
-    def _can_send(self, weight: ShardedWeight, grad: Tensor) -> bool:
+    def _can_send(self, weight: Reducible, grad: Tensor) -> bool:
         """Whether a gradient needs no copy now. The scattering can cast it and move the sharded dim to the front."""
         layout, is_recorded = weight.layout, self.recording is not None  # a recording serves all kinds of microbatches
         if (weight.unsharded_grad is not None and not is_recorded) or not grad.is_contiguous():
@@ -170,13 +172,37 @@ class Gradients:
         has_replicas = self.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
         return not has_replicas and (weight.flags.requires_gradient_sync or is_recorded or not is_cast)
 
-    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None:
+    def reduce_group(self, group: WeightGroup) -> None:
+        """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
+        if not group.has_gradient:
+            return
+        if not group.is_agreed or group.has_new_gradients:
+            # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
+            found = any_rank_has(group.members_with_gradients, group.mesh, group.device)
+            if not any(found):
+                return
+            group.agree(found)
+        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
+        self._comm.retire_all()
+        buffer, is_accumulating = self.target(group)
+        packed = group.send_buffer() if is_accumulating else buffer
+        group.pack(packed)
+        if is_accumulating:
+            buffer += packed
+        self.submit(group, buffer)
+
+    def submit(self, weight: Reducible, buffer: Tensor) -> None:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
         layout's ``buffer_shape``, perhaps not contiguous, and ``reduce_dtype`` (with gradient sync, any dtype)."""
         if self.recording is not None:
-            self.recording.submit(weight, buffer)
+            self.recording.submit(_single(weight), buffer)
             return
         flags = weight.flags
+        is_frozen = isinstance(weight, ShardedWeight) and not weight.param.requires_grad
+        if is_frozen and weight.unsharded_grad is not buffer:
+            if weight.ring is not None:
+                weight.ring.withdraw()
+            return  # autograd, too, skips a leaf that was frozen after its forward
         if not flags.requires_gradient_sync:
             weight.unsharded_grad = buffer
             return
@@ -195,16 +221,16 @@ class Gradients:
         else:
             self._launch([gradient])
 
-    def _scale(self, weight: ShardedWeight) -> collectives.ReduceScale:
+    def _scale(self, weight: Reducible) -> collectives.ReduceScale:
         dtype = sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
         return collectives.reduce_scale(dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
 
-    def _may_wait(self, weight: ShardedWeight) -> bool:
+    def _may_wait(self, weight: Reducible) -> bool:
         """Whether a gradient may wait for others, to travel with them."""
         is_small = self._bundle is not None or may_wait(weight.sent_nbytes, self.schedule.coalesce_grad_nbytes)
         return is_small and can_travel_together(weight.groups.reduce_scatter, weight.layout.world)
 
-    def _launch_others(self, weight: ShardedWeight, scale: collectives.ReduceScale) -> None:
+    def _launch_others(self, weight: Reducible, scale: collectives.ReduceScale) -> None:
         """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``, may join them."""
         waiting = self._waiting.get(weight.groups.scatter_name)
         if waiting is None:
@@ -224,7 +250,7 @@ class Gradients:
                 for weight, buffer, _ in members:
                     self._submit_recorded(weight, buffer)
 
-    def _submit_recorded(self, weight: ShardedWeight, buffer: Tensor) -> None:
+    def _submit_recorded(self, weight: Reducible, buffer: Tensor) -> None:
         if weight.unsharded_grad is not None or not weight.flags.requires_gradient_sync:
             self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
             return
@@ -285,7 +311,7 @@ class Gradients:
                     keep.append(earlier)  # the communication stream adds it to the result
             comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
 
-    def _look_at(self, weights: Sequence[ShardedWeight], fulls: Sequence[Tensor]) -> None:
+    def _look_at(self, weights: Sequence[Reducible], fulls: Sequence[Tensor]) -> None:
         """Debugging aids, before gradients of these weights travel together. Nobody writes to the padding of fulls."""
         groups = weights[0].groups
         self._comm.before_collective("reduce_scatter", ", ".join(weight.fqn for weight in weights), groups)
@@ -304,9 +330,11 @@ class Gradients:
             places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
         return places, [*held, *places]  # the copies to the new places read the old ones
 
-    def add_rows(self, weight: ShardedWeight, rows: Tensor) -> None:
+    def add_rows(self, weight: Reducible, rows: Tensor) -> None:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
         reduce-scatter. They have the dtype of the sum or a wider one, and nobody else reads them."""
+        if isinstance(weight, ShardedWeight) and not weight.param.requires_grad:
+            return  # as in ``submit``
         flags, scale = weight.flags, self._scale(weight)
         if self._comm.is_debugged:
             values = [(weight.fqn, weight.layout.filled(rows))]
@@ -344,14 +372,16 @@ class Gradients:
         if scale.postdivide is not None:
             slot /= scale.postdivide
         if self.replicas is not None:  # the slot is the mean over this replica only
-            self.replicas.add(weight, slot, gradient.share)
+            self.replicas.add(_single(weight), slot, gradient.share)
         else:
             weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
 
-    def complete(self, params: Sequence[ManagedParam]) -> None:
-        """Reduce all gradients of ``params``, wait for them on the current stream and move them into ``.grad``."""
+    def complete(self, params: Sequence[ManagedParam], groups: Sequence[WeightGroup] = ()) -> None:
+        """Reduce all gradients of ``params`` and ``groups``. Wait for them on the current stream and move them into
+        ``.grad``."""
         # Earlier microbatches left gradients of weights that the last microbatch did not use.
-        synced = [p for p in params if isinstance(p, ShardedWeight) and p.flags.requires_gradient_sync]
+        weights: list[Reducible] = [*(p for p in params if isinstance(p, ShardedWeight)), *groups]
+        synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
         for weight in synced:
             if weight.unsharded_grad is not None:
                 self.submit(weight, weight.unsharded_grad)
@@ -382,3 +412,9 @@ class Gradients:
         self._comm.abandon()
         if self.replicas is not None:
             self.replicas.reset()
+
+
+def _single(weight: Reducible) -> ShardedWeight:
+    """A weight of a recorded block or of unequal replicas: these have no groups."""
+    assert isinstance(weight, ShardedWeight)
+    return weight

@@ -16,15 +16,19 @@ import torch.nn as nn
 
 from .. import _torch_compat as compat
 from .._comm.debug import DebugFlags
+from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
+from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
+from .block_uses import finish_backward, release_all
+from .first_forward import agree_on_order
 from .gathering import Gathering
 from .optimizer_steps import optimizer_steps
-from .order_of_uses import Entry
+from .order_of_uses import Chain, Entry
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +48,56 @@ class Runtime(Gathering):
         # Parameters by the ids of their objects, for optimizer steps; ``note_step`` makes it anew if it is empty.
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
+        self._records_graph = False  # whether the running backward has ``create_graph=True``
+        self._has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
+        self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # held to the end of backward
         self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
         self._num_begun = -1
+        self._num_forwards = 0
+        self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
+        self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
+        self.num_trained = 0  # backwards that gave gradients, and optimizer steps
         optimizer_steps().watchers.add(self)
 
-    def note_step(self, updated: set[int]) -> None:
-        """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
+    def _known(self) -> dict[int, ManagedParam]:
+        """Parameters by the ids of their objects."""
         if not self._by_id:
             self._by_id = {id(param.param): param for param in self.params}
             # Of these parameters, optimizers hold the objects that an outer fully_shard has made.
             self._is_cut_again = any(param.is_cut_again for param in self.params)
-        written = [self._by_id[key] for key in updated & self._by_id.keys()]
+        return self._by_id
+
+    def note_handed_out(self, param: object) -> None:
+        """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
+        weight = self._known().get(id(param))
+        if not isinstance(weight, ShardedWeight) or weight.param is not param:
+            return
+        if self.reads.frames:
+            self._handed_out.add(weight)
+            self.drop_prefetched_of([weight])
+            for target in weight.gatherables:
+                target.live = None  # whoever uses it keeps it
+            self.reads.forget(weight)
+            self.drop_kept(weight)
+        elif weight.is_pinned:
+            self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
+        else:
+            for target in weight.gatherables if weight.group is None else (weight.group,):
+                self._drop_kept(target)
+
+    def note_step(self, updated: set[int]) -> None:
+        """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
+        written = [self._by_id[key] for key in updated & self._known().keys()]
         self.num_steps += bool(written) or self._is_cut_again
+        self.num_trained += 1
+        for group in {param.group for param in written if param.group is not None}:
+            group.num_updates += 1
+            self._drop_kept(group)
         for param in written:
+            if param.group is not None:
+                continue
             if isinstance(param, ShardedWeight):
                 param.num_updates += 1
                 self.drop_kept(param)
@@ -98,30 +137,63 @@ class Runtime(Gathering):
         """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights become handles."""
         if not self.is_materializing:
             self._begin_forward(Entry(module, method))
+        if not self.reads.frames:
+            for group in self.groups:
+                group.show()
         needs_handles = torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled()
         return self.reads.push(needs_handles)
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
+        misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
         self.reads.pop(frame)
+        if not self.reads.frames:
+            for group in self.groups:
+                group.hide()
+            if not torch.is_grad_enabled():
+                self._release_read_outside()
         if not self.reads.frames and self._forward_chain is not None:
             self._drop_prefetched()
             self.comm.finish_uploads()
+            chain, self._forward_chain = self._forward_chain, None
             if is_complete:
-                self._forward_chain.end()
+                uses = chain.observed
+                chain.end()
+                if not (chain.is_compared or self.comm.is_capturing):
+                    self._compare_order(chain, uses)
             else:
-                self._forward_chain.begin()
+                chain.begin()
                 self._end_keeps()
-            self._forward_chain = None
+        if misuse is not None:
+            raise misuse
+
+    def _compare_order(self, chain: Chain, uses: Sequence[int]) -> None:
+        """After a first forward, raise on all ranks if they have used other weights, or in another order."""
+        chain.is_compared = True
+        entry = next((key.entry for key, known in self.chains.items() if known is chain), None)
+        what = "a forward" if entry is None else f"the first {entry.method} of a {type(entry.module).__name__}"
+        agree_on_order([self.gatherables[use].weight for use in uses], self.weights, what)
 
     def _begin_forward(self, entry: Entry) -> None:
         self.drop_broken_backward()
         self.ensure_initialized()
+        self._release_read_outside()  # of a forward without a backward
+        release_all(self, self.groups)
         self.comm.begin_pass()
         self._end_keeps()
+        for weight in self._outdated:
+            self.drop_kept(weight)
+        self._outdated.clear()
+        self._num_forwards += 1
+        # In the forwards of number 1, 2, 4, 8 and so on, which costs nothing in the long run.
+        is_power = self._num_forwards & (self._num_forwards - 1) == 0
+        self.reads.looks_at_bits = is_power and not self.comm.is_capturing
         is_captured = self.comm.is_capturing
         for param in self.params:
-            param.begin_forward(is_captured)
+            if param.group is None:
+                param.begin_forward(is_captured)
+        for group in self.groups:
+            group.begin_forward()
         if self._is_offloaded:
             self.comm.note_uploads()
         self._begin_quantized(self.weights)
@@ -143,6 +215,11 @@ class Runtime(Gathering):
             return
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
+        asked = self.asked_for
+        for param in self.whole:
+            leaf = param.leaf if param.group is None else param.group.leaf_of(param)
+            param.awaits_reduction = param.param.requires_grad and (asked is None or id(leaf) in asked)
+        self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
         end = partial(self._finish_backward)
         self._end_of_backward = weakref.ref(end)
@@ -151,6 +228,40 @@ class Runtime(Gathering):
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
 
+    def add_groups(self, groups: Sequence[WeightGroup]) -> None:
+        """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
+        self.groups = list(groups)
+        for group in groups:
+            group.read_outside = self.hold_until_end
+        self.gatherables = [target for target in self.gatherables if target.weight.group is None]
+        self.gatherables += groups
+        for index, target in enumerate(self.gatherables):
+            target.index = index
+        self.chains.clear()
+
+    def gather_kept(self, weight: ShardedWeight) -> None:
+        """Gather a weight, or its group, ahead of any use, for ``unshard``."""
+        self.ensure_initialized()
+        group = weight.group
+        if group is None:
+            super().gather_kept(weight)
+            return
+        group.pin(self.note_backward)
+        if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
+            self._drop_kept(group)
+            self.comm.begin_pass(group.groups)
+            group.kept = self._take(group) or self._gather_now(group)
+
+    def hold_until_end(self, group: WeightGroup) -> None:
+        if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
+            self.comm.wait(group.kept.done)
+        else:
+            self._read_outside.append((group, self.acquire(group)))
+
+    def _release_read_outside(self) -> None:
+        while self._read_outside:
+            self.release(*self._read_outside.pop())
+
     def watch_saved(self, saved: SavedWeights) -> None:
         """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""
         self.reads.saved_in_backward.append(saved)
@@ -158,19 +269,29 @@ class Runtime(Gathering):
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         self.reads.release_read_in_backward()
+        finish_backward(self, self.groups)
+        self._release_read_outside()
         self._drop_prefetched()
         self._end_keeps()
         self.comm.finish_uploads()
         self._is_in_backward = False
         self._backward_chain.end()
         self.complete_gradients()
+        if self._records_graph:
+            for param in self.params:
+                param.mark_undifferentiable()
 
     def complete_gradients(self) -> None:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
         with self._forgetting_on_failure():
             self.grads.launch_waiting()
             if self.is_last_backward:
-                self.grads.complete(self.params)
+                self.num_trained += 1
+                self.grads.complete(self.params, self.groups)
+        flags = (param.flags for param in self.params)
+        self._has_unsynced = not self.is_last_backward or not all(
+            each.requires_gradient_sync and each.requires_all_reduce for each in flags
+        )
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -190,8 +311,11 @@ class Runtime(Gathering):
     def _forget_gradients(self) -> None:
         """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
         self.grads.abandon()
+        self._has_unsynced = False
         for param in self.params:
             param.reset_grads()
+        for group in self.groups:
+            group.reset_grads()
 
     @property
     def has_gradients_in_flight(self) -> bool:
@@ -204,14 +328,14 @@ class Runtime(Gathering):
         """If the last backward raised before its end, drop its prefetched weights and its gradients."""
         if not self._is_in_backward:
             return
-        sums = (grad for weight in self.weights for grad in (weight.unsharded_grad, weight.unreplicated_grad))
-        has_earlier = self.has_gradients_in_flight or any(grad is not None for grad in sums)
-        others = ", with those of earlier microbatches that were not synced" if has_earlier else ""
+        others = ", with those of earlier microbatches that were not synced" if self._has_unsynced else ""
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
         self._is_in_backward = False
         self._forget_gradients()
         self.reads.release_read_in_backward()
+        finish_backward(self, self.groups)
+        self._release_read_outside()
         self._backward_chain.begin()
         self._drop_prefetched()
         self._end_keeps()
@@ -227,6 +351,10 @@ class Runtime(Gathering):
         for target in self.gatherables:
             target.pending.clear()
             target.live = target.kept = None
+        for group in self.groups:
+            group.held = None
+            group.free()
+            group.num_updates += 1
         for weight in self.weights:
             weight.num_updates += 1  # so that nobody reuses a gather of the recording
             self.drop_kept(weight)

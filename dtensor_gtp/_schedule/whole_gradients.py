@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -32,46 +33,78 @@ class UnequalReplicas(Protocol):
 
 
 def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: UnequalReplicas | None) -> None:
-    """All-reduce local gradients, in one call for each mesh, dtype and divide factor."""
-    buckets: dict[tuple[Any, ...], WholeBucket] = {}
+    """All-reduce local gradients, in one call for each mesh, dtype and divide factor.
+
+    All trained parameters take part, with zeros where this rank has not used them: other ranks may have used others,
+    and nothing else would tell the ranks apart. A parameter that no rank has used gets no gradient.
+    """
+    buckets: dict[tuple[Any, ...], list[tuple[WholeParam, Tensor | None]]] = {}
     for param in params:
-        if (grad := param.take_local_grad()) is None:
-            continue
-        flags = param.flags
-        if flags.requires_gradient_sync and flags.requires_all_reduce:
-            buckets.setdefault((param.groups, grad.dtype, flags.gradient_divide_factor), []).append((param, grad))
-        else:
-            param.unsynced_grad = grad
+        grad, flags = param.take_local_grad(), param.flags
+        if not (flags.requires_gradient_sync and flags.requires_all_reduce):
+            param.unsynced_grad = None if grad is None else grad.to(param.reduce_dtype)
+        elif grad is not None or (replicas is None and param.awaits_reduction):
+            key = param.groups, param.reduce_dtype, flags.gradient_divide_factor
+            buckets.setdefault(key, []).append((param, grad))
     for (_, dtype, factor), bucket in buckets.items():
-        if replicas is not None:
-            replicas.reduce_whole(dtype, factor, bucket)
-        else:
+        if replicas is None:
             _reduce_bucket(bucket, sum_dtype(bucket[0][0].groups.reduce_scatter, dtype), comm)
+        else:
+            replicas.reduce_whole(
+                dtype, factor, [(param, grad.to(dtype)) for param, grad in bucket if grad is not None]
+            )
+    for bucket in buckets.values():
+        for param, _ in bucket:
+            param.awaits_reduction = False
 
 
-def _reduce_bucket(bucket: WholeBucket, dtype: torch.dtype, comm: CommContext) -> None:
+def _reduce_bucket(bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.dtype, comm: CommContext) -> None:
     first, groups = bucket[0][0], bucket[0][0].groups
-    scale = reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
-    flat = torch.cat([grad.reshape(-1) for _, grad in bucket]).to(dtype)
-    wire = torch.view_as_real(flat) if flat.is_complex() else flat
     active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
+    if not active:
+        bucket = [(param, grad) for param, grad in bucket if grad is not None]
+        if not bucket:
+            return
+    scale = reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
+    grads = [param.new_zero_grad() if grad is None else grad for param, grad in bucket]
+    used = grads[0].new_ones(len(bucket))  # filled on the device, as a graph may record it
+    for index, (_, grad) in enumerate(bucket):
+        if grad is None:
+            used[index].zero_()
+    flat = _flatten([*grads, used], dtype)
+    wire = torch.view_as_real(flat) if flat.is_complex() else flat
 
     def complete() -> None:
         for group in active[1:]:
             all_reduce_in_order(wire, scale, group, comm)
         if scale.postdivide is not None:
             wire.div_(scale.postdivide)
-        for (param, grad), part in zip(bucket, flat.split([grad.numel() for _, grad in bucket]), strict=True):
-            param.accumulate(part.view(grad.shape))
+        *parts, used_by_any = compat.unflatten(flat, [*grads, used])
+        for (param, grad), part, is_used in zip(bucket, parts, used_by_any, strict=True):
+            if grad is None and comm.is_capturing:  # a graph cannot ask: it does as the last eager step did
+                if not param.is_used_elsewhere:
+                    continue
+            elif grad is None:
+                param.note_use_elsewhere(is_used)
+            param.accumulate(part)
 
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
         if comm.is_debugged:
             comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
-            comm.check_finite("the all_reduce of gradients", [(param.fqn, grad) for param, grad in bucket], groups)
+            values = [(param.fqn, grad) for (param, _), grad in zip(bucket, grads, strict=True)]
+            comm.check_finite("the all_reduce of gradients", values, groups)
         if scale.predivide is not None:
             wire.div_(scale.predivide)
         work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams) if active else None
         comm.reduction_launched(work, complete, (flat,))
+
+
+def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """All gradients one after the other, in the order that all ranks have. Those of one dtype are cast together."""
+    flats = []
+    for _, alike in groupby(grads, lambda grad: grad.dtype):
+        flats.append(torch.cat([grad if grad.ndim == 1 else grad.reshape(-1) for grad in alike]).to(dtype))
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
 
 
 def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:

@@ -15,7 +15,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_ten
 from torch._C._autograd import _profiler_enabled as is_profiling
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._autograd import _saved_tensors_hooks_is_enabled as saved_tensors_hooks_enabled  # type: ignore[attr-defined]
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch._C._functorch import unwrap_if_dead
 from torch.cuda import _sleep as sleep_stream
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing_dtensors

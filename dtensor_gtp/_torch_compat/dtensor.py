@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
@@ -56,6 +58,18 @@ def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor,
     stock: Any = inspect.getattr_static(DTensor, "data")
     setter = functools.partial(wrapper, stock.__set__)
     DTensor.data = property(stock.__get__, lambda tensor, value: setter(tensor, value))  # type: ignore[assignment]
+
+
+def wrap_data_getter(note: Callable[[DTensor], None]) -> None:
+    """Call ``note(tensor)`` before ``tensor.data`` is read of a DTensor, from now on."""
+    stock: Any = inspect.getattr_static(DTensor, "data")
+
+    def get(tensor: DTensor) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != "torch.distributed.tensor.debug._comm_mode":  # it only looks
+            note(tensor)
+        return stock.__get__(tensor)
+
+    DTensor.data = property(get, stock.__set__)  # type: ignore[assignment]
 
 
 def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:
@@ -135,17 +149,49 @@ def stock_rule(op: Any) -> StockRule | None:
     return StockRule.SINGLE_DIM if single_dim_rule is not None else StockRule.WHOLE_MESH
 
 
+class _HandlersOfThread:
+    """A property of DTensor's dispatcher: the handlers of ops, without those that this thread has put aside.
+
+    DTensor looks here for each op, in all threads. So a thread that wants an op without its handler must not take it
+    out of the one table of the process, where another thread is about to look.
+    """
+
+    def __init__(self) -> None:
+        self._aside = threading.local()
+
+    def __get__(self, dispatcher: Any, owner: type) -> Any:
+        if dispatcher is None:
+            return self
+        handlers = dispatcher.__dict__["_custom_op_handlers"]
+        aside = getattr(self._aside, "ops", ())
+        return {op: handler for op, handler in handlers.items() if op not in aside} if aside else handlers
+
+    def __set__(self, dispatcher: Any, handlers: dict[Any, Any]) -> None:
+        dispatcher.__dict__["_custom_op_handlers"] = handlers
+
+    @contextmanager
+    def without(self, op: Any) -> Iterator[None]:
+        """In this thread ``op`` has no handler."""
+        before = getattr(self._aside, "ops", ())
+        self._aside.ops = (*before, op)
+        try:
+            yield
+        finally:
+            self._aside.ops = before
+
+
+@functools.cache
+def _handlers_of_thread() -> _HandlersOfThread:
+    handlers = _HandlersOfThread()
+    type(op_dispatcher())._custom_op_handlers = handlers
+    return handlers
+
+
 def set_dtensor_handler(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Let ``handler(op, args, kwargs)`` run ``op`` whenever one of its arguments is a DTensor."""
     op_dispatcher()._custom_op_handlers[op] = handler
 
 
-@contextmanager
-def stock_dtensor_dispatch(op: Any) -> Iterator[None]:
-    """Run ``op`` as DTensor does without the handler that ``set_dtensor_handler`` gave it."""
-    handlers = op_dispatcher()._custom_op_handlers
-    handler = handlers.pop(op)
-    try:
-        yield
-    finally:
-        handlers[op] = handler
+def stock_dtensor_dispatch(op: Any) -> AbstractContextManager[None]:
+    """Run ``op`` as DTensor does without the handler that ``set_dtensor_handler`` gave it. Other threads keep it."""
+    return _handlers_of_thread().without(op)

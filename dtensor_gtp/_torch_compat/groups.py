@@ -28,21 +28,41 @@ resolve_group = cast("Callable[[str], dist.ProcessGroup]", _resolve_process_grou
 
 
 def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
-    """A second communicator of the ranks of ``group``. Collective over them, and no others.
+    """A second communicator of the ranks of ``group``, the same for each caller with this ``desc``. The first call is
+    collective over these ranks, and no others. It ends with the other process groups.
 
     ``dist.new_group(use_local_synchronization=True)`` names a group by how many groups the process has. Ranks that have
     made different numbers of groups would never meet. So the ranks agree on a name first.
     """
-    return named_group(dist.get_process_group_ranks(group), agreed_name(group, device, desc), desc, group)
+    return _group_beside(group, device, desc)
 
 
 def host_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
-    """A group of the ranks of ``group`` that takes tensors on the host: itself if it does, else one of gloo.
-    Collective over them."""
+    """A group of the ranks of ``group`` that takes tensors on the host: itself if it does, else one of gloo, the same
+    for each caller with this ``desc``. The first call is collective over these ranks."""
     if torch.device("cpu") in group._device_types:
         return group
-    ranks = dist.get_process_group_ranks(group)
-    return named_group(ranks, agreed_name(group, device, desc), desc, group, backend="gloo")
+    return _group_beside(group, device, desc, backend="gloo")
+
+
+def _group_beside(
+    group: dist.ProcessGroup, device: torch.device, desc: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    description = f"{desc} beside {group.group_name}"
+    known = described_group(description)
+    if known is not None:
+        return known
+    name = agreed_name(group, device, desc)
+    return named_group(dist.get_process_group_ranks(group), name, description, group, backend)
+
+
+def described_group(description: str) -> dist.ProcessGroup | None:
+    """The group of this process that was made with this description; None if there is none.
+
+    Torch keeps a group, with its threads and sockets, until all groups are destroyed: each model would leave one
+    behind. Torch's own list is searched, so nothing is remembered of groups that are gone.
+    """
+    return next((group for group in list(distributed_c10d._world.pg_map) if group.group_desc == description), None)
 
 
 def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
@@ -83,6 +103,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def clone_store(store: Store) -> Store:
     """Another client of the same store, for another thread: a client serves one request at a time."""
     return cast("Any", store).clone()  # type: ignore[no-any-return]
+
+
+def default_store() -> Store:
+    """The store of the default process group."""
+    return distributed_c10d._get_default_store()
 
 
 def abort_device_groups(*, wait: bool = True) -> None:

@@ -20,6 +20,13 @@ POLICY_MODES: tuple[Any, ...] = (checkpoint._CachingTorchDispatchMode, checkpoin
 
 _NOTHING = nullcontext()
 
+_ONCE = (
+    "gtp_shard does not compute the gradient of a gradient that passed a fused op or is a sharded weight's own "
+    "(once_differentiable). Where you need it of an nn.Linear or nn.Embedding, use the weight by name in a forward of "
+    "the module around it, e.g. F.linear(x, self.layer.weight, self.layer.bias), and differentiate the gradient of an "
+    "input."
+)
+
 # Of this thread; 0 almost always, and quick to ask.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # Makes its argument the compiler of this thread's frames (None: they run as they are) and returns the last one.
@@ -85,11 +92,23 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
 
 
 def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
-    """``torch.autograd.function.once_differentiable`` without its cost in a backward that records no graph."""
-    checked = torch.autograd.function.once_differentiable(backward)
+    """As ``torch.autograd.function.once_differentiable``, but what is computed from a weight raises as well when it is
+    differentiated: torch returns it as a constant if no argument of ``backward`` needs a gradient."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> _T:
-        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            computed: Any = backward(ctx, *grads)
+        if isinstance(computed, torch.Tensor):
+            return cast("_T", undifferentiable(computed))
+        return cast("_T", tuple(x if x is None else undifferentiable(x) for x in computed))
 
     return run
+
+
+def undifferentiable(grad: torch.Tensor) -> torch.Tensor:
+    """The values of a gradient. A backward through the result raises a RuntimeError."""
+    refuse: Any = torch._C._functions.DelayedError(_ONCE, 1)
+    return cast("torch.Tensor", refuse(grad.detach().requires_grad_()))

@@ -31,6 +31,19 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def wrap_engine(wrapper: Callable[..., Any]) -> None:
+    """Call ``wrapper(what_was_there, outputs, grads, retain_graph, create_graph, inputs, allow_unused, accumulates)``
+    for each run of ``torch.autograd.backward`` and ``torch.autograd.grad``, from now on in this process."""
+    stock = cast("Any", torch.autograd)._engine_run_backward
+
+    def run(
+        outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, allow_unreachable: Any, accumulate_grad: bool
+    ) -> Any:
+        return wrapper(stock, outputs, grads, retain, create, inputs, allow_unreachable, accumulate_grad)
+
+    cast("Any", torch.autograd)._engine_run_backward = run
+
+
 def grad_dtype(param: Tensor) -> torch.dtype:
     """Of ``param.grad``: the parameter's dtype, but ``fully_shard`` of torch 2.15 wants that of its reduction."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
@@ -63,6 +76,14 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     hooks = getattr(tensor, "_backward_hooks", None)
     return list(hooks.values()) if hooks else []
+
+
+def move_hooks(old: Tensor, new: Tensor) -> None:
+    """Let the user's hooks of ``old`` be those of ``new``, in the same dicts, from which handles remove them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(old, name, None):
+            setattr(old, name, None)
+            setattr(new, name, hooks)
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -108,6 +129,17 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         alike[1].append(source)
     for alike in pairs.values():
         torch._foreach_copy_(*alike)
+
+
+def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
+    """Row r of ``out`` becomes the r-th chunks of all tensors on dim 0, padded and flattened, as ``fully_shard`` packs
+    gradients: one kernel, which casts as well."""
+    torch._chunk_cat(tensors, 0, num_chunks, out=out)
+
+
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Consecutive parts of ``flat`` as views with the shapes of ``like``, in one call."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
 
 
 def lerp_all(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:

@@ -1,10 +1,11 @@
 """Non-uniform replicas: training goes on when a data-parallel replica has lost some of its ranks."""
 
 from .attach import synchronize_replicas
+from .handover import handover_path, leave_state, take_state
 from .mesh import ElasticMesh, MemoryModel, RankMemory, ReplicaSavePlanner, check_memory, nonuniform_mesh
 from .parallel import BlockColwiseParallel, BlockRowwiseParallel
 from .plan import SyncPlan, plan_sync
-from .recovery import HeldState, StateLostError, handover_path, hold_state, leave_state, recover_state, take_state
+from .recovery import HeldState, StateLostError, hold_state, recover_state
 from .regroup import Survivors, num_waiting, regroup
 from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
 from .sync import ReplicaSync, clip_grad_norm_

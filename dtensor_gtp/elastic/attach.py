@@ -108,7 +108,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
         if isinstance(submodule, FSDPModule):
             raise NotImplementedError(
                 f"synchronize_replicas does not support fully_shard around gtp_shard, but '{name}' is wrapped. Use "
-                "more replicas in the place of the outer axis."
+                "more replicas instead of the outer axis."
             )
     expected = mesh.weights.mesh.flatten().tolist()
     for param in runtime.params:

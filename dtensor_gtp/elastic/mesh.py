@@ -306,8 +306,9 @@ class ReplicaSavePlanner(DefaultSavePlanner):
         >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
         >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
         >>> planner = ReplicaSavePlanner(mesh)
-        >>> saved = dcp.save(model.state_dict(), checkpoint_id="step10", planner=planner)
-        >>> dcp.load(model.state_dict(), checkpoint_id="step10")
+        >>> state = {"model": model.state_dict()}
+        >>> saved = dcp.save(state, checkpoint_id="step10", planner=planner)
+        >>> dcp.load(state, checkpoint_id="step10")
     """
 
     def __init__(self, mesh: ElasticMesh, **options: Any) -> None:

@@ -2,19 +2,16 @@
 
 ``hold_state`` keeps what a rank has, and where it belongs in the logical tensors. When the ranks that are left (and
 new ones) have built their new mesh and model, ``recover_state`` fills it, as ``dcp.load`` would from disk: each missing
-part is sent once. ``leave_state`` and ``take_state`` hand the state over to a new process.
+part is sent once. ``handover.py`` hands the state over to a new process.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -281,80 +278,3 @@ def _leaves(tree: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, Any]]:
 def _box_of(tensor: DTensor) -> Box:
     shape, offset = compat.local_shape_and_offset(tensor)
     return Box(offset, shape)
-
-
-def handover_path(environment: Mapping[str, str] | None = None, directory: Path | None = None) -> Path | None:
-    """Where a worker of ``torchrun`` leaves its state for the worker that takes its place on this host.
-
-    ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later: time enough to
-    write what a rank holds to a file in host memory. The name holds the process of the launcher, which stays when
-    workers are started again, and the local rank. Files of launchers that are gone are removed.
-
-    Args:
-        environment: By default ``os.environ``.
-        directory: By default ``/dev/shm`` (memory), or the folder of temporary files where there is none.
-
-    Returns:
-        The path of the file, None outside of ``torchrun``.
-
-    Example:
-        >>> handover_path({"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "2"}).name
-        'dtensor_gtp-...-2.pt'
-        >>> handover_path({}) is None
-        True
-    """
-    environment = os.environ if environment is None else environment
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return None
-    if directory is None:
-        directory = next(filter(Path.is_dir, (Path("/dev/shm"), Path(tempfile.gettempdir()))))
-    for path in directory.glob("dtensor_gtp-*"):
-        launcher = path.name.split("-")[1]
-        if launcher.isdigit() and not Path(f"/proc/{launcher}").exists() and Path("/proc/self").exists():
-            path.unlink(missing_ok=True)
-    return directory / f"dtensor_gtp-{os.getppid()}-{environment['LOCAL_RANK']}.pt"
-
-
-def leave_state(held: HeldState, path: Path) -> None:
-    """Write ``held`` such that :func:`take_state` finds all of it or nothing. Only this user may read the file.
-
-    Args:
-        held: What :func:`hold_state` has returned.
-        path: That of :func:`handover_path`.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.pt"
-        >>> leave_state(hold_state({"epoch": 3}, step=7), path)
-        >>> take_state(path).plain
-        {('epoch',): 3}
-    """
-    partial = path.with_suffix(".tmp")
-    tensors = {keys: (box, part.contiguous()) for keys, (box, part) in held.tensors.items()}
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        torch.save((held.step, tensors, held.plain), file)
-    partial.replace(path)
-
-
-def take_state(path: Path) -> HeldState | None:
-    """What a former process has left, which is removed.
-
-    Args:
-        path: That of :func:`handover_path`.
-
-    Returns:
-        What :func:`leave_state` was given; None if nothing was left.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.pt"
-        >>> leave_state(hold_state({"epoch": 3}, step=7), path)
-        >>> take_state(path).step, take_state(path)
-        (7, None)
-    """
-    if not path.exists():
-        return None
-    # The state of a job may hold any Python value. A process of the same user and launcher has written the file.
-    step, tensors, plain = torch.load(path, map_location="cpu", weights_only=False)
-    path.unlink()
-    return HeldState(step, tensors, plain)

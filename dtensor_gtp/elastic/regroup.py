@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
+from .._comm.process_groups import job_store
 from .._progress import Progress
 from . import clock
 from .replicas import Place, ReplicaLayout, replicas_of
@@ -231,11 +232,11 @@ def start_regrouped(
 
 
 def _shared(store: compat.Store, generation: int) -> compat.Store:
-    return compat.PrefixStore(f"dtensor_gtp_regroup_{generation}", store)
+    return job_store(f"dtensor_gtp_regroup_{generation}", store)
 
 
 def waiting_store(store: compat.Store) -> compat.Store:
-    return compat.PrefixStore("dtensor_gtp_join", store)
+    return job_store("dtensor_gtp_join", store)
 
 
 def _waiting_tickets(store: compat.Store) -> list[int]:

@@ -113,8 +113,12 @@ class ReplicaSync:
             if len(owners) == 1:
                 continue
             if owners not in names:
-                name = f"{generation}_{'_'.join(map(str, owners))}"
-                names[owners] = compat.named_group(list(owners), name, "elastic_owners", world).group_name
+                ranks = "_".join(map(str, owners))
+                description = f"elastic_owners {ranks} of {self.mesh.generation}"  # one for all models on this mesh
+                group = compat.described_group(description)
+                if group is None:
+                    group = compat.named_group(list(owners), f"{generation}_{ranks}", description, world)
+                names[owners] = group.group_name
             yield Channel(names[owners], 1 / len(bucket.holders[self._place.replica])), bucket
 
     def set_batch(self, share: BatchShare | int) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
+from .._comm.process_groups import job_store
 from . import clock
 from .regroup import POLL_SECONDS, Membership, Survivors, regroup, start_regrouped, waiting_store
 from .replicas import Place, ReplicaLayout
@@ -120,7 +121,7 @@ class RankWatch:
         self._num_commits = 0
         name = f"dtensor_gtp_watch_{generation}"
         # A client for each thread: a client serves one request at a time, and some requests wait.
-        self._own, store = (compat.PrefixStore(name, compat.clone_store(self.store)) for _ in range(2))
+        self._own, store = (job_store(name, compat.clone_store(self.store)) for _ in range(2))
         self._pulse = _Pulse(self._own, self.limit)
         self._listener = _Listener(store, layout.num_ranks, rank, self.limit)
         self._is_lost = self._listener.is_lost

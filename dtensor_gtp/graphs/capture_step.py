@@ -73,7 +73,7 @@ def capture_step(
     Gradients that a call leaves in ``.grad`` are added to by the next, so calls may be microbatches; copy one that is
     to outlive the next call. A step that waits raises before the recording, where it waits: experts with
     ``method="all_to_all"`` do, and activation checkpointing with ``preserve_rng_state=True``. So does a step that
-    writes to its inputs, or puts a new tensor in the place of a buffer or of an optimizer's state. After a recording
+    writes to its inputs, or puts a new tensor instead of a buffer or of an optimizer's state. After a recording
     that failed eager training goes on.
 
     Eager steps, evaluation and loading in between are seen. Freezing, switches such as ``train()``, other parameters,

@@ -137,7 +137,7 @@ def _param_versions(runtimes: Sequence[Runtime]) -> set[tuple[int, int, int]]:
 
 
 def with_tensors(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """``leaves`` with others in the place of its tensors."""
+    """``leaves`` with others instead of its tensors."""
     remaining = iter(tensors)
     return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

@@ -10,22 +10,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._modules.binding import ShardGroup, binding_of, managed_params
+from .._modules.binding import managed_params, outermost_calls
 from .._modules.gtp_module import GTPModule
-
-
-def outermost(model: nn.Module) -> list[ShardGroup]:
-    """The calls of ``gtp_shard`` on ``model`` or below that no other call is around."""
-    binding = binding_of(model)
-    if binding is not None and isinstance(model, GTPModule):
-        return [binding.group]
-    return [group for child in model.children() for group in outermost(child)]
 
 
 @contextmanager
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Backward within sums gradients on each rank, until a backward outside of this reduces them."""
-    modules = [group.module for group in outermost(model)]
+    modules = [group.module for group in outermost_calls(model)]
     _set_requires_gradient_sync(modules, False)
     try:
         yield

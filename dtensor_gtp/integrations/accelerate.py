@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from .._modules.binding import outermost_calls
+from ..checkpoint import save
 from . import needs_extra
-from ._sharded import outermost, take_gpu_generator, without_gradient_sync
+from ._sharded import take_gpu_generator, without_gradient_sync
 
 with needs_extra("accelerate"):
     from accelerate import Accelerator
@@ -41,7 +42,7 @@ STATE_FOLDER = "sharded_state"  # below a checkpoint, what torch.distributed.che
 class GTPAccelerator(Accelerator):
     """An ``Accelerator`` whose ``prepare`` does not wrap models after ``gtp_shard``. Needs ``accelerate``.
 
-    Use it in the place of the stock one; it treats models that are not sharded as that does. Shard the model first,
+    Use it instead of the stock one; it treats models that are not sharded as that does. Shard the model first,
     over all processes, and make the optimizer afterwards.
 
     - ``accumulate`` and ``no_sync`` communicate no gradients until the last microbatch.
@@ -80,7 +81,7 @@ class GTPAccelerator(Accelerator):
         Raises:
             NotImplementedError: The model is sharded over other ranks than all processes.
         """
-        groups = outermost(model)
+        groups = outermost_calls(model)
         if not groups:
             return super().prepare_model(model, device_placement, evaluation_mode)
         for group in groups:
@@ -127,7 +128,7 @@ class GTPAccelerator(Accelerator):
             model: What ``prepare`` has returned.
             unwrap: Leave out what the accelerator has wrapped around the model.
         """
-        if not outermost(model):
+        if not outermost_calls(model):
             return super().get_state_dict(model, unwrap)
         return whole_state_dict(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model)
 
@@ -140,7 +141,7 @@ class GTPAccelerator(Accelerator):
         with self._without_sharded() as (models, optimizers):
             folder = Path(super().save_state(output_dir, *args, **kwargs))
         if models:
-            save(_shards(models, optimizers), checkpoint_id=folder / STATE_FOLDER)
+            save(_shards(models, optimizers), folder / STATE_FOLDER)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -176,7 +177,7 @@ class GTPAccelerator(Accelerator):
     def _without_sharded(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:
         """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards."""
         models, optimizers = self._models, self._optimizers
-        sharded = [model for model in models if outermost(model)]
+        sharded = [model for model in models if outermost_calls(model)]
         of_sharded = [one for one in optimizers if _owner(one, sharded) is not None]
         self._models = [model for model in models if not any(model is one for one in sharded)]
         self._optimizers = [one for one in optimizers if not any(one is other for other in of_sharded)]
@@ -244,7 +245,19 @@ def _set_shards(models: list[nn.Module], optimizers: list[Any], state: dict[str,
     for index, optimizer in enumerate(optimizers):
         owner = _owner(optimizer, models)
         assert owner is not None
-        set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
+        with empty_groups_kept(optimizer.optimizer):
+            set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
+
+
+@contextmanager
+def empty_groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Loading a state dict in this context leaves param groups without parameters their options, which torch files
+    under the names of parameters: ``Trainer`` makes a group of what decays, be it nothing."""
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    yield
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        if not group["params"]:
+            group |= options
 
 
 __all__ = ["GTPAccelerator", "whole_state_dict"]

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 with :func:`dtensor_gtp.gtp_shard` in the place of FSDP2."""
+"""torchtitan's Llama 3 with :func:`dtensor_gtp.gtp_shard` instead of FSDP2."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
+from .._modules.binding import outermost_calls
+from ..checkpoint import save
 from . import needs_extra
 from ._sharded import is_offloaded, move_unsharded, take_gpu_generator
 
@@ -22,13 +25,13 @@ with needs_extra("transformers"):
     from transformers import Trainer
     from transformers.trainer_pt_utils import safe_globals
 
-    from .accelerate import STATE_FOLDER, GTPAccelerator, options_of, whole_state_dict
+    from .accelerate import STATE_FOLDER, GTPAccelerator, empty_groups_kept, options_of, whole_state_dict
 
 
 class GTPTrainer(Trainer):
     """A ``transformers.Trainer`` that trains a model after ``gtp_shard`` without DDP. Needs ``transformers``.
 
-    Use it in the place of the stock one, with the sharded model; the trainer makes the optimizer. Trainers that derive
+    Use it instead of the stock one, with the sharded model; the trainer makes the optimizer. Trainers that derive
     from ``Trainer`` come second: ``class GTPSFTTrainer(GTPTrainer, SFTTrainer)``.
 
     - ``save_model`` writes whole safetensors, of a PEFT model its adapters. Call it on all ranks.
@@ -52,6 +55,11 @@ class GTPTrainer(Trainer):
 
     _whole: Mapping[str, Any] | None = None  # while ``save_model`` runs
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        models = [kwargs.get("model", args[0] if args else None), kwargs.get("ref_model")]
+        with _whole_in_state_dicts([model for model in models if isinstance(model, nn.Module)]):
+            super().__init__(*args, **kwargs)
+
     def create_accelerator_and_postprocess(self) -> None:
         """Make ``self.accelerator`` a ``GTPAccelerator``."""
         super().create_accelerator_and_postprocess()
@@ -74,7 +82,8 @@ class GTPTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self._whole = whole_state_dict(model, trained_only=is_peft_model(model))
         try:
-            super().save_model(output_dir, _internal_call)
+            with _prompts_at_hand(model) if is_peft_model(model) else nullcontext():
+                super().save_model(output_dir, _internal_call)
         finally:
             self._whole = None
 
@@ -83,7 +92,7 @@ class GTPTrainer(Trainer):
         super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(self._job_state(), checkpoint_id=Path(output_dir) / STATE_FOLDER)
+        save(self._job_state(), Path(output_dir) / STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint of another trainer; its own are loaded with the optimizer's state."""
@@ -119,9 +128,10 @@ class GTPTrainer(Trainer):
             )
         model, optimizer = self.model, self.optimizer.optimizer
         options = options_of(model)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-        )
+        with empty_groups_kept(optimizer):
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+            )
         self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -152,6 +162,44 @@ class GTPTrainer(Trainer):
     def _samples_per_step(self) -> int:
         per_process: int = self._train_batch_size * self.args.gradient_accumulation_steps
         return per_process * self.args.world_size
+
+
+class _Whole:
+    """A tensor of a state dict, gathered when it is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def cpu(self) -> torch.Tensor:
+        tensor = self._tensor
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+@contextmanager
+def _whole_in_state_dicts(models: list[nn.Module]) -> Iterator[None]:
+    """TRL's trainers, when they are made, hash ``state_dict()`` of models whose log-probabilities they will store."""
+    sharded = [model for model in models if outermost_calls(model)]
+    for model in sharded:
+        stock = model.state_dict
+        model.__dict__["state_dict"] = lambda stock=stock: {name: _Whole(value) for name, value in stock().items()}
+    try:
+        yield
+    finally:
+        for model in sharded:
+            del model.__dict__["state_dict"]
+
+
+@contextmanager
+def _prompts_at_hand(model: Any) -> Iterator[None]:
+    """Where PEFT learns prompts it saves what their encoder computes, but on rank 0 alone: compute it on all ranks, and
+    let PEFT find it in this context."""
+    learned = [name for name, config in model.peft_config.items() if config.is_prompt_learning]
+    prompts = {name: model.get_prompt_embedding_to_save(name) for name in learned}
+    model.__dict__["get_prompt_embedding_to_save"] = prompts.__getitem__
+    try:
+        yield
+    finally:
+        del model.__dict__["get_prompt_embedding_to_save"]
 
 
 __all__ = ["GTPTrainer"]

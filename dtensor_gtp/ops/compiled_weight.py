@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
+from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 
@@ -57,7 +58,14 @@ class CompiledWeight:
 
     def __init__(self, runtime_of: Any, weight: ShardedWeight, site: Any) -> None:
         self._runtime_of, self.weight, self.site = runtime_of, weight, site
-        self.handle = handles().add(self)
+        self._handle = handles().add(self)
+
+    @property
+    def handle(self) -> Tensor:
+        """An input of the graph that is compiled. It has a meaning in this process alone."""
+        if torch.compiler.is_exporting():
+            refuse_recording("torch.export", self.weight.fqn)
+        return self._handle
 
     def resolve_in_forward(self) -> tuple[Runtime, ShardedWeight]:
         """For a use in forward, or in its recomputation in backward."""

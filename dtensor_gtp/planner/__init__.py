@@ -1,4 +1,4 @@
-"""Predicts time and memory of a training step, and searches the axes of a job: docs/guides/planner.md."""
+"""Predicts time and memory of a step, and searches the axes of a job: ``python -m dtensor_gtp.help planner``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def plan(
 ) -> PlanResult:
     """Predict time and memory of a training step on every layout of a job, and rank the layouts that fit.
 
-    Nothing runs on a GPU and no process group is made. docs/guides/planner.md says how right the predictions are.
+    Nothing runs on a GPU and no process group is made. ``python -m dtensor_gtp.help planner`` says
+    how right the predictions are.
 
     Args:
         model: ``"llama3-8b"`` or another preset, a ``config.json``, the name of a class of transformers, or

@@ -101,6 +101,8 @@ def _plan(options: argparse.Namespace) -> int:
         raise PlanError("plan expects a model and --gpus N, but got none. See gtp-plan --help.")
     if options.top < 1:
         raise PlanError(f"plan expects --top of at least 1, but got {options.top}. Pass another.")
+    if options.explain is not None and not options.explain.name:
+        raise PlanError(f"plan expects the name of files to write as --explain, but got '{options.explain}'. Add one.")
     with Progress(_LOG, "layouts simulated") as progress:
 
         def report(num: int, total: int, seconds: int) -> None:

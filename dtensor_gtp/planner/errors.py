@@ -9,5 +9,13 @@ class PlanError(ValueError):
     Example:
         >>> plan("llama3-8b", "h100", gpus=6, fixed={"gtp": 4})
         Traceback (most recent call last):
-        dtensor_gtp.planner.errors.PlanError: plan expects axes that divide 6 GPUs, but ...
+        dtensor_gtp.planner.errors.PlanError: plan expects a product of axes ...
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, without what a terminal would obey: names come from files of others."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -76,8 +76,10 @@ class Answer:
     Example:
         >>> answer = plan("llama3-8b", "h100", gpus=8, fixed={"gtp": 8}).best
         >>> low, high = answer.range_ms
-        >>> low < answer.step_ms < high, answer.is_fitting
-        (True, True)
+        >>> low < answer.step_ms < high, answer.is_fitting, answer.may_fit
+        (True, True, True)
+        >>> answer.memory.least < answer.memory.total
+        True
         >>> answer.layout.describe(), answer.memory.moment
         ('gtp 8', '...')
     """
@@ -102,7 +104,7 @@ class Answer:
 
     @property
     def may_fit(self) -> bool:
-        """Whether leaner code than is counted could have room: see ``Memory.least``."""
+        """Whether leaner code than is counted could have room (``Memory.least``)."""
         return self.memory.least <= self.capacity
 
     @property

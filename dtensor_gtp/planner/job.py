@@ -40,7 +40,7 @@ class Job:
         fixed: Sizes of axes that are not searched, by name; "micro_batch" too.
 
     Raises:
-        PlanError: A field is out of its range, or names nothing that there is.
+        PlanError: A field is out of its range, or is no known name.
 
     Example:
         >>> job = Job(gpus=16, seq_len=4096, recipe="mxfp8", fixed={"tp": 2})
@@ -83,8 +83,8 @@ class Job:
         if self.gpus % product:
             asked = " x ".join(f"{name} {self.fixed[name]}" for name in AXES[:5] if name in self.fixed)
             raise PlanError(
-                f"plan expects axes that divide {self.gpus} GPUs, but {asked} are {product}. Pass other sizes, or "
-                "leave one to the search."
+                f"plan expects a product of axes that divides {self.gpus} GPUs, but {asked} = {product} does not. Pass "
+                "other sizes, or leave one to the search."
             )
 
     def _check(self, name: str, value: str, known: tuple[str, ...]) -> None:

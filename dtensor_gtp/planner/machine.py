@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import PlanError
+from .errors import PlanError, printable
 
 GIB = 2**30
 VERSION = 2
@@ -288,7 +288,7 @@ def load_machine(text: str) -> Machine:
         raise PlanError(f"machine expects one of {names}, or a file of --calibrate, but got {text!r}. Name one.")
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
             f"machine expects a JSON file of --calibrate, but {path} cannot be read ({error}). Write it anew."
         ) from None
@@ -369,6 +369,7 @@ def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
     field_name = f"{prefix}{name}"
     if name == "name":
         _expect(isinstance(value, str), "a text", field_name, value, where)
+        return printable(value)
     elif name == "not_measured":
         is_names = isinstance(value, list) and all(isinstance(text, str) for text in value)
         _expect(is_names, "a list of names", field_name, value, where)
@@ -398,7 +399,8 @@ def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    # An integer of JSON may be larger than any float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _expect(is_fine: Any, expected: str, name: str, value: Any, where: str) -> None:

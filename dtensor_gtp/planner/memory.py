@@ -144,7 +144,7 @@ class Memory(NamedTuple):
 
     @property
     def least(self) -> int:
-        """What the leanest code known needs: without fragments, and without what compilers, fused kernels, and tensor
+        """What the leanest code known needs, without fragments, and without what compilers, fused kernels, and tensor
         parallelism that gathers again in backward do not keep. Published runs came down to it."""
         state = self.parameters + self.gradients + self.optimizer
         return int(state + self.gathered + self.reductions + _LEAN * self.activations + _LEAN_LOGITS * self.logits)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import PlanError
+from .errors import PlanError, printable
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,9 @@ PRESETS: Mapping[str, ModelConfig] = {
 
 # model_type of config.json, whose blocks are those of ``reference``: attention and SwiGLU without biases that matter.
 _KNOWN_TYPES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"}
+# More would take minutes, or more memory than the host has, and is a mistake.
+MAX_LAYERS, _MAX_SIZE = 10_000, 1 << 31
+_LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 _OPTIONAL = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok",),
@@ -160,13 +163,19 @@ def config_of_json(path: Path) -> ModelConfig | None:
     """
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"model expects a config.json, but {path} cannot be read ({error}). Name another.") from None
     if not isinstance(content, dict) or "model_type" not in content:
         raise PlanError(f"model expects a config.json with a model_type, but {path} has none. Name another.")
+    for key in ("model_type", "_name_or_path"):
+        if not isinstance(content.get(key) or "", str):
+            raise PlanError(f"model expects a text as {key}, but {path} has another value. Mend it.")
+    for key in content.keys() & _LAYER_KEYS:
+        if isinstance(content[key], int) and content[key] > MAX_LAYERS:
+            raise PlanError(f"model expects at most {MAX_LAYERS} as {key}, but {path} has more. Mend it.")
     if content["model_type"] not in _KNOWN_TYPES:
         return None
-    values: dict[str, Any] = {"name": content.get("_name_or_path") or path.parent.name or path.stem}
+    values: dict[str, Any] = {"name": printable(content.get("_name_or_path") or path.parent.name or path.stem)}
     names = {
         "dim": "hidden_size",
         "layers": "num_hidden_layers",
@@ -183,8 +192,8 @@ def config_of_json(path: Path) -> ModelConfig | None:
         values[name] = next((content[key] for key in keys if content.get(key)), 0)
     if values["experts"] and not values["expert_hidden_dim"]:
         values["expert_hidden_dim"] = values["hidden_dim"]
-    heads = values["heads"]
-    default = values["dim"] // heads if isinstance(heads, int) and heads > 0 else 0
+    dim, heads = values["dim"], values["heads"]
+    default = dim // heads if isinstance(dim, int) and isinstance(heads, int) and heads > 0 else 0
     values["head_dim"] = content.get("qk_nope_head_dim") or content.get("head_dim") or default
     # Both are false in transformers where a file does not say so, but for these types.
     values["is_tied"] = bool(content.get("tie_word_embeddings", False))
@@ -200,6 +209,9 @@ def checked(config: ModelConfig, where: str) -> ModelConfig:
         value = getattr(config, item.name)
         if item.name in ("name", "is_tied"):
             continue
+        most = MAX_LAYERS if item.name == "layers" else _MAX_SIZE
+        if isinstance(value, int) and value > most:
+            raise PlanError(f"model expects at most {most} as {item.name}, but {where} has more. Mend it.")
         if not isinstance(value, int) or isinstance(value, bool) or value < least.get(item.name, 0):
             raise PlanError(
                 f"model expects an integer of at least {least.get(item.name, 0)} as {item.name}, but {where} has "

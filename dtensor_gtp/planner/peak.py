@@ -41,7 +41,7 @@ class Use(NamedTuple):
         grad: The shard's gradient, which stays until the optimizer has seen it.
         unreduced: What computing the full gradient needs beside it.
         is_in_ring: Whether the full gradient is written to symmetric memory, which is not counted here.
-        is_exchanged: Whether activations are exchanged in the place of the weight: there is no full gradient.
+        is_exchanged: Whether activations are exchanged instead of the weight: there is no full gradient.
     """
 
     name: str

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from .recorder import Kind, Op, Recorder
 
-_BACKWARD_OF_ATTENTION = 2.5  # five GEMMs in the place of two
+_BACKWARD_OF_ATTENTION = 2.5  # five GEMMs instead of two
 
 
 class _Use(torch.autograd.Function):

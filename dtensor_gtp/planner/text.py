@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._comm.debug import format_nbytes
-from .._report.text import in_columns
+from .._report.columns import in_columns
 from .code import launch_lines, training_code
 from .errors import PlanError
 from .evaluate import Answer, Problem, fully_shard_ms

@@ -127,8 +127,11 @@ def _function(text: str) -> Callable[[], _Built]:
     module_name, _, name = text.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(f"model expects module:function, but {text} cannot be imported ({error}). Mend it.") from None
+    except Exception as error:  # of the user's code: any
+        raise PlanError(
+            f"model expects module:function, but {text} cannot be imported ({type(error).__name__}: "
+            f"{_one_line(error)}). Mend it."
+        ) from None
 
     def build() -> _Built:
         try:

@@ -42,7 +42,7 @@ class TPPlan(NamedTuple):
         return None if bad is None else f"tp {tp} does not divide {bad} heads, rows or columns of a layer"
 
     def described(self) -> dict[str, str]:
-        """Style by name, with ``*`` in the place of the number of a block."""
+        """Style by name, with ``*`` instead of the number of a block."""
         return {re.sub(r"(^|\.)\d+\.", r"\1*.", name): style for name, style in self.styles.items()}
 
 

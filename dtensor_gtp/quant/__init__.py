@@ -1,4 +1,4 @@
-"""Low precision: recipes, and the casts that define them. docs/guides/low_precision.md is the overview."""
+"""Low precision: recipes, and the casts that define them. Overview: ``python -m dtensor_gtp.help low_precision``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def quantize_(
 
     Output and gradient of the input are those of the dequantized weight, or of float8 GEMMs where the recipe and the
     hardware have them (``compute`` of the recipe). The weight gets its gradient in high precision, as if it had not
-    been quantized (straight-through). docs/guides/low_precision.md has the formats.
+    been quantized (straight-through). ``python -m dtensor_gtp.help low_precision`` has the formats.
 
     A shard is quantized once for each optimizer step and direction; microbatches reuse it. Writes that leave no trace
     (``param.data``, foreach functions outside of ``torch.optim``) are seen by the first forward after ``zero_grad()``

@@ -1,6 +1,6 @@
 """An optimizer of native weights: float32 masters live in its state, quantized values are written back.
 
-It wraps a stock optimizer, which steps the masters in the place of the weights, and every other parameter itself. Its
+It wraps a stock optimizer, which steps the masters instead of the weights, and every other parameter itself. Its
 state dict is that of the stock optimizer with one more entry for each native weight, ``master``: a DTensor placed as
 the weight is, so that DCP takes it to any topology.
 """

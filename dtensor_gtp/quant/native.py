@@ -107,7 +107,7 @@ def recipe_groups(spec: compat.DTensorSpec, recipe: Recipe) -> tuple[str, ...]:
 
 
 class NativeWeight(StoredWeight):
-    """A quantized weight, or a part of one, in the place of a parameter in high precision. Made by
+    """A quantized weight, or a part of one, instead of a parameter in high precision. Made by
     :func:`~dtensor_gtp.quantize_`.
 
     It consists of rowwise planes, and the statistic if the recipe needs it to dequantize. Its ``dtype`` is that of its

@@ -34,7 +34,7 @@ def nvfp4_operand(matrix: Tensor, dim: int, *, seed: Tensor | None = None, signs
 
     Returns:
         Planes of shape ``(*, rows, ceil(columns / 16) * 8)`` (pairs of e2m1 in uint8) and
-        ``(*, rows, ceil(columns / 16))`` (e4m3), for ``dim`` -2 with rows in the place of columns; and the largest
+        ``(*, rows, ceil(columns / 16))`` (e4m3), for ``dim`` -2 with rows instead of columns; and the largest
         magnitude of each matrix after the transform, shape ``(*, 1, 1)``.
 
     Raises:

@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._trace.read import STEP_RANGE
 from launch import Place, start
-from trace_picture import STEP_RANGE
 
 T = TypeVar("T")
 
@@ -318,10 +318,10 @@ def trace_steps(
 ) -> None:
     """Writes a chrome trace of some steps of rank 0, each in a range; the other processes run them along with it.
 
-    Ranges inside of a step name each weight's gather, compute and scatter; ``trace_picture.py`` draws them. To record
-    them and each operator makes the host slower. ``device_only`` spares that: the trace has what the GPU does and the
-    calls that launched it, and begins after two more steps, when the host is as far ahead as it comes without a
-    profiler.
+    Ranges inside of a step name each weight's gather, compute and scatter; ``python -m dtensor_gtp.trace`` draws
+    them. To record them and each operator makes the host slower. ``device_only`` spares that: the trace has what
+    the GPU does and the calls that launched it, and begins after two more steps, when the host is as far ahead as it
+    comes without a profiler.
     """
     ahead = 2 if device_only else 0
     world.barrier()

@@ -179,12 +179,12 @@ class Mode(NamedTuple):
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether activations cross the wire in the place of the embedding's weight."""
+        """Whether activations cross the wire instead of the embedding's weight."""
         return self.base.endswith((LOOKUP, EXCHANGE))
 
     @property
     def is_vocabulary_parallel(self) -> bool:
-        """Whether they do in the place of the output projection's weight, too."""
+        """Whether they do instead of the output projection's weight, too."""
         return self.base.endswith(EXCHANGE)
 
 
@@ -196,8 +196,8 @@ def build_mode(mode: str, workload: Workload, world: World) -> nn.Module:
             and on the root; "gtp-R": ``gtp_shard`` on the root. R, the dtype of the gradient reduction, is "fp32" or
             "bf16"; weights are stored in fp32 and computed with in bf16. "gtp": as "gtp-bf16", but no schedule is
             passed; "gtp-least" and "gtp-most_speed" pass ``memory``. The others have fixed numbers, those of the
-            workload. "gtp-bf16-lookup": activations cross the wire in the place of the embedding's weight;
-            "gtp-bf16-exchange": in the place of the output projection's, too.
+            workload. "gtp-bf16-lookup": activations cross the wire instead of the embedding's weight;
+            "gtp-bf16-exchange": instead of the output projection's, too.
             "fsdp2-bf16-kept", "fsdp2-bf16-tuned" and "fsdp2-bf16-symm": with the options of ``peers.to_fsdp2``.
             "gtp-R@RECIPE": the linear layers of the blocks with that recipe; "torchao-R": the same layers as torchao's
             float8 with float8 all-gather, under ``fully_shard``; "megatron-R": ``fully_shard_model`` of megatron-fsdp

@@ -1,0 +1,81 @@
+"""What to write where torch refuses a sharded tensor: one line, in the error or below its traceback.
+
+DTensor refuses ops that mix it with plain tensors. Its C++ code raises that error, so the line is added where Python
+prints an exception that nobody has caught.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torch.distributed.tensor import DTensor
+
+_WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_local() this rank's rows"
+
+# The first of these that the name of the op begins with.
+_REMEDIES = (
+    (
+        ("_foreach_", "_fused_", "_amp_"),
+        "Plain tensors stand beside sharded ones, e.g. ignored_params. Give them a param group of their own (an "
+        "optimizer takes each group by itself), and a call of clip_grad_norm_ of their own.",
+    ),
+    (
+        ("index", "embedding", "gather", "mm", "addmm", "bmm", "matmul", "linear", "convolution"),
+        "Outside of a forward a weight is a sharded tensor. Call the module, e.g. model.embedding(ids); name your "
+        f"method to register_gtp_forward_method; or convert: {_WHOLE}.",
+    ),
+    (
+        ("copy_", "fill_", "index_put_", "lerp_"),
+        "To write a whole tensor into a parameter: param.copy_(distribute_tensor(value, param.device_mesh, "
+        f"param.placements)) under torch.no_grad(), or load_state_dict. To read one: {_WHOLE}.",
+    ),
+    (
+        ("",),
+        f"A sharded tensor met a plain one. {_WHOLE}. A penalty on parameters becomes a plain number by "
+        "penalty.full_tensor(), on all ranks, before it is added to the loss.",
+    ),
+)
+_REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTensor|does not have a sharding strategy)")
+
+
+@functools.cache
+def install() -> None:
+    """Say what to write; once in a process."""
+    sys.excepthook = functools.partial(_show, sys.excepthook)
+    DTensor.__format__ = _format  # type: ignore[assignment]
+    DTensor.numpy = functools.partialmethod(_refuse, "numpy")  # type: ignore[assignment, method-assign]
+    DTensor.tolist = functools.partialmethod(_refuse, "tolist")  # type: ignore[assignment, method-assign]
+
+
+def remedy_for(error: BaseException) -> str | None:
+    """What to write in the place of code that mixes tensors; None for other errors."""
+    if not isinstance(error, RuntimeError) or (found := _REFUSED.search(str(error))) is None:
+        return None
+    return next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+
+
+def _show(stock: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if (text := remedy_for(error)) is not None:
+        error.add_note(f"dtensor_gtp: {text}")
+    stock(kind, error, traceback)
+
+
+def _format(tensor: DTensor, spec: str) -> str:
+    if not spec:
+        return str(tensor)
+    raise TypeError(
+        f"A DTensor, e.g. a norm over all shards, cannot be written as '{{:{spec}}}': ranks have to add their parts. "
+        f"Write f'{{norm.full_tensor():{spec}}}', on all ranks."
+    )
+
+
+def _refuse(tensor: DTensor, method: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"A DTensor has no .{method}(), because this rank holds a part of it. Write param.full_tensor().{method}() on "
+        f"all ranks, or param.to_local().{method}() for the part; detach() before numpy(). For TensorBoard: "
+        "writer.add_histogram(name, param.full_tensor())."
+    )

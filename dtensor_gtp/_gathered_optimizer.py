@@ -1,0 +1,259 @@
+"""``gathered``: optimizers that need whole matrices, on sharded parameters.
+
+Each parameter has an owner among the ranks that hold its shards. Before a step the owner receives the rows of all
+ranks, of the parameter and of its gradient. It steps the whole parameter with the wrapped optimizer, and sends the rows
+back. So each rank computes, and keeps the state of, its share of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from . import _torch_compat as compat
+from .placement import chunk_size_and_offset
+from .quant.master import master_of
+
+
+class _Slot:
+    """A parameter, and the plain one that the wrapped optimizer steps in its place."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
+        self.axis: int | None = None  # the one mesh axis over which the ranks hold rows; their group has an owner
+        self.owner = 0  # in that group
+        self.dim = 0
+        self.num_rows: list[int] = []  # of each rank of the group
+        self.whole = param
+        if not isinstance(param, DTensor):
+            return
+        self.whole = nn.Parameter(_placeholder(param, _local(param)))
+        sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+        axes = [axis for axis, (placement, size) in enumerate(sizes) if size > 1 and not placement.is_replicate()]
+        if len(axes) == 1 and _is_contiguous(param.placements[axes[0]]):
+            self.axis = axes[0]
+            placement, world = param.placements[self.axis], param.device_mesh.size(self.axis)
+            self.dim = placement.dim  # type: ignore[attr-defined]
+            block_size = getattr(placement, "block_size", 1)
+            of_rank = (chunk_size_and_offset(param.shape[self.dim], world, rank, block_size) for rank in range(world))
+            self.num_rows = [size for size, _ in of_rank]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert isinstance(self.param, DTensor)
+        return self.param.device_mesh.get_group(self.axis)
+
+    @property
+    def is_owned(self) -> bool:
+        return self.axis is None or dist.get_rank(self.group) == self.owner
+
+    @property
+    def row_numel(self) -> int:
+        return self.param.numel() // max(self.param.shape[self.dim], 1)
+
+    def rows(self, local: Tensor) -> Tensor:
+        """Rows of a local part or of the whole, as a vector that the ranks' parts make one after the other."""
+        return local.movedim(self.dim, 0).reshape(-1)
+
+    def assemble(self, parts: Sequence[Tensor]) -> Tensor:
+        shape = list(self.param.shape)
+        shape.insert(0, shape.pop(self.dim))
+        return torch.cat(list(parts)).view(shape).movedim(0, self.dim).contiguous()
+
+
+def _placeholder(param: Tensor, like: Tensor) -> Tensor:
+    """Of the shape of the whole, by which optimizers choose what they do, in the memory of one element."""
+    return like.new_zeros(1).expand(param.shape)
+
+
+def _is_contiguous(placement: Any) -> bool:
+    return isinstance(placement, Shard) and getattr(placement, "split_factor", 1) == 1
+
+
+class GatheredOptimizer(torch.optim.Optimizer):
+    """What :func:`gathered` makes subclasses of."""
+
+    optimizer_class: ClassVar[type[torch.optim.Optimizer]]
+
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, {})
+        self._slots = [[_Slot(param) for param in group["params"]] for group in self.param_groups]
+        self._choose_owners()
+        groups = []
+        for group, slots in zip(self.param_groups, self._slots, strict=True):
+            wholes = [slot.whole for slot in slots if slot.is_owned]
+            groups.append({**group, "params": wholes})
+        self.inner = self.optimizer_class(groups, *args, **kwargs)
+        self.defaults = self.inner.defaults
+        self._copy_options(self.inner, self)
+
+    def _choose_owners(self) -> None:
+        """The largest parameter goes to the rank with the least so far, in each group of ranks."""
+        loads: dict[str, list[int]] = {}
+        shared = [slot for slots in self._slots for slot in slots if slot.axis is not None]
+        for slot in sorted(shared, key=lambda slot: -slot.param.numel()):
+            load = loads.setdefault(slot.group.group_name, [0] * slot.group.size())
+            slot.owner = load.index(min(load))
+            load[slot.owner] += slot.param.numel()
+
+    @staticmethod
+    def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        """Options of param groups: schedulers change those of this optimizer, some optimizers their own."""
+        for theirs, ours in zip(source.param_groups, target.param_groups, strict=True):
+            ours |= {key: value for key, value in theirs.items() if key != "params"}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; collective over their meshes.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` has returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._copy_options(self, self.inner)
+        active = [slot for slots in self._slots for slot in slots if slot.param.grad is not None]
+        by_group: dict[tuple[str, torch.dtype, torch.dtype], list[_Slot]] = {}
+        for slot in active:
+            if slot.axis is None:
+                _take_alone(slot)
+            else:
+                dtypes = _local(slot.param).dtype, _local(slot.param.grad).dtype
+                by_group.setdefault((slot.group.group_name, *dtypes), []).append(slot)
+        for slots in by_group.values():
+            values = _to_owners(slots, [_local(slot.param) for slot in slots])
+            grads = _to_owners(slots, [_local(slot.param.grad) for slot in slots])
+            for slot, value, grad in zip((s for s in slots if s.is_owned), values, grads, strict=True):
+                slot.whole.data, slot.whole.grad = value, grad
+        self.inner.step()
+        for slots in by_group.values():
+            _from_owners(slots)
+        for slot in active:
+            _put_back(slot)
+        self._copy_options(self.inner, self)
+        self._share_state()
+        return loss
+
+    def _share_state(self) -> None:
+        """State dicts show what the wrapped optimizer keeps, each rank that of the parameters it owns."""
+        for slot in (slot for slots in self._slots for slot in slots):
+            self.state[slot.param] = self.inner.state[slot.whole] if slot.is_owned else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``Optimizer.load_state_dict``: what :meth:`state_dict` has given on this rank.
+
+        Args:
+            state_dict: Of this class, on as many ranks; ``torch.distributed.checkpoint`` loads on any number of ranks.
+        """
+        super().load_state_dict(state_dict)
+        for slot in (slot for slots in self._slots for slot in slots if slot.is_owned):
+            self.inner.state[slot.whole] = self.state[slot.param]
+        self._copy_options(self, self.inner)
+
+
+def gathered(optimizer_class: type[torch.optim.Optimizer]) -> type[GatheredOptimizer]:
+    """A class of optimizers that steps whole parameters, for sharded ones. Use it in the place of ``optimizer_class``.
+
+    For an optimizer that computes with a whole matrix (Shampoo, SOAP, Adafactor, norms of layers) or knows no DTensor.
+    One rank steps a parameter and keeps its state; the ranks share the parameters by size. Rows and gradients travel to
+    it, updated rows back: three collectives a step for all parameters of a mesh. Results are those of one process.
+    Optimizers that treat elements alone (AdamW, Lion, SGD) need none of this, and those that add up numbers over all
+    parameters (Prodigy) would see those of one rank alone.
+
+    Args:
+        optimizer_class: A class of ``torch.optim`` or of another library. Each rank makes it with the parameters that
+            it owns, perhaps none, as plain tensors in groups with the options of all groups.
+
+    Returns:
+        A class with the same arguments. :class:`Muon` needs less communication than ``gathered(torch.optim.Muon)``.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> optimizer = gathered(torch.optim.Adafactor)(model.parameters(), lr=1e-2)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+    """
+    name = f"Gathered{optimizer_class.__name__}"
+    return type(name, (GatheredOptimizer,), {"optimizer_class": optimizer_class, "__module__": __name__})
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return master_of(compat.local_part(tensor).detach())
+
+
+def _take_alone(slot: _Slot) -> None:
+    """Of a parameter without an owner: all ranks step it, a plain one in its place."""
+    param, grad = slot.param, slot.param.grad
+    if not isinstance(param, DTensor):
+        return
+    assert isinstance(grad, DTensor)
+    whole: Tensor = param.detach().full_tensor()  # type: ignore[attr-defined]
+    slot.whole.data, slot.whole.grad = master_of(whole), grad.full_tensor()
+
+
+def _to_owners(slots: Sequence[_Slot], locals_: Sequence[Tensor]) -> list[Tensor]:
+    """Whole tensors of the slots that this rank owns."""
+    group = slots[0].group
+    rank, world = dist.get_rank(group), group.size()
+    sent: list[list[Tensor]] = [[] for _ in range(world)]
+    for slot, local in zip(slots, locals_, strict=True):
+        sent[slot.owner].append(slot.rows(local))
+    mine = [slot for slot in slots if slot.owner == rank]
+    flat = torch.cat([part for parts in sent for part in parts])
+    sizes = [[slot.num_rows[source] * slot.row_numel for slot in mine] for source in range(world)]
+    received = flat.new_empty(sum(map(sum, sizes)))
+    splits = [sum(part.numel() for part in parts) for parts in sent]
+    dist.all_to_all_single(received, flat, list(map(sum, sizes)), splits, group=group)
+    parts = iter(received.split([size for of_source in sizes for size in of_source]))
+    by_source = [[next(parts) for _ in mine] for _ in range(world)]
+    return [slot.assemble([by_source[source][index] for source in range(world)]) for index, slot in enumerate(mine)]
+
+
+def _from_owners(slots: Sequence[_Slot]) -> None:
+    """Each rank writes its rows of what the owners have computed."""
+    group = slots[0].group
+    rank, world = dist.get_rank(group), group.size()
+    mine = [slot for slot in slots if slot.owner == rank]
+    rows = [slot.rows(slot.whole.detach()).split([n * slot.row_numel for n in slot.num_rows]) for slot in mine]
+    like = _local(slots[0].param)
+    sent = [part for target in range(world) for part in (of_slot[target] for of_slot in rows)]
+    flat = torch.cat([like.new_empty(0), *sent])
+    splits = [sum(of_slot[target].numel() for of_slot in rows) for target in range(world)]
+    by_owner = [[slot for slot in slots if slot.owner == owner] for owner in range(world)]
+    ordered = [slot for of_owner in by_owner for slot in of_owner]
+    sizes = [slot.num_rows[rank] * slot.row_numel for slot in ordered]
+    received = flat.new_empty(sum(sizes))
+    incoming = [sum(slot.num_rows[rank] * slot.row_numel for slot in of_owner) for of_owner in by_owner]
+    dist.all_to_all_single(received, flat, incoming, splits, group=group)
+    for slot, part in zip(ordered, received.split(sizes), strict=True):
+        local = _local(slot.param)
+        shape = list(local.shape)
+        shape.insert(0, shape.pop(slot.dim))
+        local.copy_(part.view(shape).movedim(0, slot.dim))
+
+
+def _put_back(slot: _Slot) -> None:
+    """Free the whole tensors, and tell autograd that the parameter has other values."""
+    param, whole = slot.param, slot.whole
+    if not isinstance(param, DTensor):
+        return
+    if slot.axis is None:
+        whole_value = whole.detach()
+        spec = compat.dtensor_spec(param)
+        is_replicated = all(isinstance(placement, Replicate) for placement in param.placements)
+        part = whole_value if is_replicated else compat.own_part(whole_value, spec.mesh, spec.placements)
+        _local(param).copy_(part)
+    torch.autograd.graph.increment_version(param)
+    whole.data, whole.grad = _placeholder(param, whole.data), None

@@ -1,0 +1,47 @@
+"""Writes to shards that change no version: through ``param.data``, and by foreach functions.
+
+Between passes nothing that was gathered is kept, or the user asks for it. In a forward, weights are gathered ahead of
+their use, and a forward may write in between: momentum encoders (MoCo, BYOL) do. So whoever gets hold of a shard in a
+forward may write to it: what was gathered of it is dropped, and in this pass it is gathered at its use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .._schedule.optimizer_steps import optimizer_steps
+from .._schedule.runtime import Runtime
+
+
+@functools.cache
+def install() -> None:
+    """Look at each ``param.data``; once in a process."""
+    compat.wrap_data_getter(_note)
+
+
+def _note(param: DTensor) -> None:
+    if isinstance(param, nn.Parameter) and not torch.compiler.is_compiling():
+        for watcher in optimizer_steps().watchers:
+            if isinstance(watcher, Runtime):
+                watcher.note_handed_out(param)
+
+
+def noting(runtime: Runtime, members: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """``members`` of ``named_parameters()``. Whoever takes several while no gradients are computed may write to them.
+    To look at the first alone (``.dtype``, ``.device``) is common and harmless."""
+    before: list[Any] = []
+    for name, member in members:
+        if not torch.is_grad_enabled():
+            if len(before) == 1:
+                runtime.note_handed_out(before[0])
+            if before:
+                runtime.note_handed_out(member)
+            before.append(member)
+        yield name, member

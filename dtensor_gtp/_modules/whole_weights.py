@@ -1,0 +1,89 @@
+"""``whole_weights``: plain, whole parameters in the place of sharded ones for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+
+from .. import _torch_compat as compat
+from .._params.managed_param import ManagedParam
+from ..quant.master import master_of
+from ..quant.native import native_of
+from .binding import managed_params, runtimes_below
+
+
+@contextmanager
+def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[None]:
+    """Each rank has the parameters of ``module`` as plain, whole tensors in this context, and may change their values.
+
+    For code that computes with parameters outside of a forward and knows no DTensor: merging adapters, pruning,
+    spectral norms, histograms. All ranks must change them alike. At the end each rank keeps its part of the values.
+    Gradients are whole, too; changes of them are dropped. Collective; each rank needs memory for all of these
+    parameters, so give a large model in parts.
+
+    Args:
+        module: A module after :func:`gtp_shard`, or one below or above it. Do not call it within.
+        trained_only: Leave out parameters that need no gradient.
+
+    Raises:
+        RuntimeError: A forward or backward is running.
+        NotImplementedError: A weight has native storage (:func:`quantize_`).
+
+    The counterpart of ``FullyShardedDataParallel.summon_full_params``.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> with whole_weights(model), torch.no_grad():
+        ...     model.weight /= torch.linalg.matrix_norm(model.weight, 2)
+        >>> model.weight.to_local().shape
+        torch.Size([16, 64])
+    """
+    if any(runtime.is_materializing for runtime in runtimes_below(module)):
+        raise RuntimeError("whole_weights expects no forward or backward to run. In those, module.weight is whole.")
+    managed = [(name, param) for name, param in managed_params(module) if param.param.requires_grad or not trained_only]
+    for name, param in managed:
+        if native_of(param.param) is not None:
+            raise NotImplementedError(
+                f"whole_weights cannot write values of high precision to parameter '{name}' of shape "
+                f"{tuple(param.param.shape)} with native storage. Use storage='master', or trained_only=True."
+            )
+    pinned = [param for _, param in managed if param.is_pinned]
+    for param in pinned:
+        param.is_pinned = False  # attributes would read what ``unshard`` has gathered
+    wholes = [(param, _put_whole(param)) for _, param in managed]
+    try:
+        yield
+    finally:
+        for param, whole in wholes:
+            _put_shard(param, whole)
+        for param in pinned:
+            param.is_pinned = True
+        written = {id(param.param) for param, _ in wholes}
+        for runtime in runtimes_below(module):
+            runtime.note_step(written)  # what is kept gathered is old
+
+
+def _put_whole(param: ManagedParam) -> nn.Parameter:
+    value: torch.Tensor = master_of(param.param.detach().full_tensor())  # type: ignore[attr-defined]
+    if value.data_ptr() == compat.local_part(param.param).data_ptr():
+        value = value.clone()  # of an axis of one rank
+    whole = nn.Parameter(value, requires_grad=param.param.requires_grad)
+    if param.param.grad is not None:
+        whole.grad = param.param.grad.full_tensor()  # type: ignore[attr-defined]
+    for module, name in param.sites:
+        module._parameters[name] = whole
+    return whole
+
+
+@torch.no_grad()
+def _put_shard(param: ManagedParam, whole: nn.Parameter) -> None:
+    sharded = param.param
+    spec = compat.dtensor_spec(sharded)  # type: ignore[arg-type]
+    master_of(compat.local_part(sharded)).copy_(compat.own_part(whole.detach(), spec.mesh, spec.placements))
+    torch.autograd.graph.increment_version(sharded)
+    for module, name in param.sites:
+        if module._parameters.get(name) is whole:  # unless the code has put another one there
+            module._parameters[name] = sharded

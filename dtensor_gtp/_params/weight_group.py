@@ -1,0 +1,424 @@
+"""Small weights of one block, which are gathered, held, freed and reduced together: a *group*.
+
+[Note: groups]
+A group costs the host once per block what single weights cost it each. The full weights of a group are leaves of
+autograd that view one storage. It is resized to be filled and to be freed, as in torch's ``fully_shard``
+(``FSDPParam.unsharded_param``), so stock forwards, stock backwards and torch.compile run on plain tensors. No function
+of ours runs for a layer or a saved tensor. Parameters that stay whole (biases, norms) have a place in the storage, too:
+their values in the compute dtype, copied with each gather.
+
+Memory that is freed must not be read. So modules read leaves through ``FullParams``, which gathers the group of a
+weight that other code than its block reads, and keeps it until the end of backward. A leaf that somebody still holds
+when the group is freed keeps its memory and its values: the group gets new leaves (``free``).
+
+Gradients arrive in ``.grad`` of the leaves. When the backward of the block is done, one kernel packs those of sharded
+weights into the buffer that is reduce-scattered. A rank without a gradient for a weight sends zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from .. import _torch_compat as compat
+from .._comm.send_ring import SendRing
+from .gathered import Gathered, Version
+from .layout import WeightLayout
+from .managed_param import ManagedParam, Site
+from .sharded_weight import Gatherable, ShardedWeight
+from .whole_param import WholeParam
+
+_ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
+
+
+class FullParams(dict[str, Any]):
+    """``nn.Module._parameters`` of a module during a pass: the full weights, which are gathered if they are not."""
+
+    def __init__(self, params: dict[str, Any], group: WeightGroup, grouped: set[str], sharded: dict[str, Any]) -> None:
+        super().__init__(params)
+        self._group, self._grouped, self._sharded = group, grouped, sharded
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        group = self._group
+        if group.live is None and name in self._grouped:
+            group.read_outside(group)
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def items(self) -> Any:
+        if not self._group.is_in_pass:  # after ``unshard``: optimizers and state dicts get the sharded parameters
+            return self._sharded.items()
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Any:
+        return (value for _, value in self.items())
+
+
+class WeightGroup(Gatherable):
+    """The weights and whole parameters of one ``module``, all of one mesh, dtype and ``gtp_shard`` call."""
+
+    # What a single weight may have and a group never has: the schedule asks both.
+    is_cut_again = False
+    is_plain = False
+    fixed = None
+    wire = None
+    offload = None
+    group = None
+
+    def __init__(
+        self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
+    ) -> None:
+        super().__init__(cast("ShardedWeight", self))  # the schedule asks a group what it asks a weight
+        self.fqn, self.module = fqn, module
+        self.sites = [Site(module, "")]
+        self.weights, self.whole = list(weights), list(whole)
+        self.members: list[ManagedParam] = [*self.weights, *self.whole]
+        first = self.weights[0]
+        self.mesh, self.num_ranks, self.device = first.mesh, first.num_ranks, first.device
+        self.compute_dtype, self.reduce_dtype = first.compute_dtype, first.reduce_dtype
+        self.flags = first.flags
+        self.is_pinned = self.is_in_pass = False
+        self._hooks: list[Any] = []
+        self.ring: SendRing | None = None
+        self.num_updates = 0  # writes to members that leave no version behind
+        # Whether all ranks know which members get gradients. ``reduced_weights`` are those, or all that may get some.
+        self.is_agreed = False
+        self._used_whole: list[WholeParam] = []
+        self.unsharded_grad: Tensor | None = None
+        self.unreplicated_grad: Tensor | None = None
+        self.uses_in_backward: set[object] = set()  # forwards of the module whose backward runs
+        self.held: Gathered | None = None  # for them
+        self.is_compiled = False  # whether the block is, in its last forward
+        self.has_second_backward = False  # whether the running backward creates a graph that needs the weights
+        self.read_outside: Callable[[WeightGroup], None]  # called when code outside of a use reads a leaf
+        for member in self.members:
+            member.flags, member.group = self.flags, self
+        self._shards = self._find_shards()
+        self._make_leaves()
+        self.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+
+    @property
+    def groups(self) -> Any:
+        return self.weights[0].groups
+
+    @property
+    def for_backward(self) -> Gatherable:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        return self._nbytes
+
+    def _find_shards(self) -> list[Tensor]:
+        """The parameters and their local tensors, whose versions count writes to them."""
+        return [tensor for member in self.members for tensor in (member.param, member.shard)]
+
+    # The full weights.
+
+    def _make_leaves(self) -> None:
+        """Make the storage, the leaves in it, and the views of it that gathers write."""
+        step = _ALIGNMENT // self.compute_dtype.itemsize
+        shapes: list[tuple[int, ...]] = [weight.layout.buffer_shape for weight in self.weights]
+        shapes += [tuple(param.shard.shape) for param in self.whole]
+        offsets, end = [], 0
+        for shape in shapes:
+            offsets.append(end)
+            end += -(-math.prod(shape) // step) * step
+        with torch.inference_mode(False):
+            whole = torch.empty(end, dtype=self.compute_dtype, device=self.device)
+            self.storage = whole.untyped_storage()
+            self._nbytes = self.storage.nbytes()
+            # Gathers write through views with versions of their own: a gather of the same values is no modification.
+            places = list(zip(shapes, offsets, strict=True))
+            self.outputs = [_view(self.storage, whole, *place) for place in places]
+            self.slots = [w.layout.slot(output) for w, output in zip(self.weights, self.outputs, strict=False)]
+            views = [_view(self.storage, whole, *place) for place in places]
+            num_weights = len(self.weights)
+            fulls = [w.layout.full_view(v) for w, v in zip(self.weights, views[:num_weights], strict=True)]
+            fulls += views[num_weights:]
+            self.leaves = [_leaf_of(member, full) for member, full in zip(self.members, fulls, strict=True)]
+        self._leaf_by_member = dict(zip(self.members, self.leaves, strict=True))
+        self.storage.resize_(0)
+        self._version_of_leaves: Version | None = None
+        self._written = self._versions()
+        self._views = self._make_views()
+        # Each has two references here, and two in the dicts of each module that registers it.
+        self._num_references = [2 + 2 * len(member.sites) for member in self.members]
+
+    def _make_views(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any], FullParams]]:
+        """For each module its dict of parameters outside of passes, for compiled code, and for other code."""
+        leaf_of = {site: leaf for member, leaf in zip(self.members, self.leaves, strict=True) for site in member.sites}
+        views = []
+        for module in dict.fromkeys(site.module for site in leaf_of):
+            sharded = module._parameters
+            full = {name: leaf_of.get(Site(module, name), param) for name, param in sharded.items()}
+            grouped = {name for name in full if Site(module, name) in leaf_of}
+            views.append((module, sharded, full, FullParams(full, self, grouped, sharded)))
+        return views
+
+    def show(self, *, is_compiled: bool = False, is_in_pass: bool = True) -> None:
+        """Let the modules read the full weights. In a pass (a forward), they are their parameters, too."""
+        self.is_in_pass = is_in_pass
+        for module, _, plain, full in self._views:
+            module.__dict__["_parameters"] = plain if is_compiled else full
+
+    def hide(self) -> None:
+        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights,
+        they still read the full ones."""
+        self.is_in_pass = False
+        reads_full = self.is_pinned or self.held is not None
+        for module, sharded, _, full in self._views:
+            module.__dict__["_parameters"] = full if reads_full else sharded
+
+    def pin(self, note_backward: Callable[[], None]) -> None:
+        """Let modules read full weights outside of passes, too. ``note_backward`` is called with each gradient."""
+        if not self.is_pinned:
+            self.is_pinned = True
+            self._hooks = [
+                leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
+                for leaf in self.leaves
+                if leaf.requires_grad
+            ]
+            self.hide()
+
+    def unpin(self) -> None:
+        """The counterpart of ``pin``."""
+        self.is_pinned = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.hide()
+
+    def allocate(self) -> None:
+        """Give the leaves memory, on the current stream, for a gather of the present shards."""
+        self.storage.resize_(self._nbytes)
+        version = self.version
+        if self._version_of_leaves not in (None, version):
+            # Autograd shall refuse a backward through what was computed with the values before.
+            torch.autograd.graph.increment_version(self.leaves)
+            self._written = self._versions()
+        self._version_of_leaves = version
+
+    @property
+    def gathered_version(self) -> Version:
+        """Of the shards that the leaves have, or are being filled with."""
+        assert self._version_of_leaves is not None
+        return self._version_of_leaves
+
+    def free(self) -> None:
+        """Free the leaves' memory, and carry what was written to them to the shards."""
+        if self._versions() != self._written:
+            self._carry_writes()
+        self.storage.resize_(0)
+
+    @property
+    def values_of_whole(self) -> list[tuple[WholeParam, Tensor]]:
+        """The whole parameters, and where a gather copies their values."""
+        return list(zip(self.whole, self.outputs[len(self.weights) :], strict=True))
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether code outside of the modules holds a leaf."""
+        references = map(sys.getrefcount, self.leaves)
+        return any(found > known + 1 for found, known in zip(references, self._num_references, strict=True))
+
+    def leave_behind(self) -> None:
+        """Leave the leaves and their memory to who holds them, and make new ones."""
+        self._make_leaves()
+
+    def _versions(self) -> list[int]:
+        return [leaf._version for leaf in self.leaves]
+
+    @torch.no_grad()
+    def _carry_writes(self) -> None:
+        """A forward wrote to full weights, as weight clipping does. Without a trace it would be lost."""
+        versions = self._versions()
+        for member, leaf, before, now in zip(self.members, self.leaves, self._written, versions, strict=True):
+            if before == now:
+                continue
+            part: Tensor = leaf.detach()
+            if isinstance(member, ShardedWeight):
+                layout = member.layout
+                part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
+            member.shard.copy_(part)
+        self._written = versions
+        self.num_updates += 1
+        self._version_of_leaves = self.version  # a gather gives the values that were written
+
+    @property
+    def version(self) -> Version:
+        return self.num_updates + sum([tensor._version for tensor in self._shards]), 0, 0
+
+    def is_fresh(self, gathered: Gathered) -> bool:
+        """Whether ``gathered`` has the present values of all shards. One in use has those of the begin of its use."""
+        return gathered is self.live or gathered.version == self.version
+
+    # The gradients.
+
+    def reduce_only(self, weights: Any) -> None:
+        """Reduce gradients of these weights from now on. Sums of earlier microbatches keep their values."""
+        before = getattr(self, "reduced_weights", [])
+        self.reduced_weights: list[ShardedWeight] = list(weights)
+        world, rank = self.weights[0].layout.world, self.weights[0].layout.rank
+        self._slot_numels = [math.prod(weight.layout.slot_shape) for weight in self.reduced_weights]
+        shapes = [weight.layout.slot_shape for weight in self.reduced_weights]
+        self._slots_like = [compat.template(shape, self.reduce_dtype, self.device) for shape in shapes]
+        numel = world * sum(self._slot_numels)
+        self.layout = WeightLayout(torch.Size((numel,)), 0, world, rank)
+        self.sent_nbytes = numel * self.reduce_dtype.itemsize
+        if before:
+            old = [math.prod(weight.layout.slot_shape) for weight in before]
+            self.unsharded_grad = self._laid_out_anew(self.unsharded_grad, before, old, world)
+            self.unreplicated_grad = self._laid_out_anew(self.unreplicated_grad, before, old, 1)
+
+    def _laid_out_anew(
+        self, total: Tensor | None, weights: list[ShardedWeight], numels: list[int], num_rows: int
+    ) -> Tensor | None:
+        if total is None:
+            return None
+        parts = dict(zip(weights, total.view(num_rows, -1).split(numels, 1), strict=True))
+        new = zip(self.reduced_weights, self._slot_numels, strict=True)
+        rows = [parts[weight] if weight in parts else total.new_zeros(num_rows, numel) for weight, numel in new]
+        return torch.cat(rows, 1).flatten()
+
+    def leaf_of(self, member: ManagedParam) -> nn.Parameter:
+        return self._leaf_by_member[member]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward may reduce gradients of it."""
+        return bool(self.reduced_weights)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of weights have arrived that are not reduced yet."""
+        return any(leaf.grad is not None for leaf in self.leaves[: len(self.weights)])
+
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether a weight got a gradient that is not known to get one."""
+        if len(self.reduced_weights) == len(self.weights):
+            return False
+        known = set(self.reduced_weights)
+        return any(leaf.grad is not None and w not in known for w, leaf in zip(self.weights, self.leaves, strict=False))
+
+    @property
+    def members_with_gradients(self) -> list[bool]:
+        """For each member whether it gets gradients, as far as this rank knows."""
+        known = {*self.reduced_weights, *self._used_whole} if self.is_agreed else set()
+        return [member in known or self.leaf_of(member).grad is not None for member in self.members]
+
+    def agree(self, found: Sequence[bool]) -> None:
+        """All ranks know which members get gradients."""
+        used = [member for member, is_used in zip(self.members, found, strict=True) if is_used]
+        weights = [member for member in used if isinstance(member, ShardedWeight)]
+        if weights != self.reduced_weights:
+            self.reduce_only(weights)
+        self._used_whole = [member for member in used if isinstance(member, WholeParam)]
+        self.is_agreed = True
+
+    def pack(self, buffer: Tensor) -> None:
+        """Move the gradients of the leaves into ``buffer`` (shape ``layout.buffer_shape``), cast, rank by rank."""
+        grads = []
+        for weight in self.reduced_weights:
+            leaf = self._leaf_by_member[weight]
+            grad, leaf.grad = leaf.grad, None
+            grads.append(
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if grad is None else grad.detach()
+            )
+        for param in self._used_whole:  # all ranks reduce the same
+            leaf = self.leaf_of(param)
+            if leaf.grad is None and leaf.requires_grad:
+                leaf.grad = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
+        compat.chunk_cat(grads, self.layout.world, buffer.view(self.layout.world, -1))
+
+    def accumulate(self, slot: Tensor) -> None:
+        """Hand this rank's rows of all reduced gradients to the weights."""
+        for weight, rows in zip(self.reduced_weights, compat.unflatten(slot, self._slots_like), strict=True):
+            weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+
+    def send_buffer(self) -> Tensor:
+        """An uninitialized buffer for the packed gradients of this rank."""
+        return torch.empty(self.layout.buffer_shape, dtype=self.reduce_dtype, device=self.device)
+
+    def new_slot(self) -> Tensor:
+        """An uninitialized buffer for this rank's rows of the packed gradients."""
+        return torch.empty(self.layout.slot_shape, dtype=self.reduce_dtype, device=self.device)
+
+    def reset_grads(self) -> None:
+        """Forget gradients of a backward that raised."""
+        self.unsharded_grad = self.unreplicated_grad = None
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    # The user's changes between passes.
+
+    def begin_forward(self) -> None:
+        """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
+        is_replaced = is_frozen = False
+        for index, member in enumerate(self.members):
+            param, leaf = member.param, self.leaves[index]
+            module, name = member.sites[0]
+            is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.shard
+            is_registered = module._parameters.get(name) is param
+            if not (is_known and is_registered and compat.local_part(param) is member.shard):
+                member.begin_forward(False)
+                for site in member.sites:
+                    member.follow(site)
+                is_replaced = True
+            if member._wide_grad is not None and member.param.grad is None:
+                member._wide_grad = None
+            is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
+        if is_replaced:
+            self._follow_replaced()
+        if is_frozen:
+            for member, leaf in zip(self.members, self.leaves, strict=True):
+                leaf.requires_grad_(member.param.requires_grad)
+            self.is_agreed = False
+            self.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+
+    def _follow_replaced(self) -> None:
+        """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""
+        self.num_updates += 1
+        self._shards = self._find_shards()
+        dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
+        if len(dtypes) > 1:
+            raise RuntimeError(
+                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which travel together, but got "
+                f"{sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
+                "module.to(dtype)."
+            )
+        ((self.compute_dtype, self.reduce_dtype),) = dtypes
+        self._make_leaves()
+        self.reduce_only(self.reduced_weights)
+
+
+def _view(storage: torch.UntypedStorage, like: Tensor, shape: tuple[int, ...], offset: int) -> Tensor:
+    """A contiguous tensor in ``storage`` that shares no version with others."""
+    stride = torch.empty(shape, device="meta").stride()
+    return like.new_empty(0).set_(storage, offset, shape, stride)
+
+
+def _leaf_of(member: ManagedParam, full: Tensor) -> nn.Parameter:
+    leaf = nn.Parameter(full, requires_grad=member.param.requires_grad)
+    own = member.param.detach().__dict__
+    leaf.__dict__.update({key: value for key, value in member.param.__dict__.items() if key not in own})
+    return leaf
+
+
+Reducible = ShardedWeight | WeightGroup  # whose gradients are reduce-scattered

@@ -1,0 +1,149 @@
+"""Saves checkpoints by DCP that are whole or absent, keeps the last ones, finds the newest.
+
+``checkpoint.py`` hands on what is public here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import async_save as save_behind
+from torch.distributed.checkpoint.state_dict_saver import save as save_now
+
+_MARK = "complete.json"  # in each checkpoint that ``save`` has ended, with its number among those beside it
+_PARTIAL, _REPLACED = ".partial", ".replaced"  # ends of names of folders while a checkpoint is saved
+
+
+def save(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """``torch.distributed.checkpoint.save``, after which ``path`` holds all of this checkpoint, or what it held before.
+
+    ``dcp.save`` into a folder that holds a checkpoint leaves a mixture of both if a rank dies, which loads without an
+    error. Here ranks write beside ``path``; when all have flushed their files, rank 0 renames the folder.
+
+    Args:
+        state_dict, planner, process_group, no_dist: As for ``dcp.save``.
+        path: The folder of this checkpoint, such as ``run/step-10``, on a file system that all ranks share.
+        keep: Remove older checkpoints of :func:`save` that lie beside ``path``: so many stay, this one included.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> save(model.state_dict(), "run/step-10", keep=2)
+        >>> load(model.state_dict(), checkpoint_id=latest("run"))
+    """
+    save_now(
+        state_dict, storage_writer=_Writer(path, keep), planner=planner, process_group=process_group, no_dist=no_dist
+    )
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup,
+) -> Future[Any]:
+    """:func:`save` behind training. The values of the call are stored. Wait for the result before the next save.
+
+    Args:
+        state_dict, path, keep, planner: As for :func:`save`.
+        process_group: One of gloo that nothing else uses: ``dist.new_group(backend="gloo")``.
+
+    Returns:
+        A future. Its ``result()`` raises what the save raised.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> saving = async_save(model.state_dict(), "run/step-20", process_group=dist.new_group(backend="gloo"))
+        >>> saved = saving.result()
+    """
+    writer: Any = _Writer(path, keep)
+    saved: Any = save_behind(state_dict, storage_writer=writer, planner=planner, process_group=process_group)
+    return saved  # type: ignore[no-any-return]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint that :func:`save` or :func:`async_save` put into ``folder``; None without one.
+
+    Args:
+        folder: ``run`` for checkpoints such as ``run/step-10``.
+
+    Example:
+        >>> latest("nowhere") is None
+        True
+    """
+    return next(iter(_complete(Path(folder))), None)
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, the newest first."""
+    found = {}
+    for mark in folder.glob(f"*/{_MARK}"):
+        if mark.parent.suffix != _PARTIAL:
+            found[mark.parent] = json.loads(mark.read_text())["number"]
+    return sorted(found, key=lambda path: found[path], reverse=True)
+
+
+class _Writer(FileSystemWriter):
+    """Writes beside ``path``, and renames when the metadata of all ranks is written."""
+
+    def __init__(self, path: str | os.PathLike[str], keep: int | None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"save expects keep to be at least 1, but got {keep}. Pass None to remove nothing.")
+        self._final, self._keep = Path(os.path.abspath(path)), keep
+        super().__init__(self._final.with_name(self._final.name + _PARTIAL))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Runs on one rank, while no rank writes: remove what a save has left that did not end."""
+        for leftover in Path(self.path).iterdir():
+            leftover.unlink()
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Runs on one rank, when all ranks have flushed their files."""
+        super().finish(metadata, results)
+        folder, partial = self._final.parent, Path(self.path)
+        numbers = [json.loads((path / _MARK).read_text())["number"] for path in _complete(folder)]
+        with (partial / _MARK).open("w") as file:
+            json.dump({"number": max(numbers, default=0) + 1}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(partial)
+        replaced = self._final.with_name(self._final.name + _REPLACED)
+        if self._final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._final.rename(replaced)  # complete, and found by ``latest``, until the new one has its name
+        partial.rename(self._final)
+        _sync_folder(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        for old in _complete(folder)[self._keep :] if self._keep else ():
+            shutil.rmtree(old)
+
+
+def _sync_folder(path: Path) -> None:
+    """A new name is durable when the folder that holds it is flushed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""Forwards of blocks whose weights are a group, and the backwards of these forwards.
+
+[Note: when the backward of a block begins and ends]
+It begins when autograd comes to the op that made an output of the block. It ends when autograd comes to the op that
+made an input. Autograd runs ready ops in reverse order of their making, so by then all ops of the block have run whose
+gradients have arrived. Where an input is no result of an op, its gradient ends the backward; where no input needs a
+gradient, the end of the whole backward does. Gradients that arrive later are reduced then, too. ``fully_shard`` puts an
+identity op before each block instead (``RegisterPostBackwardFunction``), through which inputs cannot be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .._params.gathered import Gathered
+from .._params.sharded_weight import Gatherable
+from .._params.weight_group import WeightGroup
+from .reduce_gradients import Gradients
+
+
+class RunsBlocks(Protocol):
+    """The runtime."""
+
+    grads: Gradients
+
+    def acquire(self, target: Gatherable) -> Gathered: ...
+    def release(self, target: Gatherable, gathered: Gathered) -> None: ...
+    def note_backward(self) -> None: ...
+
+
+class BlockUse:
+    """One forward of a block, while its backward may come."""
+
+    __slots__ = ("_group", "_runtime")
+
+    def __init__(self, runtime: RunsBlocks, group: WeightGroup) -> None:
+        self._runtime, self._group = runtime, group
+
+    def watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
+        nodes = {output.grad_fn for output in outputs}
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(self.begin)
+        last = None
+        leaves = []
+        for tensor in inputs:
+            if not tensor.requires_grad:
+                continue
+            node = tensor.grad_fn
+            if node is None:
+                leaves.append(tensor)
+            elif last is None or node._sequence_nr() > last._sequence_nr():
+                last = node
+        if last is not None:
+            last.register_prehook(self.end)
+        elif leaves:
+            leaves[0].register_hook(self.end)
+
+    def begin(self, grads: object = None) -> None:
+        """The backward of this forward begins: hold the weights for it."""
+        group = self._group
+        self._runtime.note_backward()
+        group.uses_in_backward.add(self)
+        if torch.is_grad_enabled():
+            group.has_second_backward = True
+        if group.held is None:
+            group.held = self._runtime.acquire(group)
+            # A recomputation (activation checkpointing) within the block reads its weights.
+            group.show(is_compiled=group.is_compiled, is_in_pass=False)
+
+    def end(self, grads: object = None) -> None:
+        """All gradients of this forward have arrived: free the weights and reduce the gradients."""
+        group = self._group
+        self._runtime.note_backward()
+        group.uses_in_backward.discard(self)
+        if not (group.uses_in_backward or group.has_second_backward):
+            _release(self._runtime, group)
+        self._runtime.grads.reduce_group(group)
+
+
+def _release(runtime: RunsBlocks, group: WeightGroup) -> None:
+    """End the hold of the backward."""
+    held, group.held = group.held, None
+    if held is not None:
+        group.hide()
+        runtime.release(group, held)
+
+
+def release_all(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
+    """Before a forward: no backward is left that needs a weight at once."""
+    for group in groups:
+        group.uses_in_backward.clear()
+        group.has_second_backward = False
+        _release(runtime, group)
+
+
+def finish_backward(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
+    """At the end of a backward: reduce what has arrived late, and hold nothing any more. After a backward with
+    ``create_graph=True`` the weights stay for the second one, which computes with what the first one has saved."""
+    for group in groups:
+        group.uses_in_backward.clear()
+        if group.has_second_backward:
+            group.has_second_backward = False
+        else:
+            _release(runtime, group)
+        if group.has_gradients:
+            runtime.grads.reduce_group(group)

@@ -1,0 +1,215 @@
+"""What the lanes of a trace did: streams and their kernels on a GPU, threads and operators that call no other on a CPU.
+
+Communication is what NCCL or gloo do and what was launched inside of a range that gathers or reduces
+(``GTP::all_gather (layers.0.wq.weight)``, or ``fully_shard``'s own).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .intervals import Interval
+
+STEP_RANGE = "step"  # what a script may call a step
+_STEPS = re.compile(r"(benchmark::)?step$|ProfilerStep#\d+$")
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_RANGE = re.compile(r"GTP::(?P<kind>\w+)(?: \((?P<names>.*)\))?|FSDP::(?P<other>\w+)(?: \((?P<other_names>.*)\))?")
+_COMMUNICATES = {
+    *("all_gather", "reduce_scatter", "all_reduce", "exchange", "all_gather_copy_out", "post_backward_reduce")
+}
+
+
+class Span(NamedTuple):
+    """What one lane did in one go.
+
+    Args:
+        begin: Microseconds, as ``end``.
+        kind: ``COMPUTE`` or ``COMMUNICATION``.
+        what: The range that it belongs to, such as "all_gather layers.0.wq.weight"; else its own name.
+        name: Of the kernel or operator.
+        launched: When the host began to launch it, as ``begin``; -inf where that is not known.
+    """
+
+    begin: float
+    end: float
+    lane: str
+    kind: str
+    what: str
+    name: str
+    launched: float = -math.inf
+
+    @property
+    def since(self) -> float:
+        """When the host has come to it, as far as that is known."""
+        return self.begin if self.launched == -math.inf else self.launched
+
+
+class Range(NamedTuple):
+    """A named range on a thread of the host.
+
+    Args:
+        num_weights: How many weights its name has.
+    """
+
+    begin: float
+    end: float
+    kind: str
+    what: str
+    num_weights: int
+
+
+class Timeline(NamedTuple):
+    """A trace, between the begin of its first step and the end of its last.
+
+    Args:
+        num_steps: 1 if the trace has no ranges that are named as steps.
+        window: From when to when.
+        spans: In order of their begins.
+    """
+
+    num_steps: int
+    window: Interval
+    spans: list[Span]
+
+
+def read_timeline(trace: dict[str, Any]) -> Timeline:
+    """The lanes of a trace.
+
+    Raises:
+        ValueError: There is no work in it.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("dur", 0) > 0]
+    ranges = _ranges(events)
+    spans = _gpu_spans(events, ranges) or _cpu_spans(events, ranges)
+    steps = [_interval(event) for event in events if _STEPS.match(event["name"]) and _is_of_the_host(event)]
+    begin = min(step[0] for step in steps) if steps else -math.inf
+    before = [span for span in spans if span.since < begin]
+    spans = sorted(span for span in spans if span.since >= begin)
+    if not spans:
+        raise ValueError("read_timeline expects a trace with kernels or operators, but found none in it.")
+    # The host is ahead of the device: steps begin when the device has computed what was launched before them, and what
+    # is launched in the last one ends later.
+    first = max([begin, *(span.end for span in before if span.kind == COMPUTE)]) if steps else spans[0].begin
+    last = max([span.end for span in spans] + [step[1] for step in steps])
+    return Timeline(max(len(steps), 1), (first, last), spans)
+
+
+def _is_of_the_host(event: dict[str, Any]) -> bool:
+    """GPUs have annotations of their own, which repeat those of the host."""
+    return event.get("cat") == "user_annotation"
+
+
+def _interval(event: dict[str, Any]) -> Interval:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _ranges(events: list[dict[str, Any]]) -> dict[Any, list[Range]]:
+    """The ranges of each thread of the host, in order of their begins."""
+    found: dict[Any, list[Range]] = defaultdict(list)
+    for event in events:
+        match = _RANGE.match(event["name"])
+        if match is None or event.get("cat") not in ("user_annotation", "cpu_op"):
+            continue
+        own = match["kind"] or match["other"]
+        kind = COMMUNICATION if own in _COMMUNICATES else COMPUTE
+        names = match["names"] or match["other_names"]
+        what, num_weights = (f"{own} {shorten(names)}", len(names.split(", "))) if names else (own, 1)
+        found[event["tid"]].append(Range(*_interval(event), kind, what, num_weights))
+    for ranges in found.values():
+        ranges.sort()
+    return found
+
+
+def shorten(names: str) -> str:
+    """A list of weights by its first and the number of others."""
+    first, *others = names.split(", ")
+    return f"{first} + {len(others)}" if others else first
+
+
+def _innermost(ranges: Sequence[Range], at: float) -> Range | None:
+    found = None
+    for range_ in ranges:
+        if range_.begin > at:
+            break
+        if at < range_.end:
+            found = range_  # the latest that has begun
+    return found
+
+
+def _gpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> list[Span]:
+    launches = {e["args"]["correlation"]: e for e in events if e.get("cat") in _LAUNCHES and "correlation" in e["args"]}
+    spans = []
+    for event in events:
+        if event.get("cat") not in _GPU_WORK:
+            continue
+        launch = launches.get(event["args"].get("correlation"))
+        range_ = _innermost(ranges.get(launch["tid"], ()), float(launch["ts"])) if launch else None
+        # In a CUDA graph nothing belongs to a range, but this shows by its name.
+        is_wire = any(name in event["name"].lower() for name in ("nccl", "memcpy ptop"))
+        kind = COMMUNICATION if is_wire else range_.kind if range_ else COMPUTE
+        lane = f"stream {event['args'].get('stream', event['tid'])}"
+        what = range_.what if range_ and range_.kind == kind else event["name"]
+        launched = float(launch["ts"]) if launch else -math.inf
+        spans.append(Span(*_interval(event), lane, kind, what, event["name"], launched))
+    return spans
+
+
+def _cpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> list[Span]:
+    transfers = [event for event in events if event["name"].startswith("gloo:")]
+    busy = defaultdict(list)
+    for event in transfers:
+        busy[event["tid"]].append(_interval(event))
+    whats = _names_of_transfers(transfers, ranges)
+    spans = [
+        Span(*_interval(event), f"thread {event['tid']}", COMMUNICATION, what, event["name"])
+        for event, what in zip(transfers, whats, strict=True)
+    ]
+    for event in _leaves(events):
+        begin, end = _interval(event)
+        if any(outer[0] <= begin < outer[1] for outer in busy[event["tid"]]):
+            continue  # part of a transfer
+        range_ = _innermost(ranges.get(event["tid"], ()), begin)
+        kind = range_.kind if range_ else COMPUTE
+        what = range_.what if range_ else event["name"]
+        spans.append(Span(begin, end, f"thread {event['tid']}", kind, what, event["name"]))
+    return spans
+
+
+def _leaves(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Operators that call no other, on the host."""
+    by_thread = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            by_thread[event["tid"]].append(event)
+    leaves = []
+    for ops in by_thread.values():
+        ops.sort(key=lambda event: (event["ts"], -event["dur"]))
+        for op, following in zip(ops, [*ops[1:], None], strict=True):
+            calls_another = following is not None and float(following["ts"]) < _interval(op)[1]
+            if not calls_another and op["name"].startswith("aten::"):
+                leaves.append(op)
+    return leaves
+
+
+def _names_of_transfers(transfers: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> list[str]:
+    """gloo takes what was launched in its order: a gather in one transfer, a reduction in one for each weight. Where
+    there are not as many, each is taken to be of the last launch before it, which may be one too late.
+    """
+    launched = sorted(r for of_thread in ranges.values() for r in of_thread if r.kind == COMMUNICATION)
+    names = {}
+    for is_gather in (True, False):
+        candidates = [r for r in launched if ("all_gather" in r.what) == is_gather]
+        in_order = [r for r in candidates for _ in range(1 if is_gather else r.num_weights)]
+        mine = sorted((e for e in transfers if ("gather" in e["name"]) == is_gather), key=_interval)
+        for index, event in enumerate(mine):
+            before = [r for r in candidates if r.begin <= float(event["ts"])]
+            found = in_order[index] if len(mine) == len(in_order) else before[-1] if before else None
+            names[id(event)] = found.what if found else event["name"]
+    return [names[id(event)] for event in transfers]

@@ -1,0 +1,263 @@
+"""Loads and saves whole models in safetensors, the format of ``save_pretrained``, without a whole model in any process.
+
+:func:`load_pretrained` reads of each file what this rank holds, into a model that may be on the meta device.
+:func:`save_pretrained` gathers one tensor after the other, and rank 0 writes it. Neither needs another library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import _torch_compat as compat
+from ._howto import did_you_mean
+from ._modules.binding import runtimes_below
+from ._progress import Progress
+from ._safetensors import INDEX, NAMES, SINGLE, SafetensorsReader, stored_in, write_header
+from .checkpoint import load
+from .quant.native import native_of
+
+_LOG = logging.getLogger(__name__)
+_MOST_NAMED = 5  # in an error
+
+
+def load_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, rename: Callable[[str], str] | None = None
+) -> tuple[str, ...]:
+    """Load the weights of a published model. Each rank reads only its own rows of each weight.
+
+    Call it on all ranks, after ``gtp_shard``. A model on the meta device gets memory first, for this rank's shards
+    alone: no process ever holds the whole model. Values are cast to the dtypes of the parameters. Native low-precision
+    weights are quantized. Buffers that are not stored (``persistent=False``) and are on the meta device are computed
+    anew by the ``_init_weights`` of transformers, or by ``reset_parameters`` of a module without parameters.
+
+    Args:
+        model: A module after ``gtp_shard``.
+        path: A folder with ``model.safetensors``, or with several files and their index; or one file.
+        rename: Maps a name in the model's state dict to the name in the files; None: names are equal.
+
+    Returns:
+        Names of tensors in the files that the model has no place for.
+
+    Raises:
+        ValueError: Tensors of the model are not in the files; the message names the nearest that are. Or shapes differ,
+            a file is damaged, or a buffer cannot be computed anew.
+        FileNotFoundError: There are no such files.
+
+    Example:
+        >>> mesh = init_weight_mesh("cpu", gtp=4).weights
+        >>> save_pretrained(gtp_shard(nn.Linear(64, 64), mesh), "published")
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(64, 64)
+        >>> model = gtp_shard(model, mesh)  # takes no memory
+        >>> load_pretrained(model, "published")
+        ()
+        >>> model.weight.to_local().shape
+        torch.Size([16, 64])
+    """
+    stored = stored_in(path)
+    _leave_meta(model)
+    state = model.state_dict()
+    names = {key: rename(key) if rename is not None else key for key in state}
+    planes = _planes(model)
+    wanted: dict[str, Any] = {}
+    missing = []
+    for keys in _by_tensor(model, state):
+        key = next((key for key in keys if names[key] in stored), keys[0])
+        if names[key] in stored or planes.get(key.rpartition(".")[0]) in stored:
+            wanted[names[key]] = state[key]
+        else:
+            missing.append(names[key])
+    if missing:
+        raise ValueError(_missing(model, path, missing, stored))
+    for name, tensor in wanted.items():
+        if name in stored and tuple(tensor.shape) != stored[name].shape:
+            raise ValueError(
+                f"load_pretrained expects '{name}' of shape {tuple(tensor.shape)}, as {type(model).__name__} has it, "
+                f"but {path} has one of shape {stored[name].shape}. Build the model from the configuration beside "
+                "the files."
+            )
+    with Progress(_LOG, f"reading {path}"):
+        load(wanted, model=model, storage_reader=SafetensorsReader(stored))
+    return tuple(sorted(set(stored) - set(names.values())))
+
+
+def _by_tensor(model: nn.Module, state: dict[str, Any]) -> list[list[str]]:
+    """Keys of one tensor together: a tied weight may be stored under any of its names."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    by_id: dict[int, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            by_id.setdefault(id(params.get(key, value)), []).append(key)
+    return list(by_id.values())
+
+
+def _planes(model: nn.Module) -> dict[str, str]:
+    """What keys of the data of native weights begin with, and the names of the weights."""
+    named = ((name, native_of(param)) for name, param in model.named_parameters(remove_duplicate=False))
+    return {f"{name}_{native.recipe.name}": name for name, native in named if native is not None}
+
+
+def save_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, max_file_nbytes: int = 5 << 30
+) -> None:
+    """Write the whole model as safetensors, which ``from_pretrained`` and :func:`load_pretrained` read.
+
+    Call it on all ranks. They gather one tensor after the other, so rank 0 needs host memory for the largest one.
+
+    Args:
+        model: A module after ``gtp_shard``.
+        path: The folder. ``model.config.save_pretrained(path)`` on rank 0 adds the configuration of transformers.
+        dtype: To which floating-point tensors of 16 bits and more are cast; None: as they are.
+        max_file_nbytes: A model with more becomes several files and an index.
+
+    Raises:
+        ValueError: A dtype has no name in the format.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> save_pretrained(model, "published", dtype=torch.bfloat16)
+        >>> from pathlib import Path
+        >>> sorted(file.name for file in Path("published").iterdir())
+        ['model.safetensors']
+    """
+    state = model.state_dict()
+    tensors = {keys[0]: state[keys[0]] for keys in _by_tensor(model, state)}
+    dtypes = {key: _stored_dtype(tensor.dtype, dtype) for key, tensor in tensors.items()}
+    for key, stored in dtypes.items():
+        if stored not in NAMES:
+            raise ValueError(
+                f"save_pretrained cannot write '{key}': safetensors has no name for {stored}. Pass dtype=."
+            )
+    sizes = {key: tensor.numel() * dtypes[key].itemsize for key, tensor in tensors.items()}
+    files = _in_files(sizes, max_file_nbytes)
+    folder, is_writer = Path(path), dist.get_rank() == 0
+    if is_writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    with Progress(_LOG, f"writing {path}", len(tensors)) as progress:
+        for name, keys in files.items():
+            _write(folder / name if is_writer else None, {key: tensors[key] for key in keys}, dtypes, progress)
+    if is_writer and len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {}}
+        index["weight_map"] = {key: name for name, keys in files.items() for key in keys}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    _meet(model)
+
+
+def _meet(model: nn.Module) -> None:
+    """All ranks of the mesh wait until each has come: along one axis after the other."""
+    for runtime in runtimes_below(model)[:1]:
+        mesh = compat.root_mesh(runtime.params[0].mesh)
+        for axis in range(mesh.ndim):
+            dist.barrier(group=mesh.get_group(axis))
+
+
+def _write(path: Path | None, tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype], progress: Progress) -> None:
+    file = None if path is None else path.open("wb")
+    try:
+        if file is not None:
+            write_header(file, {key: (dtypes[key], torch.Size(tensor.shape)) for key, tensor in tensors.items()})
+        for key, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # on all ranks
+            if file is not None:
+                values = whole.detach().to("cpu", dtypes[key]).contiguous()
+                file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))  # needs no numpy
+            progress.advance(key)
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
+    """Names of files, and what each holds: in the order of the model, and a new file where one is full."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for key, nbytes in sizes.items():
+        if groups[-1] and held + nbytes > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(key)
+        held += nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{k:05}-of-{len(groups):05}.safetensors": keys for k, keys in enumerate(groups, 1)}
+
+
+def _stored_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    return asked if asked is not None and own.is_floating_point and own.itemsize > 1 else own
+
+
+# --- the meta device --------------------------------------------------------------------------------------------------
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Give a model on the meta device memory, and compute anew what no file has."""
+    params = list(model.parameters())
+    on_meta = [param for param in params if param.is_meta]
+    if not on_meta:
+        return
+    if len(on_meta) < len(params):
+        raise ValueError(
+            f"load_pretrained expects all parameters of {type(model).__name__} on the meta device, or none, but "
+            f"{len(on_meta)} of {len(params)} are. Call to_empty on the modules that are, or build all of it there."
+        )
+    runtimes = runtimes_below(model)
+    if not runtimes:
+        raise ValueError(f"load_pretrained expects a module after gtp_shard, but got a plain {type(model).__name__}.")
+    device = runtimes[0].device
+    kept = {(module, name): buffer for module, name, buffer in _buffers(model) if not buffer.is_meta}
+    computed = {
+        module: None
+        for module, name, buffer in _buffers(model)
+        if buffer.is_meta and name in module._non_persistent_buffers_set
+    }
+    model.to_empty(device=device)
+    for (module, name), buffer in kept.items():
+        module._buffers[name] = buffer.to(device)
+    names = {module: name for name, module in model.named_modules()}
+    initialize = getattr(model, "_init_weights", None)
+    for module in computed:
+        if callable(initialize):
+            with torch.no_grad():
+                initialize(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)) and not list(module.parameters()):
+            reset()
+        else:
+            raise ValueError(
+                f"load_pretrained cannot compute the buffers of '{names[module]}' ({type(module).__name__}) anew, "
+                "which are in no file. Call to_empty(device=...) on the model, compute them, then call load_pretrained."
+            )
+
+
+def _buffers(model: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _missing(model: nn.Module, path: object, missing: list[str], stored: Iterable[str]) -> str:
+    named = "; ".join(f"'{name}'{did_you_mean(name, stored)}" for name in missing[:_MOST_NAMED])
+    more = f"; and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+    return (
+        f"load_pretrained finds {len(missing)} tensors of {type(model).__name__} not in {path}: {named}{more}. Pass "
+        "rename= if they have other names there, or load with from_pretrained before gtp_shard if the files are laid "
+        "out otherwise."
+    )
+
+
+__all__ = ["load_pretrained", "save_pretrained"]

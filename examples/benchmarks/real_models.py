@@ -1,0 +1,319 @@
+"""Training steps of stock models of transformers and timm: ``gtp_shard`` beside ``fully_shard`` and the plain model.
+
+    torchrun --nproc-per-node 2 examples/benchmarks/real_models.py bert:4096 llama:2048 --modes plain fsdp2 gtp
+
+A case is MODEL:TOKENS, the tokens of one rank. All modes have the same weights and the same data, in one job:
+
+    plain    the model in bf16 on each GPU, without sharding and without communication
+    fsdp2    ``fully_shard`` on each block and on the root, as its documentation shows
+    gtp      ``gtp_shard(model, mesh, mp_policy=...)`` and nothing else
+    MODE-c   the same with each block compiled
+
+Prints one line of JSON for each case and mode, of the slowest rank: medians in ms of forward and backward (``fb_ms``),
+of the host until ``backward()`` has returned (``host_ms``) and of the step with AdamW (``step_ms``); the first step in
+ms; peak memory in GiB, allocated and reserved; the mean loss of the first and of the last step. With ``--table``, a
+table of ratios follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from dtensor_gtp import gtp_shard
+
+WARMUP_STEPS = 5
+Batch = dict[str, torch.Tensor]
+MakeBatch = Callable[[torch.device, torch.Generator], Batch]
+Case = tuple[nn.Module, list[nn.Module], MakeBatch]  # the model, its blocks, and what makes a batch
+
+
+def _text(vocab_size: int, tokens: int, longest: int) -> MakeBatch:
+    shape = (max(tokens // longest, 1), min(tokens, longest))
+
+    def make(device: torch.device, generator: torch.Generator) -> Batch:
+        ids = torch.randint(0, vocab_size, shape, device=device, generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def llama(tokens: int) -> Case:
+    """8 layers of the 8B model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=tokens,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    return model, list(model.model.layers), _text(32000, tokens, tokens)
+
+
+def qwen3moe(tokens: int) -> Case:
+    """6 layers with 64 experts, 8 of them for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    return model, list(model.model.layers), _text(32000, tokens, tokens)
+
+
+def bert(tokens: int) -> Case:
+    """BERT-large."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    model = BertForMaskedLM(config)
+    return model, list(model.bert.encoder.layer), _text(30522, tokens, 512)
+
+
+def t5(tokens: int) -> Case:
+    """T5-large."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=1024,
+        d_ff=2816,
+        num_layers=24,
+        num_heads=16,
+        d_kv=64,
+        feed_forward_proj="gated-gelu",
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config)
+    return model, [*model.encoder.block, *model.decoder.block], _text(32000, tokens, 512)
+
+
+def gpt2(tokens: int) -> Case:
+    """GPT-2 large, whose layers are ``Conv1D`` of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20, use_cache=False))
+    return model, list(model.transformer.h), _text(50257, tokens, 1024)
+
+
+def whisper(tokens: int) -> Case:
+    """Whisper-large: 1500 frames a sample in the encoder, and the rest of the tokens in the decoder."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        d_model=1280,
+        encoder_layers=32,
+        decoder_layers=32,
+        encoder_attention_heads=20,
+        decoder_attention_heads=20,
+        encoder_ffn_dim=5120,
+        decoder_ffn_dim=5120,
+        num_mel_bins=128,
+        use_cache=False,
+    )
+    model = WhisperForConditionalGeneration(config)
+    num_samples = max(tokens // 2048, 1)
+
+    def make(device: torch.device, generator: torch.Generator) -> Batch:
+        sound = torch.randn(num_samples, 128, 3000, device=device, generator=generator)
+        labels = torch.randint(0, 50000, (num_samples, 448), device=device, generator=generator)
+        return {"input_features": sound, "labels": labels}
+
+    return model, [*model.model.encoder.layers, *model.model.decoder.layers], make
+
+
+class _Classifier(nn.Module):
+    """A model of timm with its loss, called as one of transformers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import timm
+
+        self.model = timm.create_model(name, num_classes=1000)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        loss = nn.functional.cross_entropy(self.model(pixel_values).float(), labels)
+        return argparse.Namespace(loss=loss)
+
+
+def _images(model: _Classifier, num_images: int) -> MakeBatch:
+    size = model.model.default_cfg["input_size"][-1]
+
+    def make(device: torch.device, generator: torch.Generator) -> Batch:
+        images = torch.randn(num_images, 3, size, size, device=device, generator=generator)
+        return {
+            "pixel_values": images,
+            "labels": torch.randint(0, 1000, (num_images,), device=device, generator=generator),
+        }
+
+    return make
+
+
+def vit(tokens: int) -> Case:
+    """ViT-giant of timm; 257 tokens an image."""
+    model = _Classifier("vit_giant_patch14_224")
+    return model, list(model.model.blocks), _images(model, max(tokens // 257, 1))
+
+
+def convnext(tokens: int) -> Case:
+    """ConvNeXt-large of timm; 49 tokens an image at its end."""
+    model = _Classifier("convnext_large")
+    blocks = [block for stage in model.model.stages for block in stage.blocks]
+    return model, blocks, _images(model, max(tokens // 49, 1))
+
+
+def swin(tokens: int) -> Case:
+    """Swin-large of timm; 49 tokens an image at its end."""
+    model = _Classifier("swin_large_patch4_window7_224")
+    blocks = [block for stage in model.model.layers for block in stage.blocks]
+    return model, blocks, _images(model, max(tokens // 49, 1))
+
+
+MODELS = {
+    case.__name__: case for case in (llama, qwen3moe, bert, t5, gpt2, whisper, vit, convnext, swin)
+}  # a name is what the command takes
+MODES = ("plain", "fsdp2", "gtp")
+
+
+def prepare(mode: str, model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Compile and shard ``model`` as ``mode`` says, in place."""
+    if mode.endswith("-c"):
+        torch._dynamo.reset()
+        for block in blocks:
+            block.compile()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    base = mode.removesuffix("-c")
+    if base == "plain":
+        model.to(torch.bfloat16)
+    elif base == "fsdp2":
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    else:
+        gtp_shard(model, mesh, mp_policy=policy)
+
+
+def _cast_floats(batch: Batch, mode: str) -> Batch:
+    if not mode.startswith("plain"):
+        return batch  # the policy casts inputs
+    return {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def measure(case: str, mode: str, mesh: DeviceMesh, device: torch.device, num_steps: int) -> dict[str, Any]:
+    """One row: a case in a mode."""
+    name, tokens = case.split(":")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model, blocks, make_batch = MODELS[name](int(tokens))
+    num_params = sum(param.numel() for param in model.parameters())
+    prepare(mode, model, blocks, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator(device=device).manual_seed(1000 + dist.get_rank())
+    times: dict[str, list[float]] = {"host_ms": [], "fb_ms": [], "step_ms": []}
+    losses = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARMUP_STEPS + num_steps):
+        batch = _cast_floats(make_batch(device, generator), mode)
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
+        times["host_ms"].append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        times["fb_ms"].append(time.perf_counter() - begin)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times["step_ms"].append(time.perf_counter() - begin)
+        losses.append(float(loss.detach()))
+    found = {key: statistics.median(values[WARMUP_STEPS:]) * 1e3 for key, values in times.items()}
+    found["first_ms"] = times["step_ms"][0] * 1e3
+    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    slowest = torch.tensor([*found.values()], device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    mean = torch.tensor([losses[0], losses[-1]], device=device, dtype=torch.float64)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    values = {key: round(value, 2) for key, value in zip(found, slowest.tolist(), strict=True)}
+    return {"case": case, "mode": mode, "params": num_params, **values, "losses": mean.tolist()}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Forward and backward of each case beside ``fully_shard``, and the host's time beside the plain model's."""
+    lines = [
+        "|model, tokens|mode|ms|times as fast|host beside plain|peak GiB|first step ms|",
+        "|---|---|---|---|---|---|---|",
+    ]
+    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["mode"]] = row
+    for case, modes in by_case.items():
+        for mode, row in modes.items():
+            suffix = "-c" if mode.endswith("-c") else ""
+            peer, plain = modes.get("fsdp2" + suffix), modes.get("plain" + suffix)
+            ratio = f"{peer['fb_ms'] / row['fb_ms']:.2f}" if peer else ""
+            host = f"{row['host_ms'] / plain['host_ms']:.1f}" if plain else ""
+            numbers = f"{row['fb_ms']:.1f}|{ratio}|{host}|{row['peak_gib']:.2f}|{row['first_ms']:.0f}"
+            lines.append(f"|{case.replace(':', ', ')}|{mode}|{numbers}|")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", metavar="MODEL:TOKENS", help=", ".join(MODELS))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, *(mode + "-c" for mode in MODES)])
+    parser.add_argument("--steps", type=int, default=8, help="measured steps, after the warm-up")
+    parser.add_argument("--table", action="store_true", help="print a table of ratios at the end")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("gtp",))
+    rows = []
+    for case in options.cases:
+        for mode in options.modes:
+            rows.append(measure(case, mode, mesh, device, options.steps))
+            if dist.get_rank() == 0:
+                print(json.dumps(rows[-1]), flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            dist.barrier()
+    if options.table and dist.get_rank() == 0:
+        print(table(rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""``checkpoint.save``: a checkpoint is whole or absent, also where it replaces another one and a rank dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from common import GlooTest, shared_directory
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import checkpoint, gtp_shard
+
+
+class TestSave(GlooTest):
+    world_size = 2
+
+    def model(self, value: float) -> nn.Module:
+        model = gtp_shard(nn.Linear(6, 6, bias=False), self.gtp_mesh())
+        with torch.no_grad():
+            model.weight.fill_(value)
+        return model
+
+    def values(self, path: Path | None) -> set[float]:
+        assert path is not None
+        model = self.model(-1.0)
+        checkpoint.load(model.state_dict(), checkpoint_id=path)
+        return set(model.weight.full_tensor().flatten().tolist())
+
+    def names(self, folder: Path) -> list[str]:
+        dist.barrier()
+        return sorted(path.name for path in folder.iterdir())
+
+    def test_newest_are_kept_and_found(self) -> None:
+        with shared_directory() as directory:
+            folder = Path(directory) / "run"
+            self.assertIsNone(checkpoint.latest(folder))
+            for step, value in ((9, 1.0), (10, 2.0), (11, 3.0)):
+                checkpoint.save(self.model(value).state_dict(), folder / f"step-{step}", keep=2)
+            self.assertEqual(self.names(folder), ["step-10", "step-11"])
+            self.assertEqual(self.values(checkpoint.latest(folder)), {3.0})
+            checkpoint.save(self.model(4.0).state_dict(), folder / "step-10")  # in place
+            self.assertEqual(self.names(folder), ["step-10", "step-11"])
+            self.assertEqual(checkpoint.latest(folder), folder / "step-10")
+            self.assertEqual(self.values(folder / "step-10"), {4.0})
+            model = self.model(5.0)
+            saving = checkpoint.async_save(
+                model.state_dict(), folder / "step-12", keep=1, process_group=dist.new_group(backend="gloo")
+            )
+            with torch.no_grad():
+                model.weight.fill_(6.0)
+            saving.result()
+            self.assertEqual(self.names(folder), ["step-12"])
+            self.assertEqual(self.values(checkpoint.latest(folder)), {5.0})
+            with self.assertRaisesRegex(ValueError, "keep to be at least 1, but got 0"):
+                checkpoint.save({}, folder / "x", keep=0)
+
+    def test_a_save_that_fails_leaves_the_checkpoint_before(self) -> None:
+        with shared_directory() as directory:
+            path = Path(directory) / "last"
+            checkpoint.save(self.model(1.0).state_dict(), path)
+            write_data = dcp.FileSystemWriter.write_data
+
+            def write_or_fail(writer: Any, *args: Any) -> Any:
+                if self.rank == 1:
+                    raise OSError("no space left")
+                return write_data(writer, *args)
+
+            with (
+                mock.patch.object(dcp.FileSystemWriter, "write_data", write_or_fail),
+                self.assertRaisesRegex(dcp.api.CheckpointException, "no space left"),
+            ):
+                checkpoint.save(self.model(2.0).state_dict(), path)
+            self.assertEqual(self.values(path), {1.0})
+            self.assertEqual(checkpoint.latest(directory), path)
+            leftover = Path(directory) / "last.partial"
+            if self.rank == 0:
+                (leftover / "__7_0.distcp").touch()
+            dist.barrier()
+            checkpoint.save(self.model(3.0).state_dict(), path)
+            self.assertEqual(self.values(path), {3.0})
+            self.assertEqual(self.names(Path(directory)), ["last"])
+            self.assertFalse((path / "__7_0.distcp").exists())
+
+    def test_one_that_dies_between_the_two_names_has_a_complete_one(self) -> None:
+        with shared_directory() as directory:
+            path = Path(directory) / "last"
+            checkpoint.save(self.model(1.0).state_dict(), path)
+            dist.barrier()
+            if self.rank == 0:
+                path.rename(path.with_name("last.replaced"))
+            dist.barrier()
+            self.assertEqual(self.values(checkpoint.latest(directory)), {1.0})
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,343 @@
+"""Checkpoints of native weights: the same bytes back on any topology that cuts between blocks; from and to bfloat16."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import unittest
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from checkpoint_common import RANK0, local
+from common import ALL, GlooTest, _mesh, full, rows_of_rank, shared_directory
+from quant_common import Net, all_recipes, blocks_only, dequantized, fsdp, gtp, loss_of, tokens_of
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPShard, checkpoint, gtp_shard, quantize_
+from dtensor_gtp.quant import (
+    MXFP8,
+    NVFP4,
+    Direction,
+    Float8Blockwise,
+    Float8Rowwise,
+    Float8Tensorwise,
+    PlaneSpec,
+    Quantized,
+    Recipe,
+)
+from dtensor_gtp.quant.master_optimizer import MasterOptimizer
+from dtensor_gtp.quant.native import native_of
+
+HIDDEN = 256
+ShardFn = Callable[[nn.Module], nn.Module]
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def up_only(module: nn.Module, name: str) -> bool:
+    return blocks_only(module, name) and name.endswith("up")
+
+
+def net(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net(hidden=HIDDEN).to(dtype)
+
+
+def on_gtp(recipe: Recipe, mesh: DeviceMesh, **options: Any) -> ShardFn:
+    def shard(model: nn.Module) -> nn.Module:
+        quantize_(model, recipe, filter_fn=up_only, storage="native")
+        return gtp_shard(model, mesh, schedule=ALL, **options)
+
+    return shard
+
+
+def on_fsdp(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
+    return lambda model: fsdp(quantize_(model, recipe, filter_fn=up_only, storage="native"), mesh)
+
+
+def on_tp(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
+    def shard(model: nn.Module) -> nn.Module:
+        for layer in model.layers:  # type: ignore[union-attr]
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return on_gtp(recipe, mesh["gtp"])(model)
+
+    return shard
+
+
+def in_float32(shard: ShardFn) -> ShardFn:
+    return lambda model: shard(model.float())
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(value).clone() for name, value in model.state_dict().items()}
+
+
+@dataclass(frozen=True)
+class Int8Rows(Recipe):
+    """A recipe as a user writes one: whole numbers, with one scale for each row."""
+
+    levels: int = 127  # a checkpoint does not say it
+    name = "int8_rows"
+    rowwise = (PlaneSpec(torch.int8, 1, 1), PlaneSpec(torch.float32, 1, None))
+    amax_dims = (-1,)
+
+    def quantize(self, weight: torch.Tensor, direction: Direction, amax: torch.Tensor | None = None) -> Quantized:
+        amax = self.amax(weight) if amax is None else amax
+        assert amax is not None
+        scale = (amax / self.levels).clamp(min=1e-30)
+        return Quantized(((weight.float() / scale).round().to(torch.int8), scale), None)
+
+    def dequantize(
+        self, quantized: Quantized, shape: torch.Size, direction: Direction, dtype: torch.dtype
+    ) -> torch.Tensor:
+        elements, scale = quantized.planes
+        return (elements * scale).to(dtype)
+
+
+class TestNativeCheckpoint(GlooTest):
+    def assert_same(self, actual: dict[str, Any], expected: dict[str, Any], what: Any = None) -> None:
+        self.assertEqual(actual.keys(), expected.keys())
+        for name, value in expected.items():
+            self.assertTrue(torch.equal(local(actual[name]), local(value)), (what, name))
+
+    def _check(self, recipe: Recipe, source: ShardFn, targets: list[ShardFn]) -> None:
+        """Of each target: save by the source, load, same bytes, and forward computes with them."""
+        saved = source(net(1))
+        expected = whole_state(saved)
+        self.assertEqual(sum(name.endswith("elements") for name in expected), 2)
+        with shared_directory() as path:
+            dcp.save({"model": get_model_state_dict(saved)}, checkpoint_id=path)
+            for index, target in enumerate(targets):
+                model = target(net(2))
+                state = {"model": get_model_state_dict(model)}
+                dcp.load(state, checkpoint_id=path)
+                set_model_state_dict(model, state["model"])
+                self.assert_same(whole_state(model), expected, (recipe, index))
+                weight = full(model.layers[0].up.weight.detach())
+                self.assertTrue(torch.equal(weight, full(saved.layers[0].up.weight.detach())))
+
+    def test_float8_blockwise_scale_padding(self) -> None:
+        """Fewer blocks of scales than ranks: some ranks have none."""
+        mesh, dp_mesh = self.gtp_mesh(), self.hsdp_mesh()
+        blockwise = Float8Blockwise()
+        columns = on_gtp(blockwise, mesh, shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 else None)
+        self._check(blockwise, on_gtp(blockwise, mesh), [on_gtp(blockwise, mesh), on_fsdp(blockwise, dp_mesh), columns])
+        self._check(blockwise, on_fsdp(blockwise, dp_mesh), [on_gtp(blockwise, mesh)])
+
+    def test_nvfp4_dcp_load(self) -> None:
+        mesh, tp = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp"))
+        nvfp4 = NVFP4()
+        columns = on_gtp(nvfp4, mesh, shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 else None)
+        self._check(nvfp4, on_gtp(nvfp4, mesh), [on_gtp(nvfp4, mesh), on_fsdp(nvfp4, mesh), on_tp(nvfp4, tp), columns])
+        self._check(nvfp4, columns, [on_fsdp(nvfp4, mesh)])
+
+    def test_mxfp8_with_an_hsdp_shard_size_of_one(self) -> None:
+        mesh, one = self.gtp_mesh(), self.hsdp_mesh(4)
+        mxfp8 = MXFP8()
+        around = _mesh((2, 2), ("dp", "gtp"))
+        both = lambda m: fsdp(on_gtp(mxfp8, around["gtp"])(m), around["dp"])  # noqa: E731
+        self._check(mxfp8, on_gtp(mxfp8, one), [on_gtp(mxfp8, one), on_gtp(mxfp8, mesh), on_fsdp(mxfp8, one), both])
+        self._check(mxfp8, on_fsdp(mxfp8, one), [on_gtp(mxfp8, mesh)])
+
+    def test_scales_of_whole_weights_and_rows(self) -> None:
+        mesh, tp = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp"))
+        for recipe in (Float8Tensorwise(), Float8Rowwise()):
+            self._check(recipe, on_tp(recipe, tp), [on_gtp(recipe, mesh), on_fsdp(recipe, mesh)])
+
+    def test_a_recipe_of_the_user(self) -> None:
+        """By dcp, by ``load_state_dict`` with and without ``assign``, from high precision; with the same arguments."""
+        mesh, recipe = self.gtp_mesh(), Int8Rows(levels=100)
+        shard = on_gtp(recipe, mesh)
+        self._check(recipe, shard, [shard, on_fsdp(recipe, mesh)])
+        saved = shard(net(1))
+        state = {name: value.clone() for name, value in saved.state_dict().items()}
+        for assign in (False, True):
+            model = shard(net(2))
+            model.load_state_dict(state, assign=assign)
+            self.assert_same(model.state_dict(), saved.state_dict(), assign)
+            native = native_of(model.layers[0].up.weight)
+            assert native is not None
+            self.assertEqual(native.recipe, recipe)
+        with shared_directory() as path:
+            dcp.save(fsdp(net(1), mesh).state_dict(), checkpoint_id=path)
+            model = shard(net(2))
+            checkpoint.load(model.state_dict(), model=model, checkpoint_id=path)
+            self.assert_same(model.state_dict(), saved.state_dict())
+
+    def test_a_recipe_of_the_user_into_a_plain_model(self) -> None:
+        """The checkpoint does not say the recipe, so the caller does."""
+        mesh, recipe = self.gtp_mesh(), Int8Rows(levels=100)
+        saved = on_gtp(recipe, mesh)(net(1))
+        expected = {name: full(param.detach()) for name, param in saved.named_parameters()}
+        with shared_directory() as path:
+            dcp.save(saved.state_dict(), checkpoint_id=path)
+            plain = fsdp(net(2), mesh)
+            checkpoint.load(plain.state_dict(), checkpoint_id=path, recipes=[recipe])
+            self.assert_same({name: full(param.detach()) for name, param in plain.named_parameters()}, expected)
+            with self.assertRaisesRegex(RuntimeError, "'layers.0.up.weight', did you mean 'layers.0.up.weight_"):
+                checkpoint.load(plain.state_dict(), checkpoint_id=path)
+        alone = net(2)
+        alone.load_state_dict(checkpoint.dequantize_state_dict(whole_state(saved), alone, [recipe]))
+        self.assert_same(dict(alone.named_parameters()), expected)
+
+    def test_full_state_dicts(self) -> None:
+        """Out to rank 0 and back, from rank 0 and from every rank; planes, and high-precision values."""
+        mesh = self.gtp_mesh()
+        for recipe in all_recipes():
+            saved = on_gtp(recipe, mesh)(net(1))
+            expected = saved.state_dict()
+            plain = net(1).state_dict()
+            whole = get_model_state_dict(saved, options=WHOLE)
+            on_every_rank = [whole]
+            dist.broadcast_object_list(on_every_rank)
+            for source in (on_every_rank[0], plain):
+                for options in (RANK0, StateDictOptions(full_state_dict=True)):
+                    model = on_gtp(recipe, mesh)(net(2))
+                    is_given = options is not RANK0 or self.rank == 0
+                    set_model_state_dict(model, dict(source) if is_given else {}, options=options)
+                    self.assert_same(model.state_dict(), expected, recipe)
+            other = net(2)
+            other.load_state_dict(checkpoint.dequantize_state_dict(on_every_rank[0], other))
+            for name, param in other.named_parameters():
+                value = (
+                    dequantized(plain[name], recipe, Direction.ROWWISE) if name.endswith("up.weight") else plain[name]
+                )
+                self.assertTrue(torch.equal(param, value), (recipe, name))
+
+    def test_bfloat16_into_native_and_back(self) -> None:
+        """A checkpoint of plain ``fully_shard`` in bfloat16 into every recipe and storage, and each of them back."""
+        mesh, tp, around = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
+        plain = lambda model: fsdp(model, mesh)  # noqa: E731
+        values = {name: value.clone() for name, value in net(1, torch.bfloat16).state_dict().items()}
+        with shared_directory() as path:
+            dcp.save({"model": plain(net(1, torch.bfloat16)).state_dict()}, checkpoint_id=path / "plain")
+            for index, (recipe, shard) in enumerate(
+                (
+                    *((recipe, on_gtp(recipe, mesh)) for recipe in all_recipes()),
+                    (NVFP4(), on_fsdp(NVFP4(), mesh)),
+                    (Float8Tensorwise(), on_tp(Float8Tensorwise(), tp)),
+                    (MXFP8(), lambda m: fsdp(on_gtp(MXFP8(), around["gtp"])(m), around["dp"])),
+                    *((recipe, gtp(recipe, mesh, up_only)) for recipe in all_recipes()),  # masters
+                    *((recipe, in_float32(gtp(recipe, mesh, up_only))) for recipe in (MXFP8(), NVFP4())),
+                )
+            ):
+                model = shard(net(2, torch.bfloat16))
+                checkpoint.load({"model": model.state_dict()}, model=model, checkpoint_id=path / "plain")
+                is_native = native_of(model.layers[0].up.weight) is not None
+                back = plain(net(3, torch.bfloat16))
+                dcp.save({"model": model.state_dict()}, checkpoint_id=path / f"{index}")
+                checkpoint.load({"model": back.state_dict()}, checkpoint_id=path / f"{index}")
+                for name, param in back.named_parameters():
+                    value = values[name]
+                    if is_native and name.endswith("up.weight"):
+                        value = dequantized(value, recipe, Direction.ROWWISE)
+                    self.assertTrue(torch.equal(full(param.detach()), value), (recipe, name))
+
+    def test_one_recipe_into_another(self) -> None:
+        """Dequantized in float32, quantized again; on parts that begin and end within blocks of the source."""
+        mesh = self.gtp_mesh()
+        source = on_gtp(Float8Blockwise(), mesh)(net(1))
+        with shared_directory() as path:
+            dcp.save(source.state_dict(), checkpoint_id=path)
+            target = on_gtp(NVFP4(), mesh)(net(2))
+            with self.assertRaisesRegex(CheckpointException, "load expects the module that has .* must quantize it"):
+                checkpoint.load(target.state_dict(), checkpoint_id=path)
+            checkpoint.load(target.state_dict(), model=target, checkpoint_id=path)
+            values = full(source.layers[1].up.weight.detach())
+            actual = full(target.layers[1].up.weight.detach())
+            self.assertTrue(torch.equal(actual, dequantized(values, NVFP4(), Direction.ROWWISE)))
+            with self.assertRaisesRegex(RuntimeError, "2 keys that the checkpoint has not: '0.(weight|bias)'; "):
+                checkpoint.load(nn.Sequential(nn.Linear(40, 5)).state_dict(), checkpoint_id=path)
+
+    def test_masters_and_optimizer_state(self) -> None:
+        """Bit for bit on another topology; training goes on with the bits it would have had."""
+        mesh, tp = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp"))
+        recipe = NVFP4()
+
+        def job(shard: ShardFn, data_mesh: DeviceMesh, seed: int) -> tuple[nn.Module, MasterOptimizer]:
+            model = shard(net(seed, torch.bfloat16))
+            optimizer = MasterOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+            step(model, optimizer, data_mesh, seed)
+            return model, optimizer
+
+        def step(model: nn.Module, optimizer: MasterOptimizer, data_mesh: DeviceMesh, seed: int) -> None:
+            loss_of(model, rows_of_rank(tokens_of(seed), data_mesh)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def whole(model: nn.Module, optimizer: MasterOptimizer) -> dict[str, torch.Tensor]:
+            found = whole_state(model)
+            for name, param in model.named_parameters():
+                found |= {f"{name}/{key}": full(value).clone() for key, value in optimizer.state[param].items()}
+            return found
+
+        saved = job(on_gtp(recipe, mesh), mesh, 1)
+        expected = whole(*saved)
+        self.assertEqual(expected["layers.0.up.weight/master"].dtype, torch.float32)
+        self.assertEqual(expected["layers.0.up.weight/exp_avg"].dtype, torch.float32)
+        with shared_directory() as path:
+            states = dict(zip(("model", "optimizer"), get_state_dict(*saved), strict=True))
+            dcp.save(states, checkpoint_id=path)
+            loaded = {}
+            for name, shard, data_mesh in (
+                ("gtp", on_gtp(recipe, mesh), mesh),
+                ("tp", on_tp(recipe, tp), tp["gtp"]),
+                ("fsdp", on_fsdp(recipe, mesh), mesh),
+            ):
+                model, optimizer = loaded[name] = job(shard, data_mesh, 2)
+                states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+                dcp.load(states, checkpoint_id=path)
+                set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+                self.assert_same(whole(model, optimizer), expected, name)
+        for model, optimizer in (saved, loaded["gtp"]):
+            step(model, optimizer, mesh, 3)
+        self.assert_same(whole(*loaded["gtp"]), whole(*saved))
+        again = MasterOptimizer(copy.copy(list(saved[0].parameters())), torch.optim.AdamW, lr=1e-2)
+        again.load_state_dict(saved[1].state_dict())
+        self.assert_same(whole(saved[0], again), whole(*saved))
+
+    def test_blocks_that_a_topology_cuts(self) -> None:
+        mesh = self.gtp_mesh()
+        message = r"'layers.0.up.weight' of shape \(256, 40\) is to be split .* cuts float8_blockwise blocks of 128"
+        with self.assertRaisesRegex(NotImplementedError, message):
+            on_fsdp(Float8Blockwise(), mesh)(net(1))
+
+
+class TestMissingKeys(unittest.TestCase):
+    """In one process: the message is short, and says what was meant."""
+
+    def test_messages(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4))
+        state = model.state_dict()
+        with tempfile.TemporaryDirectory() as folder:
+            dcp.save({"model": state, "step": 3}, checkpoint_id=f"{folder}/nested", no_dist=True)
+            dcp.save(state, checkpoint_id=f"{folder}/bare", no_dist=True)
+            for saved, asked, told in (
+                ("nested", state, r"'0.weight', did you mean 'model.0.weight'\?.*saved as {\"model\": ...}"),
+                ("bare", {"model": state}, r"'model.0.weight', did you mean '0.weight'\?.*load the inner dict"),
+                ("nested", {"model": state, "stepp": 0}, "'stepp', did you mean 'step'.*allow_partial_load=True"),
+            ):
+                with self.assertRaisesRegex(RuntimeError, told) as raised:
+                    checkpoint.load(asked, checkpoint_id=f"{folder}/{saved}", no_dist=True)
+                self.assertLess(len(str(raised.exception)), 400)
+                self.assertNotIn("Traceback", str(raised.exception))
+            asked = {"model": state, "stepp": 0}
+            checkpoint.load(asked, checkpoint_id=f"{folder}/nested", no_dist=True, allow_partial_load=True)
+
+
+if __name__ == "__main__":
+    run_tests()

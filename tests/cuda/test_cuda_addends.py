@@ -1,0 +1,182 @@
+"""The sum over ranks as one kernel has the bits of torch's, on one GPU.
+
+Without a GPU, but with Triton, its interpreter adds:
+``TRITON_INTERPRET=1 python -m pytest tests/cuda/test_cuda_addends.py`` (Triton 3.6 needs numpy < 2.4 for it).
+"""
+
+from __future__ import annotations
+
+import os
+import unittest
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed import ReduceOp
+
+from dtensor_gtp._comm import addends
+from dtensor_gtp._comm import reduce_scatter as scattering_module
+from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.reduce_scatter import Scattering
+
+HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if HAS_GPU else (torch.float16,)
+# Of gradients that travel together: less than a block, whole ones, no multiple of anything, none, more than a launch.
+SIZES = ([2], [16], [4096, 1024], [1000, 24], [3001], [17, 0, 1500, 1, 3000, 5], [2048, 16, 4096, 32, 1040])
+
+
+def in_order(rows: torch.Tensor, factor: float) -> torch.Tensor:
+    """The arithmetic that ``triton_addends`` states."""
+    parts = [torch.zeros_like(rows[0], dtype=torch.float32) for _ in range(4)]
+    for rank, row in enumerate(rows):
+        parts[rank % 4] = parts[rank % 4] + row.float()
+    return (((parts[0] + parts[1]) + parts[2]) + parts[3]) * torch.tensor(factor, device=rows.device)
+
+
+def by_torch(rows: torch.Tensor, factor: float) -> torch.Tensor:
+    return (torch.sum if factor == 1.0 else torch.mean)(rows, 0, dtype=torch.float32)
+
+
+def addends_of(num_ranks: int, numel: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
+    """Of all ranks, ``offset`` elements behind an aligned address: magnitudes far apart, negative zeros, denormals, an
+    infinity."""
+    generator = torch.Generator().manual_seed(100 * num_ranks + numel)
+    exponents = torch.randint(-8, 6, (num_ranks, numel), generator=generator)
+    values = torch.randn(num_ranks, numel, generator=generator) * torch.exp2(exponents)
+    values[:, 0] = -0.0
+    values[:, 1] *= 2.0**-22 if dtype == torch.float16 else 2.0**-128
+    values[-1, numel // 2] = float("inf")
+    memory = torch.empty(num_ranks * numel + offset, dtype=dtype, device=DEVICE)
+    rows = memory[offset:].view(num_ranks, numel)
+    rows.copy_(values)
+    return rows
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32)
+
+
+def cases() -> Iterator[tuple[int, list[int], torch.dtype, int]]:
+    for num_ranks in range(2, 9) if HAS_GPU else (2, 3, 6):
+        for sizes in SIZES:
+            for dtype in DTYPES:
+                for offset in (0, 1) if HAS_GPU else (0,):
+                    yield num_ranks, sizes, dtype, offset
+
+
+@unittest.skipUnless(HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1", "nothing runs Triton's kernels")
+class TestBits(unittest.TestCase):
+    def test_sum_and_mean(self) -> None:
+        """This rank's addend among the others, or apart from them: the first, one in between, the last."""
+        from dtensor_gtp._comm.triton_addends import add  # needs Triton
+
+        for case in cases():
+            num_ranks, sizes, dtype, offset = case
+            rows = addends_of(num_ranks, sum(sizes), dtype, offset)
+            for factor in (1.0, 1 / num_ranks):
+                expected = in_order(rows, factor)
+                if HAS_GPU:
+                    self.assertTrue(torch.equal(bits(expected), bits(by_torch(rows, factor))), ("torch", factor, *case))
+                for rank in (None, 0, num_ranks // 2, num_ranks - 1):
+                    given, own = rows, []
+                    if rank is not None:
+                        given = torch.cat([rows[:rank], rows[rank + 1 :]])
+                        # Each of them aligned, or just as the rows are.
+                        own = [part.clone() if offset == 0 else part for part in rows[rank].split(sizes)]
+                    out = torch.full((sum(sizes) + 1,), float("nan"), device=DEVICE)
+                    add(out[:-1], given, own, rank or 0, num_ranks, factor)
+                    self.assertTrue(torch.equal(bits(out[:-1]), bits(expected)), (factor, rank, *case))
+                    self.assertTrue(out[-1].isnan(), ("beyond the end", factor, rank, *case))
+
+
+@unittest.skipUnless(HAS_GPU, "needs a GPU")
+class TestOnOneGPU(unittest.TestCase):
+    def _kernel(self, num_ranks: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
+        kernel = addends.fused_sum(torch.empty(1, dtype=dtype, device=device), num_ranks)
+        self.assertIsNotNone(kernel, addends._verdicts())
+        return kernel
+
+    def test_is_taken(self) -> None:
+        for num_ranks in range(2, 9):
+            for dtype in DTYPES:
+                self._kernel(num_ranks, dtype)
+        self._kernel(63)
+        like = torch.empty(1, device="cuda")
+        self.assertIsNone(addends.fused_sum(like, 64))
+        self.assertIsNone(addends.fused_sum(like.double(), 2))
+
+    def test_scattering_has_the_bits_of_torch(self) -> None:
+        """What an exchange by NCCL has left, with the kernel and without, gradients of several shapes."""
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            for shape in ((12, 5), (12, 1, 7), (4 * 128, 1024)):
+                full = torch.randn(shape, device="cuda").bfloat16()
+                slots = []
+                for kernel in (self._kernel(4), None):
+                    with mock.patch.object(scattering_module, "fused_sum", lambda like, num_ranks, it=kernel: it):
+                        scattering = Scattering("all_to_all", [full], 4, torch.bfloat16)
+                    received = scattering.keep()[-1]
+                    received.copy_(full.view_as(received))
+                    scattering.finish(ReduceScale(op, None, None))
+                    slots += scattering.slots
+                self.assertEqual(slots[0].shape, (shape[0] // 4, *shape[1:]))
+                self.assertTrue(torch.equal(bits(slots[0]), bits(slots[1])), (op, shape))
+
+    def test_cuda_graph_and_number_of_kernels(self) -> None:
+        """One kernel for gradients that travel together, in a graph too, which may be the first to see their sizes."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        kernel = self._kernel(4)
+        for sizes in ([4096, 1024, 64], [1001, 7, 30]):
+            rows = addends_of(4, sum(sizes), torch.bfloat16, 0)
+            own = [part.clone() for part in rows[1].split(sizes)]
+            peers = torch.cat([rows[:1], rows[2:]])
+            out = torch.zeros(sum(sizes), device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kernel(out, peers, own, 1, 4, 0.25)
+            peers *= 2
+            for part in own:
+                part *= 2
+            graph.replay()
+            self.assertTrue(torch.equal(bits(out), bits(by_torch(rows * 2, 0.25))), sizes)
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+                kernel(out, peers, own, 1, 4, 0.25)
+                torch.cuda.synchronize()
+            events = [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]
+            self.assertEqual(len(events), 1, events)
+
+    def test_first_use_in_a_graph(self) -> None:
+        """Torch adds there, and nothing is tried. The next one outside tries, and may wait where that is watched."""
+        like = torch.empty(1, dtype=torch.bfloat16, device="cuda")
+        addends._verdicts.cache_clear()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            like.add_(1)
+            self.assertIsNone(addends.fused_sum(like, 5))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._kernel(5)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_last_gpu_and_streams(self) -> None:
+        """The kernel runs where the tensors are, on the current stream."""
+        device = f"cuda:{torch.cuda.device_count() - 1}"
+        kernel = self._kernel(2, device=device)
+        rows = addends_of(2, 4096, torch.bfloat16, 0).to(device)
+        out = torch.zeros(4096, device=device)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)
+            late = rows + 1
+            kernel(out, late, [], 0, 2, 0.5)
+        stream.synchronize()
+        self.assertTrue(torch.equal(bits(out), bits(by_torch(rows + 1, 0.5))))
+
+
+if __name__ == "__main__":
+    unittest.main()

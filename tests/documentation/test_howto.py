@@ -1,0 +1,74 @@
+"""Messages send users to how-to pages that exist, and each page is named by a message or is known to have none."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from dtensor_gtp._howto import Page, see
+from dtensor_gtp.help import main
+
+ROOT = Path(__file__).parents[2]
+# Nothing fails where these help.
+WITHOUT_MESSAGE = {
+    "log_metrics",
+    "accumulate_gradients",
+    "add_tp",
+    "checkpoint_activations",
+    "context_parallel",
+    "feed_data",
+    "load_pretrained",
+    "move_from",
+    "read_the_report",
+}
+
+
+def _named() -> Iterator[str]:
+    """The pages that the package names, once for each message."""
+    for path in (ROOT / "dtensor_gtp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "see":
+                (page,) = node.args
+                assert isinstance(page, ast.Constant), f"{path} names a page that this test cannot read"
+                yield page.value
+
+
+def test_messages_name_pages_that_exist() -> None:
+    for page in get_args(Page):
+        assert (ROOT / "docs/howto" / f"{page}.md").is_file(), page
+        assert main([see(page).removesuffix("`.").rpartition(" ")[2]]) == 0
+
+
+def test_no_message_names_a_file_that_is_not_installed() -> None:
+    """Docstrings and messages alike: the wheel has no docs folder."""
+    found = [path.name for path in (ROOT / "dtensor_gtp").rglob("*.py") if re.search(r"docs/\w+/", path.read_text())]
+    assert found == []
+
+
+def test_help_lists_finds_and_suggests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    for path in (*(ROOT / "docs/howto").glob("*.md"), *(ROOT / "docs/guides").glob("*.md")):
+        assert f"  {path.stem} " in listed
+    assert main(["debug-nan"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# ")
+    assert "<!--" not in text
+    assert "](" not in text.replace("](http", "")
+    assert main(["emma"]) == 2
+    assert "Did you mean ema?" in capsys.readouterr().err
+    assert main(["zzz"]) == 2
+    assert "lists all" in capsys.readouterr().err
+
+
+def test_each_page_is_named_by_a_message() -> None:
+    pages = {path.stem for path in (ROOT / "docs/howto").glob("*.md")}
+    named = list(_named())
+    assert set(get_args(Page)) == pages - WITHOUT_MESSAGE
+    assert set(named) == pages - WITHOUT_MESSAGE
+    assert len(named) >= 20

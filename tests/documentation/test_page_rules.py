@@ -1,0 +1,109 @@
+"""Pages keep their size; their links point at files, headings and (by the name in the tooltip) tests that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pages
+import pytest
+
+ROOT = pages.ROOT
+PAGES = pages.all_paths()
+MAX_WORDS = 18_000  # of docs together, as `wc -w` counts
+MAX_COLUMNS = 106  # of code: what the site shows without a scroll bar
+MAX_LINES = {"README.md": 120, "docs/benchmarks.md": 215, "docs/tutorials/": 135, "docs/howto/": 60}
+
+_TARGET = r'(?P<target>[^)\s"]+)(?:\s+"(?P<title>[^"]*)")?'
+_LINKS = re.compile(
+    rf"\]\({_TARGET}\)|^\[[^\]]+\]:\s+{_TARGET.replace('target', 'ref').replace('title', 'ref_title')}", re.M
+)
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def prose(page: Path) -> str:
+    """A page without its code and comments."""
+    text = re.sub(r"^( *)(`{3,}).*?^ *\2$", "", page.read_text(), flags=re.M | re.S)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.S)
+
+
+def links(text: str) -> Iterator[tuple[str, str]]:
+    """Target and tooltip of each link that stays within the repository."""
+    for match in _LINKS.finditer(re.sub(r"`[^`\n]*`", "code", text)):
+        target = match["target"] or match["ref"]
+        if not re.match(r"[a-z]+:", target):
+            yield target, match["title"] or match["ref_title"] or ""
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, by GitHub's rule: the second of the same words ends in -1."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ +(.*?) *$", prose(page), re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        found.append(f"{slug}-{count}" if (count := found.count(slug)) else slug)
+    return set(found)
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target, title in links(prose(page)):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            broken.append(f"{target}: no such file")
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+            broken.append(f"{target}: no such heading")
+        elif title.startswith("test_") and not re.search(rf"def {title}\(", file.read_text()):
+            broken.append(f"{target}: no {title} in it")
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_point_at_what_is_there(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_each_reference_is_defined_and_used(page: Path) -> None:
+    text = prose(page)
+    defined = set(re.findall(r"^\[([^\]]+)\]:", text, re.M))
+    used = set(re.findall(r"\]\[([^\]]+)\]", text))
+    assert defined == used
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# One `two`: three\n\n## Same\n\n## Same\n\n```text\n# Not one\n```\n")
+    (tmp_path / "page.md").write_text(
+        "# Here\n[a](there.md#one-two-three) [b](there.md#same-1) [c](#here) [d](https://pytorch.org#no) `[e](no.md)`\n"
+        "[f](no.md) [g](there.md#not-one) [h](#there) [i](there.md#same-2)\n"
+    )
+    found = broken_links(tmp_path / "page.md")
+    assert [link.split(":")[0] for link in found] == ["no.md", "there.md#not-one", "#there", "there.md#same-2"]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name)
+def test_browsers_can_read_a_picture(picture: Path) -> None:
+    assert ElementTree.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_page_is_short(page: Path) -> None:
+    limits = [limit for start, limit in MAX_LINES.items() if name(page).startswith(start)]
+    assert len(page.read_text().splitlines()) <= min(limits, default=10_000)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_is_narrow(page: Path) -> None:
+    shown = re.findall(r"^ *`{3}.*?^ *`{3}$", page.read_text(), re.M | re.S)
+    assert [line for block in shown for line in block.splitlines() if len(line) > MAX_COLUMNS] == []
+
+
+def test_all_pages_together_are_short() -> None:
+    words = {name(page): len(page.read_text().split()) for page in PAGES if page.name != "README.md"}
+    assert sum(words.values()) <= MAX_WORDS, words

@@ -1,0 +1,374 @@
+"""State of unequal replicas outlives them: in checkpoints of any layout, and in memory of the ranks that are left."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from checkpoint_common import adamw, job_state, make, shard
+from common import GlooTest, assert_same_params, full, shared_directory
+from quant_common import Net, blocks_only, gtp, loss_of, reference_of, take_over
+from quant_common import tokens_of as quantized_tokens_of
+from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, tokens_of
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp.elastic import (
+    ElasticMesh,
+    HeldState,
+    ReplicaSavePlanner,
+    WeightSpec,
+    hold_state,
+    nonuniform_mesh,
+    recover_state,
+    recovery,
+    synchronize_replicas,
+)
+from dtensor_gtp.quant import MXFP8, Float8Tensorwise, Recipe
+
+Ranks = tuple[tuple[int, ...], ...]
+
+UNEQUAL: Ranks = ((0, 1), (2, 3, 4, 5))
+OTHER: Ranks = ((5,), (0, 2, 1), (3, 4))
+
+
+class Reference:
+    """One process on the whole batch: what every other job must agree with."""
+
+    def __init__(self, steps: int = 0, device: str = "cpu") -> None:
+        self.device = device
+        self.model = make(0).to(device)
+        self.optimizer = adamw(self.model)
+        self.train(range(steps))
+
+    def train(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            token_loss(self.model, tokens_of(step, 15).to(self.device)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Job:
+    """The same model on a mesh: elastic replicas, or a 1-D or 2-D one of ``gtp_shard``."""
+
+    def __init__(self, mesh: ElasticMesh | DeviceMesh, seed: int = 0) -> None:
+        self.mesh = mesh
+        weights = mesh.weights if isinstance(mesh, ElasticMesh) else mesh
+        self.device = weights.device_type
+        self.model = shard(make(seed).to(self.device), weights)
+        # Op by op: the fused one rounds the last elements of a shard in another way than those before, on some CPUs.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
+        if isinstance(mesh, ElasticMesh):
+            self.sync = synchronize_replicas(self.model, mesh)
+
+    def backward(self, step: int) -> None:
+        batch = tokens_of(step, 15).to(self.device)
+        if isinstance(self.mesh, ElasticMesh):
+            share = self.mesh.rebalance_batch(len(batch))
+            self.sync.set_batch(share)
+            batch = batch[share.rows]
+        token_loss(self.model, batch).backward()  # elsewhere all ranks have the same: the mean is that of the batch
+
+    def train(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self.backward(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def load(self, path: Path) -> None:
+        state = job_state(self.model, self.optimizer)
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def recover(self, held: HeldState | None, **options: Any) -> tuple[int, Any]:
+        assert isinstance(self.mesh, ElasticMesh)
+        state = job_state(self.model, self.optimizer)
+        step = recover_state(held, state, self.mesh, **options)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return step, state
+
+    def check(self, reference: Reference) -> None:
+        """Parameters and optimizer state."""
+        assert_same_params(self.model, reference.model)
+        expected = dict(reference.model.named_parameters())
+        for name, param in self.model.named_parameters():
+            state = reference.optimizer.state[expected[name]]
+            for key, value in self.optimizer.state[param].items():
+                torch.testing.assert_close(full(value), state[key], msg=lambda m, n=name, k=key: f"{k} of {n}: {m}")
+
+
+class RecordingPlanner(ReplicaSavePlanner):
+    """Counts who writes what; only the coordinator sees the global plan."""
+
+    def __init__(self, mesh: ElasticMesh) -> None:
+        super().__init__(mesh)
+        self.writes: Counter[Any] = Counter()
+
+    def create_global_plan(self, all_plans: list[Any]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        items = [item for plan in plans for item in plan.items]
+        self.writes = Counter((i.index.fqn, i.index.offset) for i in items)
+        return plans, metadata
+
+
+class TestElasticCheckpoint(GlooTest):
+    world_size = 6
+
+    def test_from_unequal_replicas_to_any_layout(self) -> None:
+        with shared_directory() as path:
+            job, planner = Job(_replicas(UNEQUAL)), RecordingPlanner(_replicas(UNEQUAL))
+            job.train(range(2))
+            dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path, planner=planner)
+            if dist.get_rank() == 0:
+                self.assertTrue(all(count == 1 for count in planner.writes.values()), planner.writes)
+                # The replica of four ranks writes: the blocked weight has a chunk on three of them, others on four.
+                self.assertEqual(sum(fqn == "model.embedding.weight" for fqn, _ in planner.writes), 4)
+            for mesh in (_replicas(OTHER), self.gtp_mesh(), _equal_replicas(), _replicas(UNEQUAL)):
+                resumed = Job(mesh, seed=1)
+                resumed.load(path)
+                resumed.check(Reference(2))
+                resumed.train([2])
+                resumed.check(Reference(3))
+            plain = Reference(1)  # one process: not sharded at all
+            state = job_state(plain.model, plain.optimizer)
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+            set_state_dict(
+                plain.model, plain.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+            plain.train([2])
+            resumed.check(plain)
+
+    def test_from_one_mesh_to_unequal_replicas(self) -> None:
+        for mesh in (self.gtp_mesh(), _equal_replicas()):
+            with shared_directory() as path:
+                job = Job(mesh)
+                job.train(range(2))
+                dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path)
+                resumed = Job(_replicas(UNEQUAL), seed=1)
+                resumed.load(path)
+                resumed.sync.check_values()
+                resumed.train([2])
+                resumed.check(Reference(3))
+
+    def test_replicas_of_unequal_tp(self) -> None:
+        """Five heads over 3, 2 and 1 ranks of tp. A checkpoint, and what is left in memory without rank 2, go back
+        there and to replicas of 2 x 2 and 1 x 2."""
+        weights = [WeightSpec("wq", (5 * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
+        layouts = (([0, 1, 2], [3, 4], [5]), 3), (([0, 1, 2, 3], [4, 5]), 2)
+        meshes = [nonuniform_mesh("cpu", replicas=ranks, tp=tp, weights=weights) for ranks, tp in layouts]
+        sizes = [[(replica.gtp, replica.tp) for replica in mesh.layout.replicas] for mesh in meshes]
+        self.assertEqual(sizes, [[(1, 3), (1, 2), (1, 1)], [(2, 2), (1, 2)]])
+        torch.manual_seed(3)
+        job = Elastic(meshes[0], Heads(), shard_heads)
+        job.train(steps=2)
+        state, planner = job_state(job.model, job.optimizers[1]), RecordingPlanner(meshes[0])
+        held = hold_state(state, step=2) if dist.get_rank() != 2 else None
+        with shared_directory() as path:
+            dcp.save(state, checkpoint_id=path, planner=planner)
+            if dist.get_rank() == 0:
+                self.assertTrue(all(count == 1 for count in planner.writes.values()), planner.writes)
+                self.assertEqual(sum(fqn == "model.wq.weight" for fqn, _ in planner.writes), 3)
+            for mesh, source in itertools.product(meshes, ("checkpoint", "memory")):
+                torch.manual_seed(4)
+                resumed = Elastic(mesh, Heads(), shard_heads)
+                state = job_state(resumed.model, resumed.optimizers[1])
+                if source == "memory":
+                    self.assertEqual(recover_state(held, state, mesh), 2)
+                else:
+                    dcp.load(state, checkpoint_id=path)
+                set_state_dict(
+                    resumed.model,
+                    resumed.optimizers[1],
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                )
+                resumed.reference, resumed.optimizers[0] = copy.deepcopy((job.reference, job.optimizers[0]))
+                assert_same_params(resumed.model, resumed.reference)
+                resumed.backward(tokens_of(2, 19))
+                resumed.step()
+                resumed.sync.check_values()
+
+    def test_without_the_planner_nothing_is_written(self) -> None:
+        """Chunks of unequal replicas overlap."""
+        with shared_directory() as path:
+            job = Job(_replicas(UNEQUAL))
+            with self.assertRaisesRegex(dcp.api.CheckpointException, "Failed to validate global plan"):
+                dcp.save(job.model.state_dict(), checkpoint_id=path)
+            self.assertFalse((path / ".metadata").exists())
+
+    # --- in memory ----------------------------------------------------------------------------------------------------
+
+    def test_a_damaged_replica_is_rebuilt_from_a_healthy_one(self) -> None:
+        """Rank 3 comes back with nothing: it alone receives, each element once."""
+        job = Job(_replicas(UNEQUAL))
+        job.train(range(2))
+        held = hold_state(job_state(job.model, job.optimizer), step=2)
+        resumed = Job(_replicas(UNEQUAL), seed=1)
+        received: list[int] = []
+        all_to_all = dist.all_to_all_single
+
+        def counting(inbox: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            received.append(inbox.numel())
+            return all_to_all(inbox, *args, **kwargs)
+
+        with mock.patch.object(dist, "all_to_all_single", counting):
+            step, state = resumed.recover(held if dist.get_rank() != 3 else None)
+        self.assertEqual(step, 2)
+        tensors = {path: value for path, _, value in recovery._leaves(state) if isinstance(value, DTensor)}
+        lost = sum(value.to_local().numel() for value in tensors.values())
+        self.assertEqual(sum(received), lost if dist.get_rank() == 3 else 0)
+        resumed.check(Reference(2))
+        resumed.train([2])
+        resumed.check(Reference(3))
+        resumed.sync.check_values()
+
+    def test_survivors_move_to_another_layout(self) -> None:
+        """Two ranks are new, replicas have other sizes and ranks than before; small chunks."""
+        job = Job(_replicas(UNEQUAL))
+        job.train(range(2))
+        held = hold_state(job_state(job.model, job.optimizer), step=2)
+        for ranks in (OTHER, UNEQUAL[::-1]):
+            resumed = Job(_replicas(ranks), seed=1)
+            resumed.recover(held if dist.get_rank() not in (0, 4) else None, chunk_nbytes=100)
+            resumed.check(Reference(2))
+            resumed.train([2])
+            resumed.check(Reference(3))
+
+    def test_the_latest_step_that_is_complete_is_taken(self) -> None:
+        """A failure caught replica 0 after the third step, the other before it."""
+        job = Job(_replicas(UNEQUAL))
+        job.train(range(2))
+        if job.mesh.place.replica == 1:
+            held = copy.deepcopy(hold_state(job_state(job.model, job.optimizer), step=2))
+            job.train([2])
+        else:
+            job.train([2])
+            held = copy.deepcopy(hold_state(job_state(job.model, job.optimizer), step=3))
+        for dead, expected in ((None, 3), (5, 3), (1, 2)):
+            resumed = Job(_replicas(OTHER), seed=1)
+            step, _ = resumed.recover(held if dist.get_rank() != dead else None)
+            self.assertEqual(step, expected)
+            resumed.check(Reference(expected))
+
+    def test_values_that_are_no_tensors_of_the_mesh(self) -> None:
+        """Own ones are kept, new ranks take those of the lowest rank."""
+        rank, mesh = dist.get_rank(), _replicas(UNEQUAL)
+
+        def state(seed: int, values: dict[str, Any]) -> dict[str, Any]:
+            weight = Job(mesh, seed).model.norm.weight.detach()
+            return {"weight": weight, **values}
+
+        generator = torch.Generator().manual_seed(rank)
+        held = hold_state(
+            state(0, {"rng": generator.get_state(), "data": {"sample": 7}, "losses": [rank, 2.0]}), step=1
+        )
+        new = state(1, {"rng": torch.Generator().get_state(), "data": {"sample": 0}, "losses": [0, 0.0]})
+        with self.assertLogs("dtensor_gtp.elastic.recovery", "INFO") as logged:
+            recover_state(held if rank != 2 else None, new, mesh)
+        begin, end = (record.getMessage() for record in logged.records)
+        self.assertEqual(begin, "recovery of the state after step 1: begins, 1 in all")
+        self.assertRegex(end, r"^recovery of the state after step 1: done after .* \(1 of 1\)$")
+        self.assertEqual(new["data"], {"sample": 7})
+        self.assertEqual(new["losses"], [rank if rank != 2 else 0, 2.0])
+        drawn = torch.rand(3, generator=torch.Generator().set_state(new["rng"]))
+        self.assertEqual(drawn, torch.rand(3, generator=torch.Generator().manual_seed(rank if rank != 2 else 0)))
+        self.assertEqual(full(new["weight"]), make(0).norm.weight)
+
+    def test_quantized_masters(self) -> None:
+        """Segments hold whole blocks; a rank that comes back gets its master, from which it quantizes."""
+        mesh, rank = _replicas(UNEQUAL), dist.get_rank()
+        for recipe in (Float8Tensorwise(), MXFP8()):
+            torch.manual_seed(0)
+            reference = reference_of(plain := Net(), recipe, blocks_only)
+            optimizer = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.5)
+
+            def build(plain: nn.Module = plain, recipe: Recipe = recipe) -> tuple[Any, Any, Any]:
+                model = gtp(recipe, mesh.weights)(copy.deepcopy(plain))
+                sync = synchronize_replicas(model, mesh)
+                return model, sync, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+
+            model, sync, own_optimizer = build()
+            for step in range(3):
+                if step == 2:
+                    held = hold_state(job_state(model, own_optimizer), step=step) if rank != 3 else None
+                    model, sync, own_optimizer = build()
+                    state = job_state(model, own_optimizer)
+                    self.assertEqual(recover_state(held, state, mesh), step)
+                    set_state_dict(
+                        model, own_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                    )
+                batch = quantized_tokens_of(step)
+                share = mesh.rebalance_batch(len(batch))
+                sync.set_batch(share)
+                loss_of(reference, batch).backward()
+                loss_of(model, batch[share.rows]).backward()
+                assert_same_params(model, reference, "grad")
+                for each in (optimizer, own_optimizer):
+                    each.step()
+                    each.zero_grad()
+                assert_same_params(model, reference)
+                sync.check_values()
+                take_over(reference, model)
+
+    def test_a_checkpoint_of_another_model_is_refused(self) -> None:
+        with shared_directory() as path:
+            job = Job(_replicas(UNEQUAL))
+            planner = ReplicaSavePlanner(_replicas(UNEQUAL))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*SavePlanner.set_up_planner")  # of an old signature
+                dcp.save({"model": job.model.state_dict()}, checkpoint_id=path, planner=planner)
+            model = Job(_replicas(OTHER)).model
+            missing = {"model": {"norm2.weight": model.norm.weight.detach()}}
+            wider = {"model": {"embedding.weight": model.linear.weight.detach()}}
+            for state, message in (
+                (missing, "Missing key in checkpoint state_dict: model.norm2.weight"),
+                (wider, r"(?i)size mismatch.*model.embedding.weight"),
+            ):
+                with self.assertRaisesRegex(dcp.api.CheckpointException, message):
+                    dcp.load(state, checkpoint_id=path)
+
+    def test_recover_state_refuses(self) -> None:
+        rank, mesh = dist.get_rank(), _replicas(UNEQUAL)
+        job = Job(mesh)
+        held = hold_state({"model": job.model.state_dict()}, step=0)
+        state = {"model": Job(mesh, seed=1).model.state_dict()}
+        # Ranks 1 and 4, 5 hold the last rows of every weight.
+        for alive, message in (
+            ((0, 2, 3), r"part .* of 'model\..*' after step 0 is on none of the ranks \[0, 2, 3\]. Load a checkpoint"),
+            ((), "ranks that hold state, but there are none"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, message):
+                recover_state(held if rank in alive else None, state, mesh)
+        for name, other in (
+            ("extra", {"model": {"extra": job.model.norm.weight.detach()}}),
+            ("norm.bias", {"model": {"norm.bias": job.model.norm.bias.detach().double()}}),
+        ):
+            with self.assertRaisesRegex(ValueError, f"the state of the same model, but .* has 'model.{name}'"):
+                recover_state(held, other, mesh)
+
+
+@functools.cache
+def _equal_replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "gtp"))
+
+
+@functools.cache
+def _replicas(ranks: Ranks) -> ElasticMesh:
+    return nonuniform_mesh("cpu", replicas=ranks)
+
+
+if __name__ == "__main__":
+    run_tests()

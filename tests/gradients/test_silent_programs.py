@@ -1,0 +1,179 @@
+"""Programs and derivatives that would be wrong without a word: recordings, double backward, parts of backward.
+
+Each is computed as in one process, or refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from runtime_common import VOCABULARY, WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import gtp_shard
+
+
+class Around(nn.Module):
+    """A module that is not sharded, around one that is."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(x)
+
+
+class TestRecordings(GlooTest):
+    world_size = 2
+
+    def test_programs_without_our_modules_are_refused(self) -> None:
+        """They would hold numbers that name weights of this process, or values of now."""
+        torch.manual_seed(0)
+        x = make_rows(0)
+        linear = gtp_shard(nn.Linear(WIDTH, WIDTH), self.gtp_mesh(), schedule=ALL)
+        raw = gtp_shard(Raw(), self.gtp_mesh(), schedule=ALL)
+        norm = gtp_shard(nn.LayerNorm(WIDTH), self.gtp_mesh(), schedule=ALL)
+        table = gtp_shard(nn.Embedding(WIDTH, 4), self.gtp_mesh(), schedule=ALL)
+        part = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), self.gtp_mesh(), schedule=ALL)
+        cases = [
+            (linear, x),
+            (Around(part[0]), x),
+            (Around(linear), x),
+            (raw, x),
+            (norm, x),
+            (table, torch.tensor([1, 2])),
+        ]
+        for module, given in cases:
+            with self.assertRaisesRegex(RuntimeError, "torch.export cannot record a use of parameter .*torch.compile"):
+                torch.export.export(module, (given,))
+        for module in (linear, Around(linear), raw):
+            with self.assertRaisesRegex(RuntimeError, "torch.fx cannot record a use of parameter"):
+                make_fx(module)(x)
+        torch.testing.assert_close(torch.fx.symbolic_trace(Around(linear))(x), 2 * linear(x))  # it runs our module
+        torch.export.export(Around(nn.Linear(WIDTH, WIDTH)), (x,))
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embedded = self.embedding(tokens)
+        return embedded, self.head(embedded)
+
+
+class TestSecondDerivatives(GlooTest):
+    world_size = 2
+
+    def test_what_is_not_computed_raises(self) -> None:
+        """Also where the gradient that arrives is a constant, so that autograd sees nothing to differentiate."""
+        models = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH)),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)),
+        ]
+        for model in models:
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+            x = make_rows(0).requires_grad_()
+            output = model(x)
+            (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            with self.assertRaisesRegex(RuntimeError, "gradient of a gradient.*F.linear"):
+                (output.square().mean() + grad.square().mean()).backward()
+        model = gtp_shard(Embedded(), self.gtp_mesh(), schedule=ALL)
+        embedded, logits = model(torch.tensor([1, 2]))
+        (grad,) = torch.autograd.grad(logits.sum(), embedded, create_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "gradient of a gradient"):
+            (logits.square().mean() + grad.square().mean()).backward()
+
+    def test_gradients_of_parameters_are_not_constants(self) -> None:
+        for model in (small_model(), nn.LayerNorm(WIDTH), Raw()):
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+            x = make_rows(0).requires_grad_()
+            square_loss(model, x).backward(create_graph=True)
+            loss = square_loss(model, x)
+            penalty = torch.stack([param.grad.to_local().square().sum() for param in model.parameters()]).sum()
+            with self.assertRaisesRegex(RuntimeError, "gradient of a gradient"):
+                (loss + penalty).backward()
+            model.zero_grad()
+            square_loss(model, x).backward()
+            assert all(not param.grad.requires_grad for param in model.parameters())
+
+
+class TestInputsOfBackward(GlooTest):
+    world_size = 2
+
+    def check(self, model: nn.Module, reference: nn.Module, names: list[str] | None = None) -> None:
+        """Gradients of all parameters, or of some, that ``backward`` is asked for."""
+        x, mesh = make_rows(0), self.gtp_mesh()
+        for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
+            each.zero_grad()
+            params = dict(each.named_parameters())
+            square_loss(each, rows).backward(inputs=[params[name] for name in names or params])
+        assert_same_params(model, reference, "grad")
+
+    def test_inputs_get_their_gradients(self) -> None:
+        torch.manual_seed(0)
+        reference = small_model()
+        model = shard_copy(reference, self.gtp_mesh())
+        self.check(model, reference)
+        self.check(model, reference, ["0.weight", "1.second", "2.bias"])
+        self.check(model, reference, ["2.weight"])
+        x = make_rows(1).requires_grad_()
+        square_loss(model, x).backward(inputs=[x, *model.parameters()])
+        assert x.grad is not None
+        self.check(nn.Sequential(model), nn.Sequential(reference))  # ours below a module that is not
+
+    def test_grad_of_a_parameter_is_refused(self) -> None:
+        model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
+        loss, params = square_loss(model, make_rows(0)), dict(model.named_parameters())
+        for name in ("0.weight", "1.first", "2.bias"):
+            for options in ({}, {"allow_unused": True}, {"materialize_grads": True}):
+                with self.assertRaisesRegex(NotImplementedError, f"gradient of parameter '{name}'.*inputs="):
+                    torch.autograd.grad(loss, params[name], retain_graph=True, **options)
+        loss.backward()  # the graph is as it was
+        param = params["0.weight"]
+        (grad,) = torch.autograd.grad(param.square().sum(), param)  # outside of the model it is a DTensor
+        torch.testing.assert_close(full(grad), 2 * full(param.detach()))
+        (grad,) = torch.autograd.grad(make_rows(0).requires_grad_().sum(), param, materialize_grads=True)
+        assert not full(grad).any()
+
+
+class Choice(nn.Module):
+    """Layers of one shape, in an order that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for number in order:
+            x = self.layers[number](x)
+        return x
+
+
+class TestOrderOfUses(GlooTest):
+    world_size = 2
+
+    def test_another_order_on_another_rank_is_refused(self) -> None:
+        x, rank = make_rows(0), self.gtp_mesh().get_local_rank()
+        orders = (((0, 1), (0, 2)), ((0, 0, 1), (0, 0, 2)))  # with as many gathers, so that nothing hangs
+        for is_grad_enabled in (True, False):
+            for order in orders:
+                model = gtp_shard(Choice(), self.gtp_mesh(), schedule=ALL)
+                message = r"rank 0 has 'layers...weight' where rank 1 has 'layers...weight'.*Run the same modules"
+                with torch.set_grad_enabled(is_grad_enabled), self.assertRaisesRegex(RuntimeError, message):
+                    model(x, order[rank])
+
+    def test_weights_that_all_ranks_have_may_be_used_in_any_order(self) -> None:
+        rank = self.gtp_mesh().get_local_rank()
+        model = gtp_shard(Choice(), self.gtp_mesh(), schedule=ALL)
+        model.unshard()
+        with torch.no_grad():
+            model(make_rows(0), ((0, 1, 2), (2, 1))[rank])
+
+
+if __name__ == "__main__":
+    run_tests()

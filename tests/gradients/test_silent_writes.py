@@ -1,0 +1,161 @@
+"""Writes to weights, in forwards and between passes: each counts as in one process, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import gtp_shard
+
+Update = Callable[[list[nn.Parameter], list[nn.Parameter]], None]
+
+
+def by_data(keys: list[nn.Parameter], queries: list[nn.Parameter]) -> None:
+    for key, query in zip(keys, queries, strict=True):
+        key.data.mul_(0.5).add_(query.data, alpha=0.5)
+
+
+def by_copy(keys: list[nn.Parameter], queries: list[nn.Parameter]) -> None:
+    for key, query in zip(keys, queries, strict=True):
+        key.data.copy_(key.data * 0.5 + query.data * 0.5)
+
+
+def by_foreach(keys: list[nn.Parameter], queries: list[nn.Parameter]) -> None:
+    torch._foreach_mul_(keys, 0.5)
+    torch._foreach_add_(keys, queries, alpha=0.5)
+
+
+class Momentum(nn.Module):
+    """As MoCo and BYOL: the forward moves the keys' weights towards those of the queries."""
+
+    def __init__(self, update: Update) -> None:
+        super().__init__()
+        self.queries = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH))
+        self.keys = copy.deepcopy(self.queries).requires_grad_(False)
+        self.update = update
+        with torch.no_grad():
+            for param in self.keys.parameters():
+                param.mul_(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.queries(x)
+        with torch.no_grad():
+            self.update(list(self.keys.parameters()), list(self.queries.parameters()))
+            keys = self.keys(x)
+        result: torch.Tensor = (queries - keys).square().mean()
+        return result
+
+
+class Writes(nn.Module):
+    """Writes to its weight, or to that of its layer, and uses it."""
+
+    def __init__(self, write: Callable[[Any], None], is_layer: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.write, self.is_layer = write, is_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self.layer.weight if self.is_layer else self.weight)
+        result: torch.Tensor = self.layer(F.linear(x, self.weight))
+        return result
+
+
+class TestWritesInForward(GlooTest):
+    world_size = 2
+
+    def test_momentum_encoders(self) -> None:
+        mesh = self.gtp_mesh()
+        for update in (by_data, by_copy, by_foreach):
+            torch.manual_seed(0)
+            reference = Momentum(update)
+            model = shard_copy(reference, mesh)
+            optimizers = [torch.optim.SGD(each.queries.parameters(), lr=0.1) for each in (model, reference)]
+            for step in range(4):
+                x = make_rows(step)
+                loss, want = model(rows_of_rank(x, mesh)), reference(x)
+                loss.backward()
+                want.backward()
+                assert_same_params(model, reference, "grad")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference)
+
+    def test_a_write_to_what_is_read_is_refused(self) -> None:
+        writes: list[Callable[[Any], None]] = [
+            lambda weight: weight.clamp_(-0.1, 0.1),
+            lambda weight: weight.data.clamp_(-0.1, 0.1),
+            lambda weight: weight.detach().mul_(0.5),
+            lambda weight: torch._foreach_mul_([weight], 0.5),
+            lambda weight: weight[0].zero_(),
+        ]
+        for write in writes:
+            for is_layer in (False, True):
+                model = gtp_shard(Writes(write, is_layer), self.gtp_mesh(), schedule=ALL)
+                name = "layer.weight" if is_layer else "weight"
+                with self.assertRaisesRegex(RuntimeError, f"read as parameter '{name}' .* was written in a forward"):
+                    model(make_rows(0))
+                model.write = lambda weight: None
+                square_loss(model, make_rows(0)).backward()
+
+    def test_reading_is_no_write(self) -> None:
+        model = gtp_shard(Writes(lambda weight: weight.data.norm(), False), self.gtp_mesh(), schedule=ALL)
+        for seed in range(3):
+            square_loss(model, make_rows(seed)).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-0.1, 0.1)  # the remedy
+        assert full(model.weight).abs().max() <= 0.1
+
+
+class TestWritesOutside(GlooTest):
+    world_size = 2
+
+    def test_between_unshard_and_reshard(self) -> None:
+        for write in (lambda weight: weight.add_(1), lambda weight: weight.data.add_(1)):
+            model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
+            model.unshard()
+            with torch.no_grad():
+                write(model[0].weight)
+                write(model[0].bias)
+            with self.assertRaisesRegex(RuntimeError, r"'0.weight' .* was written between unshard\(\) and reshard\(\)"):
+                model.reshard()
+            square_loss(model, make_rows(0)).backward()
+            model.unshard()
+            model[0].weight.detach().clone().add_(1)
+            model.reshard()
+
+    def test_shards_of_weights_that_stay_gathered(self) -> None:
+        mesh, x = self.gtp_mesh(), make_rows(0)
+        torch.manual_seed(0)
+        for keep in (lambda model: model.unshard(), lambda model: model.set_reshard_after_backward(False)):
+            for is_foreach in (False, True):
+                reference = small_model()
+                model = shard_copy(reference, mesh)
+                keep(model)
+                for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
+                    square_loss(each, rows).backward()
+                    each.zero_grad()
+                    with torch.no_grad():
+                        params = list(each.parameters())
+                        if is_foreach:
+                            torch._foreach_mul_(params, 0.5)
+                        else:
+                            for param in params:
+                                param.data.mul_(0.5)
+                    square_loss(each, rows).backward()
+                assert_same_params(model, reference, "grad")
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,353 @@
+"""Who moves the bytes: the interface, agreement of the ranks, errors, and the copy engine's own order.
+
+Without GPUs the copy engine runs on a file that all ranks map: its copies and barriers are the real ones, its streams
+are the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from common import ALL, GlooTest, environment, full
+from quant_common import Net as QuantNet
+from quant_common import check, gtp
+from runtime_common import (
+    Net,
+    assert_bit_equal,
+    assert_idle,
+    check_step,
+    make_tokens,
+    num_gathers,
+    shard_copy,
+    small_model,
+    token_loss,
+    token_step,
+    train_record,
+)
+from schedules import explicit
+from timing import come_late
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._comm import copy_engine
+from dtensor_gtp._comm import gather_backends as backends
+from dtensor_gtp._comm.copy_engine import CastingBackend, CopyEngine
+from dtensor_gtp._comm.gather_backends import ProcessGroupBackend
+from dtensor_gtp._comm.send_ring import SendRing
+from dtensor_gtp.policy import Schedule
+from dtensor_gtp.quant import NVFP4, Float8Tensorwise
+
+
+class ByBroadcast:
+    """Gathers by one broadcast of each rank, as a class that a user passes."""
+
+    num_gathers = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group_name = group.group_name
+
+    def all_gather(self, outputs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        type(self).num_gathers += 1
+        group = dist.distributed_c10d._resolve_process_group(self.group_name)
+        for output, shard in zip(outputs, shards, strict=True):
+            parts = output.chunk(group.size())
+            parts[group.rank()].copy_(shard)
+            for rank, part in enumerate(parts):
+                dist.broadcast(part, group=group, group_src=rank)
+
+
+class Casts(ByBroadcast, CastingBackend):
+    """Takes shards as they are."""
+
+    num_passes = num_cast = 0
+
+    def begin_pass(self) -> None:
+        type(self).num_passes += 1
+
+    def all_gather(
+        self, outputs: list[torch.Tensor], shards: list[torch.Tensor], ready: torch.Event | None = None
+    ) -> None:
+        group = dist.distributed_c10d._resolve_process_group(self.group_name)
+        own = [output.chunk(group.size())[group.rank()] for output in outputs]
+        for target, shard in zip(own, shards, strict=True):
+            type(self).num_cast += target.dtype != shard.dtype
+            target[: shard.shape[0]].copy_(shard)
+        super().all_gather(outputs, own)
+
+
+class FailsOnLastRank(ByBroadcast):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError("no such link")
+
+
+class MappedFile:
+    """Stands for ``SymmetricBuffer``: a file with the buffers of all ranks."""
+
+    def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
+        self.nbytes = nbytes
+        self.group = dist.distributed_c10d._resolve_process_group(group_name)
+        path = [str(Path(tempfile.mkdtemp()) / "stages") if self.group.rank() == 0 else ""]
+        dist.broadcast_object_list(path, group=self.group, group_src=0)
+        size = nbytes * self.group.size()
+        if self.group.rank() == 0:
+            torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
+        dist.barrier(group=self.group)
+        self.memory = torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
+        self.memory[self.group.rank() * nbytes :][:nbytes].fill_(0x7F)
+        dist.barrier(group=self.group)
+        if self.group.rank() == 0:
+            Path(path[0]).unlink()
+
+    def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        begin = rank * self.nbytes + offset
+        return self.memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def address(self, rank: int) -> int:
+        return self.memory.data_ptr() + rank * self.nbytes
+
+    def fetch(self, rows: Sequence[tuple[int, int]], fetches: Sequence[compat.Fetch]) -> None:
+        for rank, row in rows:
+            for offset, target, stride, nbytes in fetches:
+                ctypes.memmove(target + row * stride, self.address(rank) + offset, nbytes)
+
+    def barrier(self, turn: int) -> None:
+        dist.barrier(group=self.group)
+
+
+class OnFile(CopyEngine):
+    """The copy engine with a late rank."""
+
+    num_stages = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
+            super().__init__(group, device)
+
+    def _allocate(self, nbytes: int) -> Any:
+        type(self).num_stages += 1
+        return MappedFile(nbytes, self._device, self._group_name)
+
+    def _wait_on_host(self) -> None:
+        pass
+
+    def _peers(self) -> list[int]:
+        if self.rank == 1:
+            come_late(0.003)  # reads late: a stage that is filled too early shows
+        return super()._peers()
+
+
+class RingOnFile(SendRing):
+    """A send ring with a late rank."""
+
+    num_in_place = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, enough_nbytes: int) -> None:
+        with mock.patch.object(copy_engine, "refuse_without_symmetric_memory"):
+            super().__init__(group, device, enough_nbytes)
+
+    def _allocate(self, nbytes: int) -> Any:
+        if getattr(self, "_last", None) is not None:
+            self._last.memory.fill_(0x7F)  # is gone
+        self._last = MappedFile(nbytes, self._device, self._group_name)
+        return self._last
+
+    def _wait_on_host(self) -> None:
+        pass
+
+    def offer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        offered = super().offer(shape, dtype)
+        type(self).num_in_place += offered is not None
+        return offered
+
+    def _peers(self) -> list[int]:
+        if self.rank == 1:
+            come_late(0.001)
+        return super()._peers()
+
+
+class TestGatherBackends(GlooTest):
+    def test_a_class_of_the_users(self) -> None:
+        """Plain, uneven, replicated and quantized weights; the very bits of the process group."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            torch.manual_seed(0)
+            reference = Net(num_pairs=1)
+            before = ByBroadcast.num_gathers
+            schedule = explicit(min_shard_numel=0, coalesce_nbytes=0, gather_backend=ByBroadcast)
+            model = shard_copy(reference, mesh, schedule=schedule)
+            for seed in range(2):
+                check_step(reference, model, mesh, make_tokens(seed), token_step)
+            self.assertEqual(ByBroadcast.num_gathers - before, sum(num_gathers(model).values()))
+        torch.manual_seed(0)
+        assert_idle(check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1))
+
+    def test_a_backend_says_itself_that_it_casts(self) -> None:
+        """It is given float32 shards for bf16 weights, and told of each pass."""
+        mesh = self.gtp_mesh()
+        records = []
+        Casts.num_passes = Casts.num_cast = 0
+        for backend in ("process_group", Casts):
+            torch.manual_seed(0)
+            schedule = explicit(min_shard_numel=0, gather_backend=backend)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            records.append(train_record(shard_copy(Net(num_pairs=1), mesh, schedule=schedule, mp_policy=policy), mesh))
+        assert_bit_equal(records[1], records[0], "casts")
+        self.assertGreater(Casts.num_cast, 10)
+        self.assertGreater(Casts.num_passes, 3)
+
+    def test_copy_engine_changes_no_bit(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Net(num_pairs=2)
+        expected = train_record(shard_copy(reference, mesh), mesh)
+        OnFile.num_stages = 0
+        with environment(DTENSOR_GTP_DEBUG="poison,delay=5"):
+            schedule = explicit(min_shard_numel=0, gather_backend=OnFile)
+            actual = train_record(shard_copy(reference, mesh, schedule=schedule), mesh)
+        assert_bit_equal(actual, expected, "copy engine")
+        self.assertIn(OnFile.num_stages, (2, 3))  # the first, and what grew
+        torch.manual_seed(0)
+        model = check(QuantNet(), NVFP4(), gtp(NVFP4(), mesh, schedule=schedule), mesh, steps=1)
+        assert_idle(model)
+
+    def test_planes_of_native_weights_follow_what_is_written(self) -> None:
+        """Without a trace, while gradients wait: they are sent as they are, with nothing made of them."""
+        mesh, x = self.gtp_mesh(), torch.randn(8, 32)
+        torch.manual_seed(0)
+        schedule = explicit(min_shard_numel=0, gather_backend=OnFile)
+        model = quantize_(nn.Sequential(nn.Linear(32, 32, bias=False)), Float8Tensorwise(), storage="native")
+        gtp_shard(model, mesh, schedule=schedule)
+        for _ in range(2):
+            model(x).sum().backward()
+        self.assertTrue(model(x).any())
+        for plane in model[0].weight.to_local().quantized.planes:
+            plane.view(torch.uint8).data.zero_()
+        self.assertFalse(model(x).any())
+
+    def test_gradients_in_the_send_ring_have_the_bits_of_an_all_to_all(self) -> None:
+        """In groups and alone, in rings that grow and turn round, with microbatches; uneven shards and dim 1 among
+        them. One rank reads late: a place that is written too early shows."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Net(num_pairs=2)
+
+        def two_microbatches(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            for is_last in (False, True):
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                loss = token_loss(model, tokens if is_last else tokens.flip(0))
+                if not is_last:
+                    loss.backward()
+            return loss
+
+        for step, options in itertools.product(
+            (token_loss, two_microbatches),
+            (
+                {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1},
+                {"coalesce_grad_nbytes": 2048, "max_inflight_reduce_scatters": 4, "wgrad_first": False},
+                {},
+            ),
+        ):
+            records = []
+            for kind in ("all_to_all", "copy_engine"):
+                schedule = explicit(min_shard_numel=0, reduce_scatter=kind, **options)
+                with (
+                    environment(DTENSOR_GTP_DEBUG="poison"),
+                    mock.patch.object(api, "refuse_unavailable"),
+                    mock.patch.object(backends, "SendRing", RingOnFile),
+                ):
+                    model = shard_copy(
+                        reference,
+                        mesh,
+                        schedule=schedule,
+                        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+                        shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 and p.shape[0] % 3 == 0 else None,
+                    )
+                    records.append(train_record(model, mesh, step))
+            assert_bit_equal(records[1], records[0], f"{step.__name__} {options}")
+            if step is token_loss:  # the other one adds to gradients that were made before
+                self.assertGreater(RingOnFile.num_in_place, 5)
+            RingOnFile.num_in_place = 0
+
+    def test_r26_a_rank_that_cannot_have_it_fails_all(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            schedule = explicit(min_shard_numel=0, gather_backend=FailsOnLastRank)
+            model = gtp_shard(small_model(), mesh, schedule=schedule)
+            for _ in range(2):
+                with self.assertRaisesRegex(
+                    RuntimeError, r"FailsOnLastRank is not available .*rank 3: OSError: no such link"
+                ):
+                    model(torch.ones(2, 12))
+
+    def test_a_send_ring_that_cannot_be_had_is_called_so(self) -> None:
+        with self.assertRaisesRegex(
+            RuntimeError,
+            r"^the send ring of reduce_scatter='copy_engine' is not available .*rank 0: .* no copy engines",
+        ):
+            schedule = Schedule(reduce_scatter="copy_engine")
+            backends.choose_reduce_scatter(schedule, [self.gtp_mesh().get_group()], torch.device("cpu"), "auto")
+
+    def test_what_gloo_cannot_have_is_refused_by_name(self) -> None:
+        mesh = self.gtp_mesh()
+        for options, message in (
+            ({"gather_backend": "copy_engine"}, r"\(gather_backend='copy_engine'\), but got one of 'cpu'"),
+            ({"reduce_scatter": "copy_engine"}, r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                gtp_shard(small_model(), mesh, schedule=explicit(**options))
+
+    def test_automatic_choice_is_the_same_on_all_ranks_and_told(self) -> None:
+        """Copy engines where all ranks of the mesh have them, else the process group."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+            for engine, name in ((OnFile, "copy_engine"), (FailsOnLastRank, "process_group")):
+                with mock.patch.object(
+                    backends, "CopyEngine", lambda *args, engine=engine, round_nbytes: engine(*args)
+                ):
+                    backend, name_chosen, why = backends.choose_gather_backend(
+                        Schedule(gather_backend="auto"), groups, torch.device("cpu")
+                    )
+                self.assertEqual(name_chosen, name)
+                self.assertIsInstance(backend, engine if name == "copy_engine" else ProcessGroupBackend)
+                self.assertEqual("rank 3: OSError: no such link" in why, name == "process_group")
+        model = shard_copy(small_model(), self.gtp_mesh(), schedule=explicit(gather_backend="auto"))
+        with self.assertLogs("dtensor_gtp", "INFO") as logs:
+            model(torch.ones(2, 12))
+        told, *_ = sharding_report(model).gather_backends
+        self.assertRegex(told, r"gather backend on gtp=4: process_group \(.*a cpu device has no copy engines")
+        self.assertIn(told, "\n".join(logs.output))
+        self.assertIn(told, " ".join(str(sharding_report(model)).split()))
+
+    def test_ranks_on_several_hosts_are_refused(self) -> None:
+        group = self.gtp_mesh().get_group()
+        with self.assertRaisesRegex(RuntimeError, "a cpu device has no copy engines"):
+            copy_engine.refuse_without_symmetric_memory(group, torch.device("cpu"))
+        host = "b" if self.rank == 3 else "a"
+        with (
+            mock.patch.object(compat, "symmetric_memory_backend", return_value="CUDA"),
+            mock.patch.object(copy_engine, "host_name", return_value=host),
+            self.assertRaisesRegex(RuntimeError, r"the ranks span hosts \['a', 'b'\]"),
+        ):
+            copy_engine.refuse_without_symmetric_memory(group, torch.device("cuda"))
+
+    def test_inner_backend_of_a_nested_call_does_not_count(self) -> None:
+        """As all of the schedule: that of the outermost call."""
+        mesh = self.gtp_mesh()
+        model = small_model()
+        gtp_shard(model[0], mesh, schedule=explicit(min_shard_numel=0, gather_backend=FailsOnLastRank))
+        gtp_shard(model, mesh, schedule=ALL)
+        self.assertTrue(full(model(torch.ones(2, 12))).isfinite().all())
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,160 @@
+"""Methods of PEFT on a sharded model: gradients and parameters of one process, saved adapters, merges."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, rows_of_rank, shared_directory
+from integration_common import VOCABULARY, make_llama, needs, process
+from test_integration_transformers import STEPS, arguments, stock_trainer, trainer_of
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import gtp_shard, whole_weights
+
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+LORA: dict[str, Any] = {"r": 4, **ATTENTION}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", LORA),
+    "DoRA": ("LoraConfig", {**LORA, "use_dora": True}),
+    "all layers": ("LoraConfig", {"r": 4, "target_modules": "all-linear"}),
+    "embedding": ("LoraConfig", {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
+    "head": ("LoraConfig", {**LORA, "modules_to_save": ["lm_head"]}),
+    "tokens": ("LoraConfig", {**LORA, "trainable_token_indices": [1, 2, 3]}),
+    "experts": ("LoraConfig", {"r": 4, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]}),
+    "IA3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
+    "projected prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 4, "prefix_projection": True}),
+    "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm", "norm"]}),
+    "LoHa": ("LoHaConfig", LORA),
+    "LoKr": ("LoKrConfig", LORA),
+    "OFT": ("OFTConfig", {"oft_block_size": 4, "r": 0, **ATTENTION}),
+    "BOFT": ("BOFTConfig", {"boft_block_size": 4, **ATTENTION}),
+    "VeRA": ("VeraConfig", LORA),
+    "FourierFT": ("FourierFTConfig", {"n_frequency": 8, **ATTENTION}),
+    "HRA": ("HRAConfig", LORA),
+    "VB-LoRA": ("VBLoRAConfig", {"num_vectors": 16, "vector_length": 4, "topk": 2, **LORA}),
+    "SHiRA": ("ShiraConfig", LORA),
+}
+
+
+def make_mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, pad_token_id=0, **shape, **experts))
+
+
+def adapted(method: str) -> nn.Module:
+    import peft
+
+    name, options = METHODS[method]
+    config = getattr(peft, name)(task_type="CAUSAL_LM", **options)
+    model: nn.Module = peft.get_peft_model(make_mixtral() if method == "experts" else make_llama(), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn_like(param) * 0.02)  # many adapters begin with zeros
+    return model
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(2))
+
+
+@needs("transformers", "accelerate", "peft", extra="peft")
+class TestPeft(GlooTest):
+    world_size = 2
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+
+    def train(self, models: tuple[nn.Module, nn.Module], after: Callable[[nn.Module, int], None] | None = None) -> None:
+        """The first on the whole batch, the second, which is sharded, on this rank's rows."""
+        for model, rows in zip(models, (batch(), rows_of_rank(batch(), self.gtp_mesh())), strict=True):
+            model.train()
+            optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.05)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(input_ids=rows, labels=rows).loss.backward()
+                optimizer.step()
+                if after is not None:
+                    after(model, step)
+
+    def test_methods_train_as_in_one_process(self) -> None:
+        for method in METHODS:
+            with self.subTest(method=method):
+                reference = adapted(method)
+                model = self.shard(copy.deepcopy(reference))
+                self.train((reference, model))
+                assert_same_params(model, reference, "grad", atol=1e-5, rtol=1e-3)
+                assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
+
+    def test_adapters_take_turns(self) -> None:
+        import peft
+
+        reference = adapted("LoRA")
+        reference.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        model = self.shard(copy.deepcopy(reference))
+        for adapter in ("default", "other", "default"):
+            reference.set_adapter(adapter)
+            model.set_adapter(adapter)
+            self.train((reference, model))
+        assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
+        with reference.disable_adapter(), model.disable_adapter(), torch.no_grad():
+            self.assertEqual(model(batch()).logits, reference(batch()).logits)
+
+    def test_merges(self) -> None:
+        """Those of LoRA on shards; all on whole weights."""
+        for method in ("LoRA", "DoRA", "experts", "IA3", "tokens", "OFT", "BOFT", "VeRA", "HRA"):
+            is_easy = method in ("LoRA", "DoRA", "experts", "IA3")
+            for is_whole in (False, True) if is_easy else (True,):
+                with self.subTest(method=method, is_whole=is_whole):
+                    reference = adapted(method)
+                    model = self.shard(copy.deepcopy(reference))
+                    if is_whole:
+                        with whole_weights(model):
+                            merged = model.merge_and_unload()
+                    else:
+                        merged = model.merge_and_unload()
+                    expected = reference.merge_and_unload()
+                    assert_same_params(merged, expected)
+                    with torch.no_grad():
+                        self.assertEqual(merged(batch()).logits, expected(batch()).logits)
+
+    def test_trainers_save_and_resume(self) -> None:
+        from peft import PeftModel
+
+        for method in ("prompt", "p-tuning", "projected prefix", "norms", "experts"):
+            with self.subTest(method=method), shared_directory() as folder:
+                with process(1):
+                    reference = stock_trainer(arguments(folder / f"{self.rank}", 1), adapted(method))
+                    reference.train()
+                with process(2):
+                    options = {"save_strategy": "steps", "save_steps": STEPS // 2}
+                    trainer = trainer_of(adapted(method), arguments(folder, 2, **options), 2)
+                    trainer.train()
+                    assert_same_params(trainer.model, reference.model, atol=1e-4, rtol=1e-3)
+                    trainer.save_model(str(folder / "adapters"))
+                    dist.barrier()
+                    base = make_mixtral() if method == "experts" else make_llama()
+                    loaded = PeftModel.from_pretrained(base, str(folder / "adapters")).eval()
+                    with torch.no_grad():
+                        logits = trainer.model.eval()(batch()).logits
+                        self.assertEqual(loaded(batch()).logits, logits, atol=1e-5, rtol=1e-4)
+                    resumed = trainer_of(adapted(method), arguments(folder / "resumed", 2), 2)
+                    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
+                    assert_same_params(resumed.model, reference.model, atol=1e-4, rtol=1e-3)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,149 @@
+"""Where torch alone refuses a sharded tensor, one line says what to write; and what it says works."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+import unittest
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, fake_world, full, rows_of_rank
+from runtime_common import make_rows, small_model, square_loss
+from timing import HANG_S
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp._dtensor.remedies import remedy_for
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from dtensor_gtp import gtp_shard
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+model = gtp_shard(nn.Sequential(nn.Embedding(1024, 64)), init_device_mesh("cpu", (2,)))
+model[0].weight[torch.tensor([1, 2])]
+"""
+
+
+class TestRemedies(unittest.TestCase):
+    def model(self, ignored: tuple[str, ...] = ()) -> nn.Module:
+        model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+        return gtp_shard(model, mesh, schedule=ALL, ignored_params={model.get_parameter(name) for name in ignored})
+
+    def check(self, remedy: str, call: Any) -> None:
+        with self.assertRaises(RuntimeError) as raised:
+            call()
+        self.assertRegex(remedy_for(raised.exception) or "", remedy)
+
+    def test_each_kind_of_mixture_has_a_remedy(self) -> None:
+        with fake_world(0, 2):
+            model, ids = self.model(), torch.tensor([1, 2])
+            embedding, linear = model[0], model[1]
+            self.check("model.embedding", lambda: embedding.weight[ids])
+            self.check("model.embedding", lambda: nn.functional.embedding(ids, embedding.weight))
+            self.check("register_gtp_forward_method", lambda: torch.ones(2, 8) @ linear.weight)
+            with torch.no_grad():
+                self.check("distribute_tensor", lambda: linear.weight.copy_(torch.ones(8, 8)))
+                self.check("distribute_tensor", lambda: linear.weight[0].fill_(torch.ones(())))
+                self.check("full_tensor", lambda: torch.empty(8, 8).copy_(linear.weight))
+            loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
+            self.check("penalty.full_tensor", loss.backward)
+            model = self.model(("1.weight",))
+            model(ids).sum().backward()
+            self.check("param group of their own", torch.optim.AdamW(model.parameters(), foreach=True).step)
+            self.check("clip_grad_norm_ of their own", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            self.assertIsNone(remedy_for(RuntimeError("aten.mm.default: no")))
+
+    def test_formats_and_numpy(self) -> None:
+        with fake_world(0, 2):
+            model = self.model()
+            model(torch.tensor([1])).sum().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with self.assertRaisesRegex(TypeError, r"Write f'\{norm.full_tensor\(\):.3f\}', on all ranks"):
+                f"{norm:.3f}"
+            self.assertEqual(f"{norm}", str(norm))
+            self.assertRegex(f"{norm.full_tensor():.3f}", r"^\d+\.\d{3}$")
+            weight = model[1].weight
+            for name in ("numpy", "tolist"):
+                with self.assertRaisesRegex(RuntimeError, rf"param.full_tensor\(\).{name}\(\) on all ranks.*histogram"):
+                    getattr(weight.detach().cpu(), name)()
+                getattr(weight.detach().full_tensor(), name)()
+
+    def test_a_field_with_a_typing_error(self) -> None:
+        with self.assertRaisesRegex(TypeError, "no field prefetch_bytes. Did you mean prefetch_nbytes?"):
+            SchedulePolicy(prefetch_bytes=1)  # type: ignore[call-arg]
+        with self.assertRaisesRegex(TypeError, "no field x. The fields are memory, "):
+            SchedulePolicy(x=1)  # type: ignore[call-arg]
+
+    def test_it_is_below_the_traceback(self) -> None:
+        ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_S)
+        self.assertEqual(ran.returncode, 1, ran.stderr)
+        self.assertRegex(
+            ran.stderr, r"got mixed torch.Tensor and DTensor[^\n]*\n(\[rank0\]:)? ?dtensor_gtp: Outside of a"
+        )
+
+
+class TestWhatTheySay(GlooTest):
+    world_size = 2
+
+    def test_a_penalty_and_param_groups_as_said(self) -> None:
+        mesh, rows = self.gtp_mesh(), make_rows(0)
+        reference = small_model()
+        model = copy.deepcopy(reference)
+        gtp_shard(model, mesh, schedule=ALL, ignored_params={model[0].bias})
+        for trained, batch in ((reference, rows), (model, rows_of_rank(rows, mesh))):
+            sharded = [param for param in trained.parameters() if param is not trained[0].bias]
+            optimizer = torch.optim.AdamW([{"params": sharded}, {"params": [trained[0].bias]}], lr=0.1, foreach=True)
+            for _ in range(2):
+                optimizer.zero_grad()
+                penalty = sum(param.square().sum() for param in sharded)
+                penalty = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+                (square_loss(trained, batch) + 0.1 * penalty).backward()
+                if trained is model:
+                    torch.distributed.all_reduce(model[0].bias.grad)
+                    model[0].bias.grad /= 2
+                optimizer.step()
+        assert_same_params(model, reference, "grad")
+        assert_same_params(model, reference)
+        value = torch.randn(model[3].weight.shape, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            weight = model[3].weight
+            weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
+        self.assertEqual(full(model[3].weight), value)
+
+    def test_a_failed_backward_speaks_of_earlier_microbatches_only_if_there_were_some(self) -> None:
+        class Failing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                raise ValueError("on purpose")
+
+        for num_unsynced in (0, 1):
+            model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
+            for is_synced in [True] * 2 + [False] * num_unsynced:
+                model.set_requires_gradient_sync(is_synced)
+                model(make_rows(0)).sum().backward()
+            model.set_requires_gradient_sync(True)
+            with self.assertRaisesRegex(ValueError, "on purpose"):
+                model(Failing.apply(make_rows(1).requires_grad_())).sum().backward()
+            with self.assertLogs("dtensor_gtp", logging.WARNING) as logs:
+                model(make_rows(0)).sum().backward()
+            self.assertEqual("earlier microbatches" in logs.output[0], num_unsynced == 1, logs.output)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,151 @@
+"""``GroupedLinear`` under stock ``fully_shard``, its checkpoints on other layouts, and which expert a weight is of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
+from fsdp_common import mesh_of
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPShard, gtp_shard, quantize_
+from dtensor_gtp.nn import GroupedLinear
+
+GROUPS, WIDTH = 4, 64
+SPLITS = torch.tensor([3, 0, 4, 1])
+Layout = Callable[[nn.Module], nn.Module]
+
+
+class Layer(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up = GroupedLinear(GROUPS, WIDTH, 32, **options)
+
+    def forward(self, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.up(x, splits)
+        return output
+
+
+def layer(**options: Any) -> nn.Module:
+    return Layer(**options)
+
+
+def rows(seed: int, num: int = 8) -> torch.Tensor:
+    return torch.randn(num, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class TestGroupedUnderFullyShard(GlooTest):
+    def layouts(self) -> dict[str, Layout]:
+        mesh = mesh_of((2, 2), ("dp", "gtp"))
+
+        def on_two_axes(model: nn.Module) -> nn.Module:
+            return fully_shard(gtp_shard(model, mesh["gtp"], schedule=ALL), mesh=mesh["dp"])
+
+        def whole_experts(model: nn.Module) -> nn.Module:
+            place = {param: GTPShard(0) for param in model.parameters() if param.ndim == 3}
+            return gtp_shard(model, self.gtp_mesh(), schedule=ALL, shard_placement_fn=place.get)
+
+        return {
+            "fully_shard": lambda model: fully_shard(model, mesh=self.gtp_mesh()),
+            "fully_shard, rows": lambda model: fully_shard(
+                model, mesh=self.gtp_mesh(), shard_placement_fn=lambda param: Shard(min(param.ndim - 1, 1))
+            ),
+            "gtp": lambda model: gtp_shard(model, self.gtp_mesh(), schedule=ALL),
+            "whole experts": whole_experts,
+            "gtp, two ranks": lambda model: gtp_shard(model, mesh["gtp"], schedule=ALL),
+            "both": on_two_axes,
+            "one process": lambda model: model,
+        }
+
+    def test_training_equals_one_process(self) -> None:
+        for name in ("fully_shard", "fully_shard, rows"):
+            for options in ({}, {"single_grouped_weight": False}):
+                if options and name != "fully_shard":
+                    continue
+                torch.manual_seed(0)
+                reference = layer(**options)
+                model = self.layouts()[name](copy.deepcopy(reference))
+                optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+                for step in range(2):
+                    batches = [rows(4 * step + rank) for rank in range(4)]
+                    for batch in batches:
+                        (run(reference, batch).square().mean() / 4).backward()
+                    mine = rows_of_rank(torch.stack(batches), self.gtp_mesh())[0]
+                    run(model, mine).square().mean().backward()
+                    assert_same_params(model, reference, "grad")
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    assert_same_params(model, reference)
+
+    @pytest.mark.long
+    def test_checkpoints_change_no_bit(self) -> None:
+        """From each layout to each: masters, and what the layer computes with its planes of 8 bits."""
+        layouts = self.layouts()
+        recipes = {"gtp": "mxfp8", "whole experts": "mxfp8", "gtp, two ranks": "mxfp8"}
+        for source, shard in layouts.items():
+            torch.manual_seed(1)
+            saved = layer()
+            expected = copy.deepcopy(saved).state_dict()
+            saved = shard(saved)
+            with shared_directory() as path:
+                dcp.save(saved.state_dict(), checkpoint_id=path)
+                outputs = []
+                for target, other in layouts.items():
+                    torch.manual_seed(2)
+                    model = layer()
+                    if target in recipes:
+                        quantize_(model, recipes[target], filter_fn=lambda module, name: hasattr(module, "num_groups"))
+                    model = other(model)
+                    state = model.state_dict()
+                    dcp.load(state, checkpoint_id=path)
+                    model.load_state_dict(state)
+                    for name, value in model.state_dict().items():
+                        self.assertEqual(full(value), expected[name], rtol=0, atol=0, msg=f"{source} to {target}")
+                    if target in recipes:
+                        outputs.append(run(model, rows(0)))
+                for output in outputs[1:]:
+                    self.assertEqual(output, outputs[0], rtol=0, atol=0)
+
+    def test_each_expert_has_its_own_weight_and_bias(self) -> None:
+        """All rows go to one expert: an index that is off by one would use or train another's bias."""
+        for options in ({}, {"single_grouped_weight": False}):
+            for name in ("gtp", "fully_shard"):
+                torch.manual_seed(0)
+                plain = layer(**options)
+                values = {key: value.clone() for key, value in plain.state_dict().items()}
+                model = self.layouts()[name](plain)
+                for expert in range(GROUPS):
+                    splits = torch.zeros(GROUPS, dtype=torch.int64)
+                    splits[expert] = 8
+                    weight, bias = (
+                        values[f"up.{kind}"][expert] if not options else values[f"up.{kind}{expert}"]
+                        for kind in ("weight", "bias")
+                    )
+                    output = run(model, rows(0), splits)
+                    self.assertEqual(output, rows(0) @ weight.t() + bias)
+                    output.sum().backward()
+                    for key, param in model.named_parameters():
+                        grad = full(param.grad)
+                        parts = grad if not options else [grad if key.endswith(str(i)) else None for i in range(GROUPS)]
+                        for index, part in enumerate(parts):
+                            if part is not None:
+                                self.assertEqual(bool(part.any()), index == expert, msg=f"{name} {key} {expert}")
+                    model.zero_grad()
+
+
+def run(model: nn.Module, x: torch.Tensor, splits: torch.Tensor = SPLITS) -> torch.Tensor:
+    output: torch.Tensor = model(x, splits)
+    return output
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,412 @@
+"""What ``gtp_shard`` makes of a module: which parameters are cut, where their rows lie, what stays as it was.
+
+Placements, values of shards, the report and reprs are looked at in one process, as each rank of a fake process group in
+turn. Training, moving and initializing a sharded module needs four real ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, check_training, fake_world, rows_of_rank
+from expecttest import TestCase
+from schedules import explicit
+from test_gtp_shard_training import Tied, next_token_loss, token_batch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import GTPModule, GTPShard, MixedPrecisionPolicy, gtp_shard, sharding_report
+
+NUM_RANKS = 4
+
+
+class Table(nn.Module):
+    """Parameters and buffers of every kind, none of them in a stock module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(10, 6))
+        self.cube = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(5, 4, dtype=torch.bfloat16))
+        self.vector = nn.Parameter(torch.randn(7))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.hollow = nn.Parameter(torch.randn(0, 6))
+        self.phases = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.counts = nn.Parameter(torch.arange(16).view(4, 4), requires_grad=False)
+        self.register_buffer("buffer", torch.randn(8, 8))
+        self.register_buffer("nothing", None)
+        self.register_parameter("no_bias", None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+class TestPlacements(TestCase):
+    """As each rank of a fake process group."""
+
+    def as_each_rank(self, check: Callable[[DeviceMesh], None], shape: tuple[int, ...] = (NUM_RANKS,)) -> None:
+        for rank in range(NUM_RANKS):
+            with fake_world(rank, NUM_RANKS):
+                names = ("gtp",) if len(shape) == 1 else ("replicate", "gtp")
+                check(init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+    def test_report(self) -> None:
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
+            torch.manual_seed(0)
+            table = Table()
+            table.head, table.tokens = nn.Linear(6, 9), nn.Embedding(9, 6)
+            table.head.weight = table.tokens.weight
+            ignored = {table.vector}
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            gtp_shard(table, mesh, schedule=explicit(min_shard_numel=30), mp_policy=policy, ignored_params=ignored)
+            self.assertExpectedInline(
+                str(sharding_report(table, verbose=True)),
+                """\
+gtp_shard on replicate=2, gtp=2
+parameter                    shape   dtype      placements  per rank  gathered  use
+matrix                       10x6    float32    (R, G(0))   120 B     120 B     attribute
+cube                         3x4x5   float64    (R, G(0))   160 B     120 B     attribute
+narrow                       5x4     bfloat16   (R, R)      40 B      -         whole (below min_shard_numel=30)
+scalar                       scalar  float32    (R, R)      4 B       -         whole (0-D)
+hollow                       0x6     float32    (R, R)      0 B       -         whole (no elements)
+phases                       4x4     complex64  (R, R)      128 B     -         whole (not floating point)
+counts                       4x4     int64      (R, R)      128 B     -         whole (not floating point)
+head.weight = tokens.weight  9x6     float32    (R, G(0))   96 B      108 B     fused op
+head.bias                    9       float32    (R, R)      36 B      -         whole (1-D)
+vector                       7       float32    -           28 B      -         ignored
+740 B of parameters per rank; largest gathered weight 120 B
+memory of this rank
+  parameters: 740 B, in shards and whole
+  largest gathered weight: 120 B
+schedule: not observed yet
+next
+  Run a forward and a backward: a report after them has the choices and the schedule.
+  Out of memory: pass schedule=SchedulePolicy(memory='least') to gtp_shard. Memory left over: memory='most_speed'.
+  Predicted communication beside measured time: sharding_report(model, machine='h100').
+  Timelines as a page: sharding_report(model).to_html('report.html').""",
+            )
+            self.assertExpectedInline(
+                str(sharding_report(table.head, verbose=True)),
+                """\
+gtp_shard on replicate=2, gtp=2
+parameter  shape  dtype    placements  per rank  gathered  use
+weight     9x6    float32  (R, G(0))   96 B      108 B     fused op
+bias       9      float32  (R, R)      36 B      -         whole (1-D)
+132 B of parameters per rank; largest gathered weight 108 B
+memory of this rank
+  parameters: 132 B, in shards and whole
+  largest gathered weight: 108 B
+schedule: not observed yet
+next
+  Run a forward and a backward: a report after them has the choices and the schedule.
+  Out of memory: pass schedule=SchedulePolicy(memory='least') to gtp_shard. Memory left over: memory='most_speed'.
+  Predicted communication beside measured time: sharding_report(model, machine='h100').
+  Timelines as a page: sharding_report(model).to_html('report.html').""",
+            )
+
+    def test_repr(self) -> None:
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            blocks = nn.ModuleList([nn.LSTM(8, 2), nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU(), nn.PReLU(4))])
+            containers = (nn.ParameterList([torch.randn(4, 4), torch.randn(3)]), nn.Linear(4, 4, bias=False))
+            model = nn.Sequential(nn.Embedding(9, 8), *blocks, *containers, nn.Dropout())
+            gtp_shard(
+                model,
+                mesh,
+                schedule=ALL,
+                shard_placement_fn=lambda p: GTPShard(1, block_size=2) if p.ndim == 3 else None,
+            )
+            self.assertExpectedInline(
+                repr(model),
+                """\
+GTPSequential(
+  (0): GTPEmbedding(9, 8, gtp=[weight: G(0)])
+  (1): GTPLSTM(8, 2, gtp=[weight_ih_l0: G(0), weight_hh_l0: G(0), bias_ih_l0: R, bias_hh_l0: R])
+  (2): Sequential(
+    (0): GTPConv1d(4, 4, kernel_size=(3,), stride=(1,), gtp=[weight: G(1, b=2), bias: R])
+    (1): ReLU()
+    (2): GTPPReLU(num_parameters=4, gtp=[weight: R])
+  )
+  (3): GTPParameterList(
+      (0): Parameter containing: [torch.float32 of size 4x4]
+      (1): Parameter containing: [torch.float32 of size 3]
+      gtp=[0: G(0), 1: R]
+  )
+  (4): GTPLinear(in_features=4, out_features=4, bias=False, gtp=[weight: G(0)])
+  (5): Dropout(p=0.5, inplace=False)
+)""",
+            )
+
+    def test_the_class_answers_as_the_original(self) -> None:
+        """What transformers, accelerate and others ask of a class, to choose a loss or to write a config."""
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(Table(), nn.Linear(4, 4)), mesh, schedule=ALL)
+        for module, original in ((model, nn.Sequential), (model[0], Table), (model[1], nn.Linear)):
+            self.assertEqual(module._get_name(), original.__name__)
+            for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+                self.assertEqual(getattr(module.__class__, name), getattr(original, name))
+            self.assertIsInstance(module, original)
+            self.assertTrue(module._is_fsdp_managed_module)  # transformers keeps ranks together
+            self.assertEqual(inspect.getsource(type(module)), inspect.getsource(original))
+            accepted = inspect.signature(original.forward).parameters
+            self.assertEqual(["self", *inspect.signature(module.forward).parameters], list(accepted))
+        self.assertIs(type(type(model)(nn.ReLU())), nn.Sequential)
+
+    def test_default_placements(self) -> None:
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            table = gtp_shard(Table(), mesh, schedule=ALL)
+            placements = {name: param.placements for name, param in table.named_parameters()}
+            sharded, whole = (GTPShard(0),), (Replicate(),)
+            expected = dict.fromkeys(("matrix", "cube", "narrow"), sharded)
+            expected |= dict.fromkeys(("vector", "scalar", "hollow", "phases", "counts"), whole)
+            self.assertEqual(placements, expected)
+            table = gtp_shard(Table(), mesh)  # all of them are tiny
+            self.assertEqual({param.placements for param in table.parameters()}, {(Replicate(),)})
+
+    def test_shards_hold_their_rows(self) -> None:
+        """Every shape and memory layout: each rank has its rows, contiguous, and nobody else's memory."""
+        cases: dict[str, tuple[torch.Tensor, Placement]] = {
+            "even": (torch.randn(8, 3), GTPShard(0)),
+            "uneven": (torch.randn(10, 3), GTPShard(0)),
+            "fewer rows than ranks": (torch.randn(3, 5), GTPShard(0)),
+            "one row": (torch.randn(1, 5), Shard(0)),
+            "dim 1": (torch.randn(3, 10), GTPShard(1)),
+            "last dim": (torch.randn(2, 3, 9), GTPShard(-1)),
+            "blocks": (torch.randn(10, 3), GTPShard(0, block_size=4)),
+            "vector": (torch.randn(9), GTPShard(0)),
+            "transposed": (torch.randn(3, 10).t(), GTPShard(0)),
+            "every other column": (torch.randn(6, 8)[:, ::2], GTPShard(1)),
+            "expanded": (torch.randn(1, 6).expand(5, 6), GTPShard(0)),
+            "channels last": (torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last), GTPShard(0)),
+            "no rows": (torch.randn(0, 4), GTPShard(0)),
+            "no columns": (torch.randn(4, 0), GTPShard(0)),
+        }
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in cases}
+
+        def check(mesh: DeviceMesh) -> None:
+            for name, (value, placement) in cases.items():
+                module = nn.ParameterList([nn.Parameter(value)])
+                gtp_shard(nn.Sequential(module), mesh, shard_placement_fn=lambda param, it=placement: it)
+                param = module[0]
+                self.assertEqual((param.shape, param.stride()), (value.shape, torch.empty(value.shape).stride()))
+                self.assertTrue(local(param).is_contiguous())
+                self.assertNotEqual(local(param).untyped_storage().data_ptr(), value.untyped_storage().data_ptr() or -1)
+                parts[name].append(local(param).detach())
+
+        self.as_each_rank(check)
+        for name, (value, placement) in cases.items():
+            dim, block_size = placement.dim % value.ndim, getattr(placement, "block_size", 1)  # type: ignore[attr-defined]
+            rows = -(-value.shape[dim] // (block_size * NUM_RANKS)) * block_size
+            expected = list(value.split(rows, dim)) if rows else [value]
+            expected += [value.narrow(dim, 0, 0)] * (NUM_RANKS - len(expected))
+            for part, rows_of_part in zip(parts[name], expected, strict=True):
+                self.assertTrue(torch.equal(part, rows_of_part), f"{name}: {part} vs {rows_of_part}")
+
+    def test_replicas_hold_the_same_rows(self) -> None:
+        value, parts = torch.randn(5, 3), []
+
+        def check(mesh: DeviceMesh) -> None:
+            linear = nn.Linear(3, 5)
+            linear.weight.data = value
+            gtp_shard(linear, mesh, schedule=ALL)
+            self.assertEqual(linear.weight.placements, (Replicate(), GTPShard(0)))
+            parts.append(local(linear.weight).detach())
+
+        self.as_each_rank(check, (2, 2))
+        for part, expected in zip(parts, (value[:3], value[3:]) * 2, strict=True):
+            self.assertTrue(torch.equal(part, expected))
+
+    def test_shard_placement_fn(self) -> None:
+        """It is asked once for each parameter, tied ones included, and may answer for any of them."""
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9), nn.LayerNorm(9))
+        model[1].weight = model[0].weight
+        originals = {id(param): name for name, param in model.named_parameters()}
+        answers = {"0.weight": GTPShard(1, block_size=4), "1.bias": Shard(0), "2.weight": GTPShard(-1), "2.bias": None}
+        asked = []
+
+        def place(param: nn.Parameter) -> Placement | None:
+            asked.append(originals[id(param)])
+            return answers[asked[-1]]
+
+        with fake_world(1, NUM_RANKS):
+            gtp_shard(model, init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",)), shard_placement_fn=place)
+        self.assertEqual(asked, ["0.weight", "1.bias", "2.weight", "2.bias"])
+        placements = {name: param.placements[0] for name, param in model.named_parameters()}
+        self.assertEqual(
+            placements,
+            {
+                "0.weight": GTPShard(1, block_size=4),
+                "1.bias": GTPShard(0),
+                "2.weight": GTPShard(0),
+                "2.bias": Replicate(),
+            },
+        )
+        self.assertEqual(tuple(local(model[0].weight).shape), (9, 4))
+        self.assertIs(model[1].weight, model[0].weight)
+
+    def test_min_shard_numel(self) -> None:
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            for numel, placement in ((48, GTPShard(0)), (49, Replicate())):
+                linear = gtp_shard(nn.Linear(6, 8), mesh, schedule=explicit(min_shard_numel=numel))
+                self.assertEqual(linear.weight.placements, (placement,))
+
+    def test_what_stays_as_it_was(self) -> None:
+        """Names, order, attributes and flags of parameters; buffers, ignored parameters, hooks and train mode."""
+        table = Table().eval()
+        table.matrix.weight_decay = 0.5  # type: ignore[attr-defined]
+        table.vector.tag = ["no", "decay"]  # type: ignore[attr-defined]
+        table.cube.requires_grad_(False)
+        table.register_forward_hook(lambda *args: None)
+        names, flags = zip(*((name, param.requires_grad) for name, param in table.named_parameters()), strict=True)
+        buffer, ignored, hooks = table.buffer, table.narrow, dict(table._forward_hooks)
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            returned = gtp_shard(table, mesh, schedule=ALL, ignored_params={ignored})
+        self.assertIs(returned, table)
+        self.assertEqual(tuple(name for name, _ in table.named_parameters()), names)
+        self.assertEqual(tuple(param.requires_grad for param in table.parameters()), flags)
+        self.assertTrue(all(param.is_leaf and isinstance(param, nn.Parameter) for param in table.parameters()))
+        self.assertEqual((table.matrix.weight_decay, table.vector.tag), (0.5, ["no", "decay"]))
+        self.assertIs(table.buffer, buffer)
+        self.assertIs(table.narrow, ignored)
+        self.assertEqual(table._forward_hooks, hooks)
+        self.assertFalse(table.training)
+        self.assertIsNone(table.no_bias)
+        self.assertEqual(list(table.state_dict()), [*names, "buffer"])
+
+    def test_classes(self) -> None:
+        """Modules stay instances of their classes; only the module that was passed is a GTPModule."""
+        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 6, bias=False))
+        kinds = [type(module) for module in model.modules()]
+        with fake_world(1, NUM_RANKS):
+            gtp_shard(model, init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",)), schedule=ALL)
+        for module, kind in zip(model.modules(), kinds, strict=True):
+            self.assertIsInstance(module, kind)
+            self.assertEqual(isinstance(module, GTPModule), module is model)
+        self.assertIs(type(model[0]), type(model[2][0]))  # one class for all modules of a kind
+        self.assertIs(type(model[1]), nn.ReLU)
+        self.assertEqual(type(model[0]).__module__, "torch.nn.modules.linear")
+
+    def test_containers_give_plain_slices(self) -> None:
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            layers = [nn.Linear(6, 6) for _ in range(4)]
+            model = gtp_shard(nn.Sequential(nn.Sequential(*layers), nn.ModuleList()), mesh, schedule=ALL)
+            for part in (model[:1], model[0][1:3]):
+                self.assertIs(type(part), nn.Sequential)
+            self.assertEqual(list(model[0][1:3]), layers[1:3])
+            self.assertEqual(model[0][1:3](torch.randn(2, 6)).shape, (2, 6))
+            model[0].append(nn.Linear(6, 6, bias=False))
+            self.assertEqual(len(model[0]), 5)
+
+    def test_module_without_parameters(self) -> None:
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            relu = gtp_shard(nn.ReLU(), mesh)
+            self.assertEqual(relu(torch.tensor([-1.0, 1.0])).tolist(), [0.0, 1.0])
+            self.assertIsInstance(relu, GTPModule)
+
+    def test_state_dict_is_saved_with_torch(self) -> None:
+        with fake_world(1, NUM_RANKS):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+            linear = gtp_shard(nn.Linear(6, 8), mesh, shard_placement_fn=lambda p: GTPShard(0, block_size=3))
+            file = io.BytesIO()
+            torch.save(linear.state_dict(), file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=True)
+            self.assertEqual(loaded["weight"].placements, (GTPShard(0, block_size=3),))
+            self.assertTrue(torch.equal(local(loaded["weight"]), local(linear.weight)))
+
+
+class TestOnRanks(GlooTest):
+    def test_meta_device_init_draws_what_one_process_draws(self) -> None:
+        """``to_empty`` and each module's own ``reset_parameters``: every rank has the rows of the unsharded model."""
+
+        def init(model: nn.Module) -> None:
+            torch.manual_seed(3)
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            nn.init.trunc_normal_(model.layers[0].weight, std=0.5)
+            with torch.no_grad():
+                model.norm.bias.normal_(0.0, 0.1)
+
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            reference = Tied()
+            init(reference)
+            expected_state = torch.get_rng_state()
+            with torch.device("meta"):
+                model = Tied()
+            gtp_shard(model, mesh, schedule=ALL)
+            self.assertEqual({param.device.type for param in model.parameters()}, {"meta"})
+            model.to_empty(device="cpu")
+            model.assert_tied()
+            init(model)
+            assert_same_params(model, reference)
+            self.assertEqual(torch.get_rng_state(), expected_state)  # and whatever is drawn next
+            check_training(reference, lambda m, made=model: made, mesh, token_batch, next_token_loss, steps=2)
+
+    def test_ties_survive_moves_and_loads(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Tied()
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        state = model.state_dict()
+        moves: list[Callable[[nn.Module], Any]] = [
+            lambda m: m.to("cpu"),
+            lambda m: m.double().float(),
+            lambda m: m.load_state_dict(state),
+            lambda m: m.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True),
+            lambda m: m.to_empty(device="cpu").load_state_dict({n: v.clone() for n, v in kept.items()}),
+        ]
+        for move in moves:
+            kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            move(model)
+            model.assert_tied()
+            assert_same_params(model, reference)
+            next_token_loss(model, rows_of_rank(token_batch(torch.Generator()), mesh)).backward()
+            next_token_loss(reference, token_batch(torch.Generator())).backward()
+            assert_same_params(model, reference, "grad")
+            model.zero_grad()
+            reference.zero_grad()
+
+    def test_dtype_changes_after_sharding(self) -> None:
+        """``double`` before the first forward and between steps: gathers, gradients and reductions follow."""
+        mesh = self.gtp_mesh()
+        for num_steps_before in (0, 1):
+            torch.manual_seed(0)
+            reference = Tied()
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+            tokens = token_batch(torch.Generator())
+            for _ in range(num_steps_before):
+                next_token_loss(model, rows_of_rank(tokens, mesh)).backward()
+                model.zero_grad()
+            check_training(reference.double(), lambda m, made=model: made.double(), mesh, token_batch, next_token_loss)
+            self.assertEqual({param.dtype for param in model.parameters()}, {torch.float64})
+
+    def test_call_under_inference_mode(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+
+        def shard(model: nn.Module) -> nn.Module:
+            with torch.inference_mode():
+                return gtp_shard(model, mesh, schedule=ALL)
+
+        check_training(Tied(), shard, mesh, token_batch, next_token_loss, steps=2)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,115 @@
+"""How right times are on published runs, by kind, and how often ranges hold for sources that had no part in them.
+
+    python tests/planner/planner_ranges.py    # writes the table into docs/guides/planner.md
+
+Ranges of ``planner.ground`` are set from all rows. To see how far they carry, each source is left out in turn. The
+range of a kind is then from the least to the most error of that kind in the other sources, with a margin of 10%, or of
+40% where these have fewer than ten rows. Where no other source has the kind, it is that of all kinds together.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtensor_gtp.planner.evaluate import Answer, Problem, evaluate
+from dtensor_gtp.planner.ground import DENSE, EIGHT_BIT, EXPERTS, EXPERTS_APART, LONG, MIXED
+from dtensor_gtp.planner.job import Job, Layout
+from dtensor_gtp.planner.machine import Machine, load_machine
+from dtensor_gtp.planner.model import PRESETS, ModelConfig
+
+DATA = Path(__file__).parent / "planner_data" / "published_rows.json"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "planner.md"
+BEGIN, END = "<!-- ranges: begin -->", "<!-- ranges: end -->"
+_MARGIN, _MARGIN_OF_FEW, _FEW = 1.1, 1.4, 10
+
+
+class Row(NamedTuple):
+    """A published run: ``factor`` is the time of its step as a share of the predicted one."""
+
+    name: str
+    source: str
+    kind: str
+    factor: float
+    holds: bool
+
+
+@functools.cache
+def _content() -> Any:
+    return json.loads(DATA.read_text())
+
+
+def _machine(name: str) -> Machine:
+    h100 = load_machine("h100")
+    if name == "tt":
+        return replace(h100.with_limits(watts=500), memory_gib=94.0, hbm_gb_s=2400)
+    if name == "h800":
+        return replace(h100, fast=replace(h100.fast, gb_s=200), copy=replace(h100.copy, gb_s=200))
+    return load_machine(name)
+
+
+def answer_of(row: dict[str, Any]) -> Answer:
+    """What is predicted for the configuration of a row."""
+    layout = Layout(**row["layout"])
+    models = {name: ModelConfig(name, **sizes) for name, sizes in _content()["models"].items()}
+    config = models.get(row["model"]) or PRESETS[row["model"]]
+    return evaluate(Problem(Job(layout.ranks, **row["job"]), config, _machine(row["machine"])), layout)
+
+
+def rows() -> Iterator[Row]:
+    for row in _content()["rows"]:
+        answer = answer_of(row)
+        factor = answer.tokens_per_s / row["tokens_per_s"]
+        assert not isinstance(answer.ground, str)
+        holds = answer.ground.least <= factor <= answer.ground.most
+        yield Row(row["name"], row["source"], answer.ground.kind, factor, holds)
+
+
+def left_out(found: list[Row]) -> list[bool]:
+    """Of each row, whether the range from all other sources holds for it."""
+    held = []
+    for row in found:
+        others = [other for other in found if other.source != row.source]
+        alike = [other.factor for other in others if other.kind == row.kind] or [other.factor for other in others]
+        margin = _MARGIN if len(alike) >= _FEW else _MARGIN_OF_FEW
+        held.append(min(alike) / margin <= row.factor <= max(alike) * margin)
+    return held
+
+
+def section(found: list[Row]) -> str:
+    lines = ["|kind|rows|sources|median error|range|holds|holds, source left out|", "|---|---|---|---|---|---|---|"]
+    carried = left_out(found)
+    for ground in (DENSE, MIXED, EIGHT_BIT, LONG, EXPERTS, EXPERTS_APART):
+        members = [(row, held) for row, held in zip(found, carried, strict=True) if row.kind == ground.kind]
+        error = statistics.median(abs(row.factor - 1) for row, _ in members)
+        cells = [
+            ground.kind,
+            str(len(members)),
+            str(len({row.source for row, _ in members})),
+            f"{error:.0%}",
+            f"{ground.least:.2f}-{ground.most:.2f}",
+            str(sum(row.holds for row, _ in members)),
+            str(sum(held for _, held in members)),
+        ]
+        lines.append("|" + "|".join(cells) + "|")
+    whole = f"|all|{len(found)}|{len({row.source for row in found})}|"
+    lines.append(
+        f"{whole}{statistics.median(abs(row.factor - 1) for row in found):.0%}||{sum(row.holds for row in found)}|"
+        f"{sum(carried)}|"
+    )
+    return f"{BEGIN}\n" + "\n".join(lines) + f"\n{END}"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    found = list(rows())
+    PAGE.write_text(before + section(found) + rest.partition(END)[2])
+    print(section(found))
+    for row in found:
+        print(f"{row.factor:.2f} {'ok' if row.holds else 'NO'} {row.kind}: {row.name}")

@@ -1,0 +1,326 @@
+"""The command of the planner: what people see, what they paste, and what happens with bad input."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtensor_gtp
+from dtensor_gtp.planner.command_line import main
+from dtensor_gtp.planner.errors import PlanError
+from dtensor_gtp.planner.machine import load_machine, machine_of, preset_names
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 4096,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_answer_is_at_most_100_columns_wide(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        capsys, config, "--gpus", "16", "--seq-len", "1024", "--global-batch", "32", "--checkpointing", "none"
+    )
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 100
+    for word in ("not calibrated", "gtp", "MFU", "optimizer", "activations", "reserve", "Refused", "schedule:"):
+        assert word in out
+
+
+def test_everything_as_json(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--pp", "1", "--json", "-")
+    record = json.loads(out)
+    assert status == 0
+    answer = record["answers"][0]
+    low, high = answer["step_ms_range"]
+    assert low < answer["step_ms"] < high
+    exposed = sum(answer["exposed_ms"].values())
+    assert answer["compute_ms"] + exposed == pytest.approx(answer["step_ms"])
+    assert answer["memory_bytes"]["total"] <= answer["capacity_bytes"]
+    assert answer["schedule"]["prefetch_nbytes"] > 0
+    assert record["is_calibrated"] is False
+
+
+def test_a_timeline_as_a_picture_and_a_trace(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    name = tmp_path / "step"
+    status, _, err = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--gtp", "8", "--explain", str(name))
+    assert status == 0
+    assert err.count("wrote") == 2
+    root = ElementTree.fromstring((tmp_path / "step.svg").read_text())
+    titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(title.startswith("gather layers.0") for title in titles)
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert sum(text.endswith(" ms") for text in texts) >= 5  # ticks of the time axis, and the title
+    events = json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {
+        "compute",
+        "gather",
+        "scatter",
+        "finish",
+    }
+    assert any(event["name"].startswith("reduce") for event in events)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--gtp", "8"],
+        ["--tp", "2", "--gtp", "2", "--replicate", "2"],
+        ["--recipe", "float8_tensorwise:dequantize", "--checkpointing", "full", "--gtp", "8"],
+    ],
+)
+def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--code", *options)
+    assert status == 0
+    code = out[out.index("import torch") :]
+    ast.parse(code)
+    assert "gtp_shard(model, mesh.weights, mp_policy=policy" in code
+    assert "torchrun --nproc-per-node 8 train.py" in code
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--pp", "2"], "pp 2: how the model is cut into stages is yours"),
+        (["--cp", "2", "--pp", "1"], "cp 2: attention exchanges keys"),
+        (
+            ["--recipe", "float8_tensorwise", "--checkpointing", "selective", "--pp", "1", "--cp", "1"],
+            "selective checkpointing of",
+        ),
+    ],
+)
+def test_what_it_cannot_write_it_says(
+    config: str, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--code", *options)
+    assert status == 0
+    assert f"#   {reason}" in out
+    assert "gtp_shard(" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan expects a model and --gpus N"),
+        (["llama3-9b", "--gpus", "8"], "model expects one of .*, but got 'llama3-9b'. Name one of them."),
+        (
+            ["llama3-8b", "--gpus", "8", "--machine", "h300"],
+            "machine expects one of a100, .*, but got 'h300'. Name one.",
+        ),
+        (
+            ["llama3-8b", "--gpus", "8", "--tp", "3"],
+            "plan expects a product of axes that divides 8 GPUs, but tp 3 = 3 does not",
+        ),
+        (["llama3-8b", "--gpus", "8", "--gtp", "8", "--global-batch", "9"], "do not divide 9. Pass other sizes."),
+        (["llama3-8b", "--gpus", "8", "--top", "0"], "plan expects --top of at least 1"),
+        (["llama3-8b", "--gpus", "eight"], "argument --gpus: invalid int value: 'eight'"),
+        (["missing/config.json", "--gpus", "8"], "model expects a config.json, but missing/config.json cannot be read"),
+        (["llama3-8b", "--gpus", "8", "--machine", "a100", "--recipe", "float8_tensorwise"], "has no peak for GEMMs"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("gtp-plan: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "512"}, "expects an integer of at least 1 as dim, but .* has '512'"),
+        ({"hidden_size": 1e15}, "expects an integer of at least 1 as dim"),
+        ({"hidden_size": 10**15}, "expects at most 2147483648 as dim"),
+        ({"vocab_size": 1e300}, "expects an integer of at least 2 as vocab_size"),
+        ({"num_hidden_layers": 10**10}, "expects at most 10000 as num_hidden_layers"),
+        ({"num_hidden_layers": 10**5}, "expects at most 10000 as num_hidden_layers"),
+        ({"model_type": "gpt2", "n_layer": 10**10}, "expects at most 10000 as n_layer"),
+        ({"model_type": ["llama"]}, "expects a text as model_type"),
+        ({"_name_or_path": {"a": 1}}, "expects a text as _name_or_path"),
+        ({"num_attention_heads": [8]}, "as heads"),
+        ({"hidden_size": "\x1b[2J"}, r"as dim, but .* has '\\x1b\[2J'"),
+    ],
+)
+def test_bad_configurations_are_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    Path(config).write_text(json.dumps(CONFIG | changes))
+    test_bad_input_is_one_line_and_status_2(capsys, [config, "--gpus", "8"], message)
+
+
+@pytest.mark.parametrize("option", ["model", "machine"])
+def test_deep_json_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    arguments = [str(path)] if option == "model" else ["llama3-8b", "--machine", str(path)]
+    test_bad_input_is_one_line_and_status_2(capsys, [*arguments, "--gpus", "8"], f"{option} expects a .*cannot be read")
+
+
+@pytest.mark.parametrize("text", [":f", ".x:f", "broken_at_import:f", "model\x1b[2J"])
+def test_models_that_cannot_be_imported_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "broken_at_import.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    test_bad_input_is_one_line_and_status_2(capsys, [text, "--gpus", "8"], "cannot be imported|expects one of")
+
+
+@pytest.mark.parametrize("name", ["/", ""])
+def test_names_of_timelines_are_names(config: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    arguments = [config, "--gpus", "8", "--explain", name]
+    test_bad_input_is_one_line_and_status_2(capsys, arguments, "expects the name of files to write as --explain")
+
+
+def test_names_of_others_do_not_reach_the_terminal(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(config).write_text(json.dumps(CONFIG | {"_name_or_path": "a\x1b[2Jb\nc"}))
+    _, out, err = run(capsys, config, "--gpus", "8", "--seq-len", "1024", "--global-batch", "8")
+    assert "\x1b" not in out + err
+    assert "a\\x1b[2Jb\\nc" in out
+
+
+def test_what_to_change_if_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = json.loads(load_machine("h100").as_json()) | {"memory_gib": 0.7, "reserve_gib": 0.0}
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(machine))
+    deep = tmp_path / "config.json"
+    deep.write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
+    arguments = ["--gpus", "2", "--seq-len", "4096", "--machine", str(path), "--checkpointing", "none"]
+    status, out, _ = run(capsys, str(deep), *arguments)
+    assert status == 1
+    assert "does not fit by" in out
+    assert "--checkpointing full: fits" in out or "--gpus" in out
+
+
+# --- machines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_name_their_sources_and_survive_a_round_trip(name: str) -> None:
+    machine = load_machine(name)
+    assert not machine.is_calibrated
+    assert any("http" in source for source in machine.sources.values())
+    assert machine_of(json.loads(machine.as_json()), "it") == machine
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 0}, "machine expects a file of version 2, but it is of version 0. Write it anew by --calibrate."),
+        ({"hbm_gb_s": -1}, "machine expects a number from 0.1 to 100000 as hbm_gb_s, but it has -1. Mend the file."),
+        ({"hbm_gb_s": True}, "machine expects a number .* as hbm_gb_s, but it has True"),
+        ({"speed": 1}, "machine has no field speed, but it does"),
+        ({"fast": {"gb_s": 1}}, "machine expects a field fast..*, but it has none. Add it."),
+        ({"gpus_per_host": 9}, "machine expects gpus_per_host of at most gpus_per_domain, but it has 9 and 8"),
+        ({"peak_tflops": {"float8": 10}}, "machine expects peak_tflops.bf16, but it has no such field"),
+        ({"peak_tflops": {"bf17": 10}}, "machine has no field .*peak_tflops.bf17"),
+    ],
+)
+def test_bad_machines(changes: dict[str, Any], message: str) -> None:
+    content = json.loads(load_machine("h100").as_json()) | changes
+    with pytest.raises(PlanError, match=message) as caught:
+        machine_of(content, "it")
+    assert "\n" not in str(caught.value)
+
+
+# --- the name ---------------------------------------------------------------------------------------------------------
+
+
+def test_power_network_and_days(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [config, "--gpus", "16", "--seq-len", "512", "--gtp", "16", "--tokens", "1e9"]
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    found = re.search(r"1e\+09 tokens: ([\d,]+) steps, ([\d.]+) days \(.*\), ([\d,]+) GPU-hours", out)
+    assert found is not None
+    assert int(found[1].replace(",", "")) == round(1e9 / (16 * 512))
+    assert "fully_shard in the place of gtp_shard" in out
+    machine = load_machine("h100")
+    less = machine.with_limits(watts=350, network_gb_s=25)
+    assert less.peak_tflops["bf16"] == machine.peak_tflops["bf16"] / 2
+    assert less.network.gb_s == 25
+    with pytest.raises(PlanError, match="machine expects up to 700 watts"):
+        machine.with_limits(watts=900)
+
+
+def test_no_ground_is_no_number(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "rtx-pro-6000", "--gtp", "8")
+    assert status == 0
+    assert "not known" in out
+    assert "measure it by --calibrate" in out
+    assert "ms" not in out.split("1: gtp 8")[1].split("memory of")[0]
+
+
+def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8")
+    assert status == 0
+    assert "mxfp8: GEMMs are in bf16" in out
+
+
+def test_the_name_is_a_function_and_a_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dtensor_gtp.plan
+
+    assert dtensor_gtp.plan is sys.modules["dtensor_gtp.plan"]  # importing the module leaves the function in its place
+    assert dtensor_gtp.plan.__name__ == "plan"
+    monkeypatch.setattr(sys, "argv", ["gtp-plan"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(Path(dtensor_gtp.__file__).with_name("plan.py")), run_name="__main__")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_importing_the_package_loads_no_planner() -> None:
+    code = (
+        "import sys, dtensor_gtp\n"
+        "loaded = [name for name in sys.modules if name.startswith('dtensor_gtp.plan')]\n"
+        "assert not loaded, loaded\n"
+        "from dtensor_gtp import PlanResult, plan\n"
+        "assert callable(plan) and PlanResult.__name__ == 'PlanResult'\n"
+        "import dtensor_gtp.plan\n"
+        "assert dtensor_gtp.plan is plan\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_plan_from_python(config: str) -> None:
+    seen = []
+    result = dtensor_gtp.plan(
+        config, "h200", gpus=4, seq_len=512, checkpointing="none", report=lambda *numbers: seen.append(numbers)
+    )
+    assert result.best is result.answers[0]
+    assert len(seen) == result.num_simulated
+    assert str(result).startswith("test_plan_from_python0 (") or "on 4 x H200" in str(result)
+    assert "gtp_shard(" in dtensor_gtp.plan(config, gpus=4, seq_len=512, fixed={"gtp": 4}).code()
+    with pytest.raises(PlanError, match="plan got other arguments than a job has"):
+        dtensor_gtp.plan(config, gpus=4, gpu=4)

@@ -1,0 +1,274 @@
+"""The search of the planner: what is refused, what is found, and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dtensor_gtp import plan
+from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.errors import PlanError
+from dtensor_gtp.planner.evaluate import Problem, evaluate, memory_of, stage_parts
+from dtensor_gtp.planner.job import Job, Layout, refusal
+from dtensor_gtp.planner.machine import Machine, load_machine
+from dtensor_gtp.planner.model import PRESETS, ModelConfig
+from dtensor_gtp.planner.search import layouts_of, search
+
+SMALL = ModelConfig("small", 512, 6, 8, 4, 64, 1024, 4096)
+LARGE = ModelConfig("large", 2048, 20, 16, 8, 128, 8192, 32000)
+MIXTURE = replace(SMALL, experts=8, experts_per_token=2, expert_hidden_dim=256)
+GIB = 2**30
+
+
+def problem(config: ModelConfig = SMALL, machine: Machine | None = None, **job: Any) -> Problem:
+    job = {"gpus": 8, "seq_len": 1024, "global_batch": 16} | job
+    return Problem(Job(**job), config, machine or load_machine("h100"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gpus": 0}, "plan expects gpus from 1 to"),
+        ({"seq_len": True}, "plan expects seq_len from 1 to"),
+        ({"recipe": "float7"}, "plan expects one of bf16, .* as recipe, but got 'float7'. Pass one of them."),
+        ({"checkpointing": "some"}, "plan expects one of auto, none, selective, full as checkpointing"),
+        ({"optimizer": "adam"}, "plan expects one of adamw, .* as optimizer"),
+        ({"memory": "little"}, "plan expects one of balanced, least, most_speed as memory"),
+        ({"fixed": {"tp": 3}}, "plan expects a product of axes that divides 8 GPUs, but tp 3 = 3 does not"),
+        ({"fixed": {"tp": 4, "gtp": 4}}, "plan expects a product of axes that divides 8 GPUs, but gtp 4 x tp 4 = 16"),
+        ({"fixed": {"dp": 2}}, "plan expects one of pp, replicate, .* as axis, but got 'dp'"),
+        ({"fixed": {"tp": 0}}, "plan expects a positive size of tp, but got 0"),
+    ],
+)
+def test_bad_jobs(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        problem(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(gtp=4), "4 ranks on 8 GPUs"),
+        (Layout(tp=8), "tp 8 does not divide 8 heads and 4 of keys and values"),
+        (Layout(pp=8), "pp 8 has more stages than the model has layers (6)"),
+        (Layout(gtp=8, micro_batch=4), "8 data ranks with 4 sequences each do not divide 16"),
+        (Layout(gtp=8, ep=2), "ep without experts"),
+        (Layout(gtp=8), None),
+    ],
+)
+def test_layouts_are_refused_with_reasons(layout: Layout, reason: str | None) -> None:
+    assert refusal(layout, problem().job, SMALL, load_machine("h100")) == reason
+
+
+def test_experts_are_refused_with_reasons() -> None:
+    machine, job = load_machine("h100"), problem(gpus=24).job
+    assert (
+        refusal(Layout(gtp=24, ep=3), replace(job, global_batch=24), MIXTURE, machine)
+        == "ep 3 does not divide 8 experts"
+    )
+    layout = Layout(gtp=24, ep=8, expert_gtp=2)
+    expected = "ep 8 and expert_gtp 2 do not divide the 24 ranks of a stage"
+    assert refusal(layout, replace(job, global_batch=24), MIXTURE, machine) == expected
+
+
+def test_each_layout_is_listed_once_with_its_ranks() -> None:
+    for one in (problem(), problem(MIXTURE), problem(fixed={"tp": 2, "micro_batch": 1})):
+        layouts = list(layouts_of(one))
+        assert len(set(layouts)) == len(layouts)
+        assert {layout.ranks for layout in layouts} == {8}
+    assert {(layout.tp, layout.micro_batch) for layout in layouts} == {(2, 1)}
+
+
+def test_the_search_finds_what_trying_all_layouts_finds() -> None:
+    one = problem(checkpointing="none", fixed={"micro_batch": 1})
+    found = search(one, top=3)
+    possible = [lay for lay in layouts_of(one) if refusal(lay, one.job, SMALL, one.machine) is None]
+    best = min(evaluate(one, layout).step_ms for layout in possible)
+    assert found.answers[0].step_ms == pytest.approx(best, rel=0.011)  # it stops at 1%
+    times = [answer.step_ms for answer in found.answers]
+    assert times == sorted(times)
+    assert found.num_simulated <= len(possible)
+    assert all(answer.is_fitting for answer in found.answers)
+
+
+def test_what_does_not_fit_is_refused_and_the_closest_is_named() -> None:
+    machine = load_machine("h100")
+    small = replace(machine, memory_gib=0.005)
+    found = search(problem(machine=small, checkpointing="none", fixed={"micro_batch": 1}))
+    assert found.answers == ()
+    assert found.closest is not None
+    assert not found.closest.is_fitting
+    assert {"does not fit", "parameters and optimizer alone do not fit"} >= {item.reason for item in found.refused[:1]}
+
+
+def test_a_published_layout_is_not_refused() -> None:
+    """Llama 3 405B on 8,192 GPUs ran without recomputation (arXiv 2407.21783, 3.3): our count of memory is no proof."""
+    layout = {"pp": 16, "tp": 8, "gtp": 64, "cp": 1, "micro_batch": 1}
+    found = search(
+        Problem(
+            Job(8192, global_batch=2048, checkpointing="none", fixed=layout),
+            PRESETS["llama3-405b"],
+            load_machine("h100"),
+        )
+    )
+    best = found.answers[0]
+    assert best.memory.least < best.capacity < best.memory.total
+    assert best.may_fit
+    assert not best.is_fitting
+    assert best.mfu == pytest.approx(0.43, rel=0.1)
+
+
+def test_the_loss_decides_what_there_is_of_logits() -> None:
+    one = problem(gpus=1, global_batch=1, seq_len=16384)
+    logits = {
+        loss: memory_of(replace(one, job=replace(one.job, loss=loss)), Layout(checkpoint="full")).total
+        for loss in ("fp32", "bf16", "chunked", "fused")
+    }
+    assert logits["fp32"] > logits["bf16"] >= logits["chunked"] >= logits["fused"]
+    whole = 16384 * SMALL.vocab_size
+    assert logits["fp32"] - logits["bf16"] >= 4 * whole  # logits again in fp32, and their gradient
+
+
+def test_a_tied_matrix_is_counted_once() -> None:
+    one, tied = (problem(replace(SMALL, is_tied=is_tied), gpus=1, global_batch=1) for is_tied in (False, True))
+    table = SMALL.dim * SMALL.vocab_size
+    assert one.numel() - tied.numel() == table
+    assert memory_of(one, Layout()).parameters - memory_of(tied, Layout()).parameters == 4 * table
+
+
+def test_a_window_of_attention_takes_less_time() -> None:
+    whole, window = (
+        evaluate(problem(replace(SMALL, window=size), seq_len=16384, global_batch=8), Layout(gtp=8))
+        for size in (0, 1024)
+    )
+    assert window.compute_ms < whole.compute_ms
+    assert SMALL.looked_at(16384) == 0.5
+    assert replace(SMALL, window=1024).looked_at(16384) == pytest.approx(1 / 16, rel=0.04)
+
+
+def test_state_that_fits_on_no_layout_is_shown_with_what_to_change() -> None:
+    result = plan("llama3-8b", "h100", gpus=1, global_batch=8)
+    assert [item.reason for item in result.refused] == ["parameters and optimizer alone do not fit"]
+    assert result.closest is not None
+    assert (result.closest.layout.micro_batch, result.closest.layout.checkpoint) == (1, "full")
+    assert "  --gpus 4: fits" in str(result)
+
+
+def test_no_layout_at_all_is_an_error() -> None:
+    with pytest.raises(PlanError, match="plan finds no layout of 8 GPUs with tp 8: tp 8 does not divide 8 heads"):
+        search(problem(fixed={"tp": 8}))
+
+
+def test_axes_are_laid_out_as_init_weight_mesh_does() -> None:
+    """Ranks of each group by strides, beside those of the meshes."""
+    from mesh_common import fake_world
+
+    from dtensor_gtp import init_weight_mesh
+
+    layout = Layout(replicate=2, cp=2, gtp=2, tp=2, ep=2, expert_gtp=4)
+    names = {"tp": "tp", "gtp": "gtp", "cp": "cp", "ep": "ep", "expert_gtp": "expert_gtp"}
+    with fake_world(16, rank=13):
+        mesh = init_weight_mesh("cpu", replicate=2, cp=2, gtp=2, tp=2, ep=2, expert_gtp=4)
+        for ours, theirs in names.items():
+            size, stride = layout.axes()[ours]
+            ranks = mesh[theirs].mesh.tolist()
+            assert len(ranks) == size
+            assert ranks[1] - ranks[0] == stride, ours
+        assert mesh.weights.size(0) == layout.axes()["replicate"].size
+
+
+@pytest.mark.parametrize("num_ranks", [3072, 16384])
+def test_thousands_of_ranks_have_the_shards_that_gtp_shard_gives_them(num_ranks: int) -> None:
+    """The first and the last rank of a large job: the largest shard, and a short one."""
+    import torch
+    import torch.nn as nn
+    from mesh_common import fake_world
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from dtensor_gtp import gtp_shard
+
+    weight = nn.Linear(64, 14336, bias=False, device="meta").weight
+    for rank in (0, num_ranks - 1):
+        with fake_world(num_ranks, rank):
+            mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("gtp",))
+            with torch.device("meta"):
+                model = gtp_shard(nn.Linear(64, 14336, bias=False), mesh)
+            local = model.weight.to_local().numel()
+        assert (local > 0) == (rank == 0)
+        if rank == 0:
+            costs = Costs(load_machine("h100"), (("gtp", Axis(num_ranks, 1)),))
+            assert local == -(-14336 // costs.axis("gtp").size) * 64 == -(-weight.shape[0] // num_ranks) * 64
+
+
+def test_stages_share_the_blocks() -> None:
+    parts = stage_parts(PRESETS["llama3-405b"], 16)
+    assert [len(part.kinds) for part in parts] == [7, *[8] * 14, 7]  # as in the Llama 3 paper, section 3.3.2
+    for pp in (2, 3, 4, 5, 6):
+        parts = stage_parts(SMALL, pp)
+        assert sum(len(part.kinds) for part in parts) == 6
+        assert min(len(part.kinds) for part in parts) >= 1
+        assert [(part.is_first, part.is_last) for part in parts[:: pp - 1]] == [(True, False), (False, True)]
+
+
+def test_memory_by_kind() -> None:
+    """A stack of 1 rank against the sums of its parts, then what changes it."""
+    one = problem(gpus=1, global_batch=1)
+    memory = memory_of(one, Layout())
+    assert memory.parameters == pytest.approx(SMALL.numel * 4, rel=0.001)
+    assert memory.optimizer == 2 * memory.parameters
+    assert memory.total == sum(memory[:-1])
+    assert memory_of(problem(), Layout(gtp=8)).parameters == pytest.approx(memory.parameters / 8, rel=0.01)
+    more = memory_of(problem(gpus=1, global_batch=2), Layout(micro_batch=2))
+    # The fullest moment may be another one then.
+    assert more.activations + more.logits >= 2 * (memory.activations + memory.logits)
+    long = problem(gpus=1, global_batch=1, seq_len=8192)  # so that activations decide
+    activations = [memory_of(long, Layout(checkpoint=kind)).activations for kind in ("full", "selective", "none")]
+    assert activations[0] < activations[1] < activations[2]
+
+
+def test_memory_of_microbatches() -> None:
+    """From the first one on, the gradients of all shards are there; weights that are kept are there as a whole."""
+    one = problem(gpus=2, global_batch=8)
+    memory = memory_of(one, Layout(gtp=2))
+    assert memory.gradients == memory.parameters
+    kept = memory_of(one, Layout(gtp=2, keep=True))
+    assert kept.gathered == kept.reductions == pytest.approx(SMALL.numel * 2, rel=0.001)
+
+
+def test_memory_of_many_blocks_is_continued_from_a_few() -> None:
+    from dtensor_gtp.planner.evaluate import setting_of
+    from dtensor_gtp.planner.memory import Stage, predict
+
+    one = problem(LARGE)
+    setting = setting_of(one, Layout(gtp=8), stage_parts(one.config, 1)[0])  # type: ignore[arg-type]
+    whole = predict(setting, setting.choice(0)[0], Stage(1, 2), 8)
+    few = memory_of(one, Layout(gtp=8))
+    assert few[:-1] == pytest.approx(whole[:-1], rel=0.001)
+
+
+def test_a_pipeline_waits_at_both_ends() -> None:
+    few, many = (
+        evaluate(problem(gpus=4, global_batch=batch), Layout(pp=2, gtp=2)).exposed_ms["bubble"] for batch in (4, 32)
+    )
+    assert few == pytest.approx(many)  # the same bubble, whatever the number of microbatches
+    step = evaluate(problem(gpus=4, global_batch=4), Layout(pp=2, gtp=2))
+    assert 0 < few < step.step_ms
+
+
+def test_gathering_once_a_step_moves_fewer_bytes() -> None:
+    gtp, kept = (
+        evaluate(problem(gpus=4, global_batch=16), Layout(gtp=4, keep=keep)).received["gtp"] for keep in (False, True)
+    )
+    assert kept == pytest.approx(gtp / 4, rel=0.01)
+
+
+def test_rings_through_the_network_have_one_link_for_each_member_of_a_host() -> None:
+    costs = Costs(load_machine("h100"))
+    assert costs.wire(Axis(8, 1)).is_fast
+    assert not costs.wire(Axis(16, 1)).is_fast
+    alone, together = costs.wire(Axis(16, 8)).gb_s, costs.wire(Axis(16, 1)).gb_s
+    assert alone == pytest.approx(50 * 0.85)
+    assert together == pytest.approx(min(8 * alone, 450 * 0.78))

@@ -1,0 +1,128 @@
+"""What tests may expect of the processes that they start: who dies or hangs is named, and the rest goes on."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import unittest
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import GlooTest
+from workers import Pools
+
+
+class Deeds(GlooTest):
+    """What workers are told to do below. Not collected as tests: the names do not begin as those of tests do."""
+
+    world_size = 2
+
+    def sum_up(self) -> None:
+        total = torch.ones(())
+        dist.all_reduce(total)
+        assert total == 2
+
+    def die_on_rank_1(self) -> None:
+        if self.rank == 1:
+            self._die()
+        dist.barrier()
+
+    def _die(self) -> None:
+        os.kill(os.getpid(), signal.SIGABRT)
+
+    def hang(self) -> None:
+        threading.Event().wait()
+
+    def fail_on_rank_0(self) -> None:
+        assert self.rank == 1, "a number that is wrong"
+        dist.barrier()
+
+    def make_groups_of_their_own(self) -> None:
+        """Rank 0 has the second group already, rank 1 has not: after it they have made different numbers of groups."""
+        dist.new_group([self.rank], group_desc="mesh_gtp")
+        dist.new_group([0], group_desc="mesh_gtp")
+
+    def make_a_group(self) -> None:
+        total = torch.ones(())
+        dist.all_reduce(total, group=dist.new_group([0, 1], group_desc="mesh_gtp"))
+        assert total == 2
+
+    def leave_a_group(self) -> None:
+        dist.destroy_process_group(dist.new_group([0, 1], group_desc="mesh_gtp"))
+
+    def skip(self) -> None:
+        raise unittest.SkipTest("nothing to see")
+
+    def demand_another_message(self) -> None:
+        with self.assertRaisesRegex(ValueError, "one thing"):
+            raise ValueError("another thing")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    some = Pools()
+    yield some
+    some.close()
+
+
+def _run(pools: Pools, deed: str, **options: float) -> None:
+    pools.of(2).run(__name__, "Deeds", deed, **options)
+
+
+def test_a_pool_lives_on_from_test_to_test(pools: Pools) -> None:
+    _run(pools, "sum_up")
+    pool = pools.of(2)
+    _run(pools, "sum_up")
+    with pytest.raises(unittest.SkipTest, match="nothing to see"):
+        _run(pools, "skip")
+    assert pools.of(2) is pool
+
+
+def test_groups_meet_whatever_each_worker_has_made_before(pools: Pools) -> None:
+    _run(pools, "make_groups_of_their_own")
+    for deed in ("make_a_group", "make_a_group", "leave_a_group", "make_a_group"):
+        _run(pools, deed)
+
+
+def test_a_worker_that_dies_is_named_with_its_stack_and_the_rest_goes_on(pools: Pools) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)Deeds.die_on_rank_1 failed.*rank 1: the worker died.* -6\n.*_die"):
+        _run(pools, "die_on_rank_1")
+    _run(pools, "sum_up")
+
+
+def test_a_worker_that_hangs_is_named_with_its_stack_and_the_rest_goes_on(pools: Pools) -> None:
+    _run(pools, "sum_up")
+    with pytest.raises(
+        AssertionError, match=r"(?s)rank 0: it did not end.* within 5 s.*in hang\n.*rank 1: .*in hang\n"
+    ):
+        _run(pools, "hang", limit_s=5)
+    _run(pools, "sum_up")
+
+
+def test_a_failure_shows_the_traceback_and_ends_the_peers_that_wait(pools: Pools) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: Traceback.*a number that is wrong.*rank 1: .*barrier"):
+        _run(pools, "fail_on_rank_0")
+    _run(pools, "sum_up")
+
+
+def test_messages_of_errors_are_compared(pools: Pools) -> None:
+    """torch's test classes compare none on a device that they do not know."""
+    with pytest.raises(AssertionError, match='"one thing" does not match "another thing"'):
+        _run(pools, "demand_another_message")
+
+
+def _tell_whether_crashes_are_reported() -> None:
+    sys.exit(0 if faulthandler.is_enabled() else 1)
+
+
+def test_a_process_that_crashes_would_say_where() -> None:
+    process = multiprocessing.Process(target=_tell_whether_crashes_are_reported)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

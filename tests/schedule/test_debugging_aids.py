@@ -1,0 +1,180 @@
+"""What helps to find a bug: loggers that ``TORCH_LOGS`` turns on, and delays that are drawn from a seed.
+
+Poison and order are tested where they find something (``test_gtp_shard_overlap.py``, ``test_gtp_shard_switches.py``),
+profiler ranges in ``test_plan_report.py``, the report and ``repr`` in ``test_gtp_shard_init.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, environment, fake_world
+from runtime_common import WIDTH, check_step, make_rows, shard_copy, small_model, square_step
+from schedules import explicit
+from timing import HANG_S
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.common_utils import run_tests
+
+import dtensor_gtp
+from dtensor_gtp import gtp_shard, quantize_
+from dtensor_gtp._comm import debug
+from dtensor_gtp._comm.streams import Streams
+
+# One forward goes another way than the one before, which is worth a line to those who debug prefetching.
+PROGRAM = """
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp.policy import fixed_policy
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, first, second):
+        return getattr(self, second)(getattr(self, first)(x))
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+model = gtp_shard(Net(), mesh, schedule=fixed_policy(min_shard_numel=0))
+for order in ("ab", "ab", "ba"):
+    model(torch.ones(1, 4), *order)
+"""
+
+
+class TestDebuggingAids(unittest.TestCase):
+    def test_torch_logs_turns_the_loggers_on(self) -> None:
+        path = os.pathsep.join([str(Path(dtensor_gtp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=os.environ | {"TORCH_LOGS": "+dtensor_gtp", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        lines = result.stderr.splitlines()
+        self.assertTrue(any(re.match(r"(\[rank0\]:)?I.*gtp_shard: Net", line) for line in lines), result.stderr)
+        self.assertTrue(any("a.weight" in line and "G(0)" in line for line in lines), result.stderr)
+        # V is torch's letter for debug.
+        unexpected = r"(\[rank0\]:)?V.*use of b.weight was not expected next"
+        self.assertTrue(any(re.match(unexpected, line) for line in lines), result.stderr)
+
+    def test_loggers_are_off_by_default_and_one_for_each_module(self) -> None:
+        for name in ("dtensor_gtp", "dtensor_gtp.api", "dtensor_gtp._schedule.gathering"):
+            self.assertEqual(logging.getLogger(name).level, logging.NOTSET, name)
+            self.assertIn(name, logging.Logger.manager.loggerDict)
+
+    def sleeps(self, flags: str) -> list[float]:
+        """How long one step sleeps, each time."""
+        with environment(DTENSOR_GTP_DEBUG=flags), fake_world():
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, schedule=ALL)
+            with mock.patch.object(debug.time, "sleep") as sleep:
+                model(torch.ones(2, 8)).sum().backward()
+            return [call.args[0] for call in sleep.call_args_list]
+
+    def test_delays_are_seeded(self) -> None:
+        drawn = self.sleeps("delay=3")
+        self.assertGreater(len(drawn), 6)  # gathers, uses and reductions of two weights
+        self.assertGreater(len(set(drawn)), 3)
+        self.assertEqual(self.sleeps("poison,delay=3"), drawn)
+        self.assertNotEqual(self.sleeps("delay=4"), drawn)
+        self.assertEqual(self.sleeps(""), [])
+
+    def test_an_error_for_want_of_memory_names_a_page(self) -> None:
+        class Hungry(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                raise torch.OutOfMemoryError("no more")
+
+        with fake_world():
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            model = gtp_shard(nn.Sequential(nn.Linear(8, 8), Hungry(8, 8)), mesh, schedule=ALL)
+            with self.assertRaisesRegex(torch.OutOfMemoryError, "no more") as raised:
+                model(torch.ones(2, 8))
+        self.assertEqual(raised.exception.__notes__, ["Read `python -m dtensor_gtp.help memory_too_high`."])
+
+
+class TestFinite(GlooTest):
+    """``DTENSOR_GTP_DEBUG=finite`` on ranks of which one has a NaN: all raise, and name that rank and the weight."""
+
+    def model(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+        with environment(DTENSOR_GTP_DEBUG="finite"):
+            return shard_copy(module, mesh, **options)
+
+    def test_finite_values_pass(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            reference = small_model()
+            model = self.model(reference, mesh)
+            for seed in range(2):
+                check_step(reference, model, mesh, make_rows(seed), square_step)
+
+    def test_gradients_of_sharded_and_whole_parameters(self) -> None:
+        """A NaN in the rows of rank 2, where backward meets it first. The step after it is right."""
+        alone = explicit(min_shard_numel=0, coalesce_grad_nbytes=0)
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            for schedule, told in ((alone, "'3.weight' has 144 NaN"), (ALL, "'3.weight' has 144 NaN .*'1.second' has")):
+                reference = small_model()
+                model = self.model(reference, mesh, schedule=schedule)
+                check_step(reference, model, mesh, make_rows(0), square_step)
+                rows = make_rows(1)[:2].fill_(math.nan if self.rank == 2 else 1)
+                with self.assertRaisesRegex(
+                    RuntimeError, rf"before the reduce_scatter of gradients \(rank 2: {told}.*\), which would spread it"
+                ):
+                    square_step(model, rows)
+                check_step(reference, model, mesh, make_rows(2), square_step)
+            norm = self.model(nn.LayerNorm(WIDTH), mesh)
+            told = (
+                r"before the all_reduce of gradients \(rank 1: 'weight' has 1 NaN and 0 infinite of 12 elements, 'bias'"
+            )
+            with self.assertRaisesRegex(RuntimeError, told):
+                scale = torch.ones(WIDTH)
+                scale[3] = math.nan if self.rank == 1 else 1
+                norm(torch.ones(2, WIDTH) + torch.arange(WIDTH)).mul(scale).nansum().backward()
+
+    def test_weights_in_every_storage(self) -> None:
+        """One infinite element on rank 3, found before forward gathers it."""
+        for storage in (None, "master", "native"):
+            reference = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)).requires_grad_(False)
+            reference[1].weight[100, 7] = math.inf  # a row of rank 3
+            if storage is not None:
+                quantize_(reference, "mxfp8", storage=storage)
+            model = self.model(reference, self.gtp_mesh())
+            with self.assertRaisesRegex(
+                RuntimeError, r"before the all_gather of weights \(rank 3: '1.weight' has .*of 2048"
+            ):
+                model(torch.ones(2, 64))
+
+    def test_padding_is_not_looked_at(self) -> None:
+        """Buffers of gradients are not initialized, and nobody writes to their padding: 5 rows on 4 ranks have 3."""
+        for schedule in (explicit(min_shard_numel=0, coalesce_grad_nbytes=0), explicit(min_shard_numel=0)):
+            reference = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH), nn.Linear(WIDTH, 5))
+            with environment(DTENSOR_GTP_DEBUG="poison,finite"):
+                model = shard_copy(reference, self.gtp_mesh(), schedule=schedule)
+            check_step(reference, model, self.gtp_mesh(), make_rows(0), square_step)
+
+    def test_a_recording_is_refused(self) -> None:
+        model = self.model(small_model(), self.gtp_mesh())
+        is_recorded = mock.patch.object(Streams, "is_capturing", True)
+        with is_recorded, self.assertRaisesRegex(RuntimeError, "finite reads values on the host, which a CUDA graph"):
+            model(make_rows(0))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,415 @@
+"""Prefetching and overlap: when a weight is gathered changes time and memory, never a bit of the result.
+
+The rules that are pinned here: gathers equal uses, no buffer is written or freed under a use, no gather reads a shard
+that is still to be updated, and the plan of prefetches follows what the model does.
+"""
+
+from __future__ import annotations
+
+import copy
+import unittest
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, environment, fake_world, rows_of_rank
+from runtime_common import (
+    WIDTH,
+    Net,
+    Raw,
+    assert_bit_equal,
+    assert_idle,
+    check_step,
+    counted,
+    make_rows,
+    make_tokens,
+    num_gathers,
+    runtime_of,
+    shard_copy,
+    square_loss,
+    square_step,
+    token_step,
+    train_record,
+    weight_of,
+)
+from schedules import explicit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
+
+
+def policy(depth: int, max_inflight: int = 2, **options: int) -> SchedulePolicy:
+    """Gathers ``depth`` weights ahead, one by one, unless told otherwise."""
+    one_by_one = {"prefetch_nbytes": 0, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0, "min_shard_numel": 0}
+    return explicit(depth, max_inflight_reduce_scatters=max_inflight, **{**one_by_one, **options})
+
+
+EAGER = policy(0, max_inflight=1)
+
+
+class Checkpointed(Net):
+    """``Net`` whose layers are recomputed in backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Branches(nn.Module):
+    """Which layers run, and in which order, is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Raw() if index % 2 else nn.Linear(WIDTH, WIDTH) for index in range(6)])
+        self.order = list(range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+class TestPoison(unittest.TestCase):
+    """In one process, where no thread of gloo may still hold a buffer."""
+
+    def test_poison_fills_a_freed_buffer_but_no_escaped_reference(self) -> None:
+        with fake_world():
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            with environment(DTENSOR_GTP_DEBUG="poison"):
+                model = gtp_shard(Raw(), mesh, schedule=ALL)
+            model(make_rows(0))
+            runtime, weight = runtime_of(model), weight_of(model, "first")
+            freed = runtime.acquire(weight)
+            freed.buffer.zero_()
+            runtime.release(weight, freed)
+            assert freed.buffer.isnan().all()
+            escaping = runtime.acquire(weight)
+            escaped = escaping.full.view(-1)
+            escaped.data.zero_()
+            runtime.release(weight, escaping)
+            assert escaped.eq(0).all()
+
+
+class TestOverlap(GlooTest):
+    def record(self, schedule: SchedulePolicy, model_cls: type[nn.Module] = Net, debug: str = "") -> list[torch.Tensor]:
+        """Three steps of a new model; each with its own process groups, as a new run would have them."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(1)
+        with environment(DTENSOR_GTP_DEBUG=debug):
+            return train_record(gtp_shard(model_cls(), mesh, schedule=schedule), mesh)
+
+    # --- nothing changes a bit ----------------------------------------------------------------------------------------
+
+    def test_prefetch_depth_changes_no_bit(self) -> None:
+        expected = self.record(EAGER)
+        for depth in (0, 1, 2, 5):
+            assert_bit_equal(self.record(policy(depth, depth + 1)), expected, f"depth {depth}")
+
+    def test_windows_in_bytes_and_gathers_in_one_launch_change_no_bit(self) -> None:
+        """Some weights have short last shards, which are copied into their slots; the others are sent as they are."""
+        expected = self.record(EAGER)
+        for options in ({}, {"prefetch_nbytes": 1500}, {"prefetch_nbytes": 3000, "coalesce_nbytes": 1200}):
+            schedule = explicit(1, min_shard_numel=0, **options)
+            assert_bit_equal(self.record(schedule, debug="poison,delay=1"), expected, f"{schedule}")
+
+    def test_r2_poison_and_delays_with_same_shape_layers_equal_prefetch_off(self) -> None:
+        for model_cls in (Net, Checkpointed):
+            expected = self.record(EAGER, model_cls)
+            for depth in (1, 3):
+                schedule = policy(depth, coalesce_nbytes=1200 if depth == 3 else 0)
+                actual = self.record(schedule, model_cls, debug=f"poison,delay={depth}")
+                assert_bit_equal(actual, expected, f"{model_cls.__name__}, depth {depth}")
+
+    def test_r25_repeats_under_random_delays_are_bit_equal(self) -> None:
+        self.check_repeats(range(4))
+
+    @pytest.mark.long
+    def test_r25_fifty_repeats_under_random_delays_are_bit_equal(self) -> None:
+        self.check_repeats(range(50))
+
+    def check_repeats(self, seeds: Iterable[int]) -> None:
+        expected = self.record(EAGER)
+        for seed in seeds:
+            schedule = policy(1 + seed % 4, coalesce_nbytes=seed % 3 * 600)
+            assert_bit_equal(self.record(schedule, debug=f"delay={seed}"), expected, f"delay={seed}")
+
+    # --- gathers read the present shard -------------------------------------------------------------------------------
+
+    def check_updates_are_seen(self, make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]) -> None:
+        """After each huge step, the next forward equals that of an unsharded model on the new values."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(2)
+        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH)).double()
+        batch = make_rows(0, dtype=torch.float64)
+        for reshard, is_pinned in ((True, False), (False, False), (True, True)):
+            twin = copy.deepcopy(reference)
+            with environment(DTENSOR_GTP_DEBUG="delay=5"):
+                model = shard_copy(reference, mesh, reshard_after_forward=reshard)
+            if is_pinned:
+                model.unshard()
+            optimizers = [make_optimizer(twin.parameters()), make_optimizer(model.parameters())]
+            for step in range(3):
+                square_step(twin, batch)
+                square_step(model, rows_of_rank(batch, mesh))
+                before = twin(batch).detach()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                for grad_mode in (torch.no_grad(), torch.enable_grad()):
+                    with grad_mode:
+                        expected = twin(batch).detach()
+                        actual = model(rows_of_rank(batch, mesh)).detach()
+                    assert (expected - before).abs().max() > 0.1, "the step must be huge"
+                    what = f"step {step}, reshard {reshard}, pinned {is_pinned}"
+                    torch.testing.assert_close(actual, rows_of_rank(expected, mesh), msg=lambda m, w=what: f"{w}: {m}")
+
+    def test_r3_next_forward_uses_the_updated_weight_sgd(self) -> None:
+        self.check_updates_are_seen(lambda params: torch.optim.SGD(params, lr=30.0, foreach=False))
+        self.check_updates_are_seen(lambda params: torch.optim.SGD(params, lr=30.0, foreach=True))
+
+    def test_r3_next_forward_uses_the_updated_weight_adamw(self) -> None:
+        self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, foreach=False))
+        self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, foreach=True))
+        self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, fused=True))
+
+    def test_values_written_between_forwards_are_used_at_once(self) -> None:
+        """Also by weights that are kept gathered, and also where no backward or optimizer step ever happens."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(3)
+        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())
+
+        def load(model: nn.Module) -> None:
+            model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+        def copy_in_place(model: nn.Module) -> None:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.copy_(param * 0.5)
+
+        def write_local(model: nn.Module) -> None:
+            with torch.no_grad():
+                for param in model.parameters():
+                    (param.to_local() if hasattr(param, "to_local") else param).mul_(1.25)
+
+        def write_data(model: nn.Module) -> None:
+            for param in model.parameters():
+                param.data.add_(0.125)
+
+        x = make_rows(1)
+        for reshard, is_pinned in ((True, False), (False, False), (True, True)):
+            twin = copy.deepcopy(reference)
+            model = shard_copy(reference, mesh, reshard_after_forward=reshard)
+            if is_pinned:
+                model.unshard()
+            # What writes through .data leaves no trace; after unshard(), only reshard() can make it seen.
+            for change in (load, copy_in_place, write_local, *(() if is_pinned else (write_data,))):
+                for grad_mode in (torch.no_grad(), torch.enable_grad()):
+                    with grad_mode:
+                        torch.testing.assert_close(model(x), twin(x))
+                change(model)
+                change(twin)
+                torch.testing.assert_close(model(x), twin(x), msg=lambda m, c=change: f"{c.__name__}: {m}")
+
+    # --- gathers equal uses -------------------------------------------------------------------------------------------
+
+    def test_r4_reused_module_gathers_equal_uses_and_gradients_add_up(self) -> None:
+        mesh = self.gtp_mesh()
+
+        class Reuse(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(WIDTH, WIDTH)
+                self.raw = Raw()
+                self.num_repeats = 1
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = x.requires_grad_()
+                for _ in range(self.num_repeats):
+                    x = self.raw(torch.tanh(self.linear(x)))
+                return x
+
+        torch.manual_seed(4)
+        reference = Reuse()
+        model = shard_copy(reference, mesh)
+        for step, repeats in enumerate((1, 3, 3, 5, 2)):
+            reference.num_repeats = model.num_repeats = repeats
+            before = num_gathers(model)
+            with counted() as counts:
+                square_loss(model, rows_of_rank(make_rows(step), mesh)).backward()
+                done = counts()
+            after = num_gathers(model)
+            model.zero_grad()
+            # In the first pass of a new kind, what was prefetched in vain comes on top.
+            used = {name: after[name] - before[name] for name in after}
+            if step == 2:
+                # The last weight of the forward is the first of backward and stays gathered between the two.
+                assert used == dict.fromkeys(after, 2 * repeats) | {"raw.second": 2 * repeats - 1}, used
+            assert done.all_gathers == sum(used.values())
+            assert done.reduce_scatters == 3 * repeats, done
+            check_step(reference, model, mesh, make_rows(10 + step), square_step)
+
+    def test_collectives_of_a_step_are_counted(self) -> None:
+        """Each weight: one gather in forward, one in backward if its input needs a gradient, one reduce-scatter."""
+        for depth in (0, 2, 9):
+            mesh = self.gtp_mesh()
+            model = gtp_shard(Net(), mesh, schedule=policy(depth))
+            tokens = rows_of_rank(make_tokens(0), mesh)
+            for step in range(3):
+                before = num_gathers(model)
+                with CommDebugMode() as mode, counted() as counts:
+                    token_step(model, tokens)
+                    done = counts()
+                # When the communicators are made, an all-reduce and a broadcast; after the forward, an all-reduce.
+                num_setup = 3 if step == 0 else 0
+                assert mode.get_total_counts() == sum(done) + num_setup, mode.get_comm_counts()
+                assert mode.get_comm_counts()[torch.ops.c10d._allgather_base_] == done.all_gathers
+                used = {name: value - before[name] for name, value in num_gathers(model).items()}
+                # The tied weight: lookup, head, head's backward; the lookup's backward needs no weight. Once the plan
+                # is known, the head's weight stays gathered at the turn from forward to backward.
+                expected = dict.fromkeys(used, 2) | {"embedding.weight": 3 if step == 0 else 2}
+                assert used == expected, f"step {step}, depth {depth}: {used}"
+                # Two reduce-scatters of the tied weight; one all-reduce for all parameters that stay whole.
+                assert done == (sum(expected.values()), len(used) + 1, 1), f"step {step}, depth {depth}: {done}"
+                assert_idle(model)
+
+    def test_evaluation_gathers_each_weight_once_for_each_use(self) -> None:
+        mesh = self.gtp_mesh()
+        model = gtp_shard(Net(), mesh, schedule=policy(3))
+        model.eval()
+        for grad_mode in (torch.no_grad, torch.inference_mode):
+            for _ in range(3):
+                before = num_gathers(model)
+                with counted() as counts, grad_mode():
+                    model(make_tokens(0))
+                    done = counts()
+                used = {name: value - before[name] for name, value in num_gathers(model).items()}
+                assert used == dict.fromkeys(used, 1) | {"embedding.weight": 2}, used
+                assert done == (sum(used.values()), 0, 0), done
+                assert_idle(model)
+
+    def test_kept_weight_saves_the_gather_of_backward(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(5)
+        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH))
+        model = shard_copy(reference, mesh, reshard_after_forward=False)
+        for step in range(3):
+            before = num_gathers(model)
+            check_step(reference, model, mesh, make_rows(step), square_step)
+            used = {name: value - before[name] for name, value in num_gathers(model).items()}
+            assert used == dict.fromkeys(used, 1), used
+        model.set_reshard_after_forward(True)
+        for step in range(3):
+            before = num_gathers(model)
+            check_step(reference, model, mesh, make_rows(step), square_step)
+            used = {name: value - before[name] for name, value in num_gathers(model).items()}
+        # The first weight is not needed in backward: no gradient flows to its input. The last one is kept at the turn.
+        assert used == dict.fromkeys(used, 2) | {"0.weight": 1, "2.weight": 1}, used
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def test_observed_schedule_is_printed(self) -> None:
+        mesh = self.gtp_mesh()
+        model = gtp_shard(Net(num_pairs=1), mesh, schedule=policy(1, coalesce_nbytes=1200))
+        self.assertEqual(sharding_report(model).schedule, "")
+        token_step(model, make_tokens(0))
+        with torch.no_grad():
+            model(make_tokens(0))
+        if self.rank != 0:
+            return
+        self.assertExpectedInline(
+            sharding_report(model).schedule,
+            """\
+forward of Net: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
+  begin                                        gather embedding.weight (1.5 KiB)
+  use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
+  use layers.0.weight
+  use layers.1.first                           gather layers.1.second (576 B)
+  use layers.1.second                          gather embedding.weight (1.5 KiB)
+  use embedding.weight
+backward of Net: 4 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
+  begin                                        gather embedding.weight (1.5 KiB)
+  use embedding.weight                         gather layers.1.second + layers.1.first (1.1 KiB)
+  use layers.1.second
+  use layers.1.first                           gather layers.0.weight (576 B)
+  use layers.0.weight
+forward of Net without gradient: 5 weight uses; 1 use is gathered ahead; one launch carries up to 1.2 KiB
+  begin                                        gather embedding.weight (1.5 KiB)
+  use embedding.weight                         gather layers.0.weight + layers.1.first (1.1 KiB)
+  use layers.0.weight
+  use layers.1.first                           gather layers.1.second (576 B)
+  use layers.1.second                          gather embedding.weight (1.5 KiB)
+  use embedding.weight""",
+        )
+
+    def test_small_weights_are_gathered_in_one_launch(self) -> None:
+        """Each use is still one gather; a weight that is used alone, against the plan, is gathered alone."""
+        mesh = self.gtp_mesh()
+        model = gtp_shard(Branches(), mesh, schedule=policy(1, coalesce_nbytes=3 * 576))
+        x = make_rows(0).requires_grad_()
+        launches, gathers = [], []
+        for order in ([0, 1, 2], [0, 1, 2], [1], [1]):
+            model.order = order
+            with counted() as counts:
+                square_step(model, x)
+                gathers.append(counts().all_gathers)
+                launches.append(counts.num_launches["_allgather_base_"])
+        # Layer 1 has two weights. The last weight of the forward is kept once the plan is known. What comes for layers
+        # 0 and 2 in the third step is dropped.
+        self.assertEqual(gathers, [8, 7, 8, 3])
+        self.assertEqual(launches, [8, 4, 4, 2])
+        assert_idle(model)
+
+    def check_orders(self, orders: list[list[int]], depth: int) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(6)
+        reference = Branches()
+        model = shard_copy(reference, mesh, schedule=policy(depth, coalesce_nbytes=1200 if depth == 3 else 0))
+        for step, order in enumerate(orders):
+            reference.order = model.order = order
+            check_step(reference, model, mesh, make_rows(step), square_step)
+
+    def test_changing_order_of_layers_stays_right(self) -> None:
+        for depth in (1, 3):
+            self.check_orders([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 3, 0, 5, 1], [0, 1, 2, 3, 4, 5]], depth)
+
+    def test_changing_choice_of_layers_stays_right(self) -> None:
+        for depth in (1, 3):
+            self.check_orders([[0, 1, 2], [3, 4, 5], [0, 4, 5], [1], [0, 1, 2, 3, 4, 5], [2, 3]], depth)
+
+    def test_plan_follows_the_model_and_stops_deviating(self) -> None:
+        mesh = self.gtp_mesh()
+        model = gtp_shard(Branches(), mesh, schedule=policy(2))
+        x = make_rows(0).requires_grad_()
+
+        def deviations() -> int:
+            return sum(chain.num_deviations for chain in runtime_of(model).chains.values())
+
+        for order in ([0, 1, 2, 3], [2, 0, 5]):
+            model.order = order
+            square_step(model, x)
+            after_change, before = deviations(), num_gathers(model)
+            for _ in range(2):
+                square_step(model, x)
+            self.assertEqual(deviations(), after_change)
+            used = {name: value - before[name] for name, value in num_gathers(model).items() if value != before[name]}
+            names = {f"layers.{i}." for i in order}
+            assert {name[: name.rindex(".") + 1] for name in used} == names, used
+            # Two steps, forward and backward; what the forward uses last is kept for the backward.
+            turning = f"layers.{order[-1]}." + ("second" if order[-1] % 2 else "weight")
+            assert used == dict.fromkeys(used, 4) | {turning: 2}, used
+            forward = runtime_of(model).chains[ChainKey(Entry(model), True)]
+            assert len(forward.plan.uses) == len(used)
+            assert_idle(model)
+
+
+if __name__ == "__main__":
+    run_tests()

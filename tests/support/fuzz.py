@@ -1,0 +1,473 @@
+"""Random models under random compositions: what is drawn, as plain data.
+
+A ``Draw`` prints as the Python expression that makes it again. ``draw_of(seed)`` is a pure function of the seed.
+``problem_of`` says why a draw makes no sense or is refused by the documentation: the generator draws again then, and
+the shrinker (``fuzz_run.py``) leaves such steps out. ``fuzz_model.py`` builds the model, ``fuzz_run.py`` trains it
+beside one process. Run ``python tests/support/fuzz.py --help`` for long runs and to reproduce a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+# Axes of every root mesh, before a draw puts them in its own order.
+AXES = ("dp", "replicate", "gtp", "tp")
+
+# Kinds that keep the width; the others have a width of their own.
+KEEPING = ("layer_norm", "rms_norm", "group_norm", "attention", "conv2d", "late")
+CHANGING = ("linear", "conv1d", "raw", "stack", "list", "mlp", "gru")
+# Kinds whose weight another layer of the same kind and shape may share ("embedding" with "linear": a tied head).
+TYING = ("linear", "raw", "embedding")
+LOW_PRECISION = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module of the model.
+
+    Args:
+        kind: What it is, see ``fuzz_model.make_layer``.
+        out: Width of its output; 0 keeps that of its input.
+        bias: Whether it has one.
+        dtype: A dtype of its own; empty for that of the model.
+        residual: Its output is added to its input.
+        tied: Index of an earlier layer whose weight it shares, or -1.
+        frozen: ``all`` of its parameters, only the ``first``, or none.
+        unfrozen_at: From this step on everything trains (0: what is frozen stays so).
+        period: Left out in every ``period``-th backward of the run (0: never).
+        nested: ``gtp_shard`` is called on it first: over the nested mesh (``mesh``) or over the same (``call``).
+        placement: What ``shard_placement_fn`` says of its matrices: ``dim1``, ``block``, ``replicate``, or default.
+        tp: Whether ``parallelize_module`` cuts it.
+        compiled: Whether it is compiled (``aot_eager``).
+    """
+
+    kind: str = "linear"
+    out: int = 0
+    bias: bool = True
+    dtype: str = ""
+    residual: bool = False
+    tied: int = -1
+    frozen: str = ""
+    unfrozen_at: int = 0
+    period: int = 0
+    nested: str = ""
+    placement: str = ""
+    tp: bool = False
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions ``start`` to ``stop`` of the program run in one ``checkpoint`` or under ``save_on_cpu``."""
+
+    start: int
+    stop: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A model, how it is sharded, and how it is trained.
+
+    Args:
+        seed: Of initial values and batches.
+        layers: The modules.
+        order: The program: indices into ``layers``.
+        spans: Activation checkpointing; disjoint or nested.
+        dtype: Of parameters and input.
+        width: Of the input, or of the embedding's rows.
+        vocabulary: Input is tokens of an embedding with so many rows; 0: input is floats.
+        needs_input_grad: The input requires a gradient.
+        axes: Sizes of dp, replicate, gtp and tp; their product is the number of ranks (1, 2 or 4).
+        hsdp: ``gtp_shard`` gets the 2-D mesh (replicate, gtp), also if replicate has one rank.
+        uses_dp: ``fully_shard`` over dp goes around, also if dp has one rank.
+        order_of_axes: The root mesh has its axes in this order.
+        is_transposed: Neighbours along replicate are neighbours in rank, not those along gtp.
+        flipped: Axes along which ranks descend.
+        nested_axes: Sizes of replicate and gtp of the nested mesh, over the same ranks.
+        interleaves: The forwards of all microbatches of a step run before their backwards.
+        scales: Parameters are multiplied in place after each microbatch: each ``param``, or its ``local`` part.
+        calls: ``forward`` runs the model, a ``method`` registered to count as one, or both take ``turns``.
+        breaks: An exception ends a ``forward`` or a ``backward`` before each step; training goes on.
+        recipe: Quantizes the weights of linear layers.
+    """
+
+    seed: int = 0
+    layers: tuple[Layer, ...] = (Layer(out=5),)
+    order: tuple[int, ...] = (0,)
+    spans: tuple[Span, ...] = ()
+    dtype: str = "float64"
+    width: int = 4
+    vocabulary: int = 0
+    needs_input_grad: bool = False
+    # composition
+    axes: tuple[int, int, int, int] = (1, 1, 1, 1)
+    hsdp: bool = False
+    uses_dp: bool = False
+    order_of_axes: tuple[int, int, int, int] = (0, 1, 2, 3)
+    is_transposed: bool = False
+    flipped: tuple[str, ...] = ()
+    nested_axes: tuple[int, int] = (1, 1)
+    # policies
+    prefetch_depth: int = 2
+    max_inflight: int = 2
+    prefetch_nbytes: int = 0
+    coalesce_nbytes: int = 0
+    expert_blocks_ahead: int = 1
+    keep_nbytes: int = 0
+    reduce_scatter: Literal["ring", "all_to_all"] = "ring"
+    min_shard_numel: int = 0
+    embedding: Literal["gather", "exchange", "auto"] = "gather"
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    mixed: str = ""
+    outer_reshard: bool = True
+    outer_units: bool = False
+    debug: str = ""
+    # training
+    rows: int = 1
+    length: int = 3
+    steps: int = 3
+    microbatches: int = 1
+    unsynced: str = ""
+    retains_graph: bool = False
+    interleaves: bool = False
+    breaks: str = ""
+    scales: str = ""
+    evaluates: bool = False
+    unshards: bool = False
+    divides_by: int = 0
+    keeps_zeros: bool = False
+    optimizer: str = "local"
+    clips: bool = False
+    wgrad_first: bool = True
+    keep_last: bool = True
+    calls: Literal["forward", "method", "turns"] = "forward"
+    recipe: str = ""
+
+    @property
+    def world(self) -> int:
+        return self.axes[0] * self.axes[1] * self.axes[2] * self.axes[3]
+
+    @property
+    def num_data(self) -> int:
+        return self.axes[0] * self.axes[1] * self.axes[2]
+
+    @property
+    def is_low_precision(self) -> bool:
+        return self.mixed == "low" or any(layer.dtype == LOW_PRECISION for layer in self.layers)
+
+
+def show(value: Draw | Layer | Span) -> str:
+    """The expression that makes ``value``, without what is left at its default."""
+
+    def of(item: object) -> str:
+        if isinstance(item, Draw | Layer | Span):
+            return show(item)
+        if isinstance(item, tuple) and item and isinstance(item[0], Layer | Span):
+            return f"({', '.join(map(of, item))},)"
+        return repr(item)
+
+    given = [(f, getattr(value, f.name)) for f in fields(value)]
+    return f"{type(value).__name__}({', '.join(f'{f.name}={of(v)}' for f, v in given if v != f.default)})"
+
+
+def widths(draw: Draw) -> dict[int, tuple[int, int]] | None:
+    """Width of input and output of each layer that the program runs; None if they do not fit together."""
+    known: dict[int, tuple[int, int]] = {}
+    width = draw.width
+    for index in draw.order:
+        layer = draw.layers[index]
+        ends = (width, layer.out or width)
+        if known.setdefault(index, ends) != ends:
+            return None
+        if (layer.residual or layer.period) and ends[0] != ends[1] and layer.kind != "embedding":
+            return None
+        width = ends[1]
+    return known
+
+
+def _shape_to_tie(layer: Layer, ends: tuple[int, int], vocabulary: int) -> tuple[int, ...]:
+    if layer.kind == "embedding":
+        return (vocabulary, ends[1])
+    return ends[::-1] if layer.kind == "linear" else ends
+
+
+def problem_of(draw: Draw) -> str:
+    """Why ``draw`` cannot be run: it makes no sense, or the documentation refuses it. Empty if it can."""
+    if not draw.order or not draw.layers or set(draw.order) != set(range(len(draw.layers))):
+        return "the program leaves out a layer"
+    ends = widths(draw)
+    if ends is None:
+        return "widths"
+    problems = (_problem_of_layer(draw, index, ends) for index in range(len(draw.layers)))
+    return next(filter(None, (*problems, _problem_of_spans(draw), _problem_of_whole(draw))), "")
+
+
+def _problem_of_layer(draw: Draw, index: int, ends: dict[int, tuple[int, int]]) -> str:
+    layer = draw.layers[index]
+    if (layer.kind == "embedding") != (draw.vocabulary > 0 and index == 0):
+        return "an embedding comes first, where there are tokens"
+    if layer.kind == "embedding" and (draw.order.count(0) != 1 or draw.order[0] != 0 or layer.residual or layer.period):
+        return "an embedding runs once, at the start"
+    if layer.kind in KEEPING and layer.out:
+        return "the layer has no width of its own"
+    if layer.unfrozen_at and not layer.frozen:
+        return "nothing to unfreeze"
+    if layer.tp and (layer.kind != "mlp" or layer.dtype or layer.nested):
+        return "not tensor parallel"
+    if layer.compiled and (layer.kind not in ("linear", "mlp", "raw") or layer.dtype or draw.uses_dp or layer.tp):
+        return "not compiled"
+    if layer.nested == "mesh" and (draw.uses_dp or draw.axes[3] > 1):
+        return "the nested mesh has the ranks of dp or tp, too"
+    if layer.tied >= 0:
+        other = draw.layers[layer.tied]
+        kinds = (other.kind, layer.kind)
+        shapes = [_shape_to_tie(draw.layers[i], ends[i], draw.vocabulary) for i in (layer.tied, index)]
+        if layer.tied >= index or kinds not in (("linear",) * 2, ("raw",) * 2, ("embedding", "linear")):
+            return "these kinds do not tie"
+        # One gradient, so one dtype; a weight is frozen or not.
+        if shapes[0] != shapes[1] or layer.dtype != other.dtype or layer.frozen or other.tied >= 0:
+            return "these weights do not tie"
+        if layer.placement != other.placement:
+            return "one weight has one placement"
+    return ""
+
+
+def _problem_of_spans(draw: Draw) -> str:
+    for span in draw.spans:
+        if not 0 <= span.start < span.stop <= len(draw.order):
+            return "a span outside of the program"
+        if span.kind == "selective" and draw.retains_graph:
+            return "torch has no second backward through selective checkpointing"
+        if span.kind == "selective" and any(draw.layers[i].kind == "gru" for i in draw.order[span.start : span.stop]):
+            return "torch saves products of a GRU that it overwrites: wrong gradients, also in one process"
+        if span.kind == "selective" and draw.outer_units:
+            return "torch counts the ops of fully_shard's hooks in such a region, and they differ in the recomputation"
+        outside = (*draw.order[: span.start], *draw.order[span.stop :])
+        if span.kind == "reentrant" and draw.outer_units and set(draw.order[span.start : span.stop]) & set(outside):
+            return "fully_shard leaves the gradient of a unit unreduced that is used in such a region and outside of it"
+        for other in draw.spans:
+            is_apart = other.stop <= span.start or span.stop <= other.start
+            is_inside = other.start >= span.start and other.stop <= span.stop
+            is_around = span.start >= other.start and span.stop <= other.stop
+            if not (is_apart or is_inside or is_around):
+                return "spans overlap"
+            if other is not span and (other.start, other.stop) == (span.start, span.stop):
+                return "two spans of one extent"
+    return ""
+
+
+def _problem_of_whole(draw: Draw) -> str:
+    dp, replicate, gtp, tp = draw.axes
+    if draw.world not in (1, 2, 4):
+        return "number of ranks"
+    if (replicate > 1 and not draw.hsdp) or (dp > 1 and not draw.uses_dp):
+        return "an axis that nobody uses"
+    if draw.nested_axes[0] * draw.nested_axes[1] != replicate * gtp:
+        return "the nested mesh has other ranks"
+    has_own_dtype = any(layer.dtype for layer in draw.layers)
+    if draw.mixed and (has_own_dtype or (draw.mixed == "low") != (draw.dtype == "float32" and draw.mixed == "low")):
+        return "mixed precision casts everything to one dtype"
+    is_double = draw.dtype == "float64" and not draw.mixed and not has_own_dtype
+    if draw.optimizer.startswith("adamw") and not is_double:
+        return "AdamW blows up what rounding leaves of a gradient near zero"
+    if draw.unsynced == "all_reduce" and not draw.hsdp:
+        return "no replicas"
+    if draw.unsynced and draw.microbatches == 1:
+        return "nothing to accumulate"
+    if draw.unsynced and not any(
+        not layer.frozen and not layer.period and layer.kind != "late" for layer in draw.layers
+    ):
+        return "the last microbatch may have no backward at all, which would reduce"
+    if draw.interleaves and draw.microbatches == 1:
+        return "nothing to interleave"
+    if draw.scales and draw.interleaves:
+        return "autograd refuses weights that were written between forward and backward"
+    middle = draw.layers[draw.order[len(draw.order) // 2]]
+    if draw.breaks and (middle.period or middle.frozen or middle.kind == "late"):
+        return "nothing would break"
+    if draw.recipe and (draw.dtype != "float32" or draw.mixed or has_own_dtype):
+        return "the reference of recipes computes in float32"
+    if draw.recipe and any(layer.tp or layer.placement in ("block", "replicate") for layer in draw.layers):
+        return "shards that may cut blocks of the recipe, or none"
+    if draw.recipe and not any(layer.kind in ("linear", "mlp") for layer in draw.layers):
+        return "nothing to quantize"
+    if draw.uses_dp and has_own_dtype:
+        return "fully_shard expects one dtype"
+    if draw.uses_dp and _problem_beside_fully_shard(draw):
+        return _problem_beside_fully_shard(draw)
+    if draw.flipped and (tp > 1 or draw.uses_dp or any(layer.tp for layer in draw.layers)):
+        return "a mesh whose ranks descend has no root in common with those of dp and tp"
+    return ""
+
+
+def _problem_beside_fully_shard(draw: Draw) -> str:
+    has_blocks = draw.recipe not in ("", "float8_rowwise", "float8_tensorwise")
+    if has_blocks or any(layer.placement == "block" for layer in draw.layers):
+        return "fully_shard over blocks is refused, where they are not torch's chunks"
+    if draw.breaks or draw.interleaves:
+        return "fully_shard alone does not promise that"
+    if draw.retains_graph or draw.unshards or draw.unsynced or not draw.reshard_after_backward:
+        return "fully_shard has switches of its own"
+    if draw.divides_by:
+        return "fully_shard divides, too"
+    if draw.hsdp and any(layer.tp for layer in draw.layers):
+        return "fully_shard takes parameters of two axes at most"
+    if not draw.outer_reshard and any(layer.unfrozen_at for layer in draw.layers):
+        return "fully_shard leaves parameters registered that requires_grad_ does not reach the sharded ones through"
+    return ""
+
+
+# --- the generator ----------------------------------------------------------------------------------------------------
+
+
+def draw_of(seed: int) -> Draw:
+    """The draw of a seed."""
+    rng = random.Random(seed)
+    while True:
+        draw = _draw(rng, seed)
+        if not problem_of(draw):
+            quantized = _quantized(random.Random(-1 - seed), draw)
+            return draw if problem_of(quantized) else quantized
+
+
+def _quantized(rng: random.Random, draw: Draw) -> Draw:
+    """``draw`` with a recipe, two times of three, and perhaps with layers of several blocks."""
+    some = rng.choice(("mxfp8", "nvfp4", "float8_rowwise", "float8_blockwise", "float8_tensorwise"))
+    recipe = rng.choice(("", some, some))
+    factor = rng.choice((1, 7, 9)) if recipe else 1
+    is_head = [layer.tied == 0 and draw.vocabulary > 0 for layer in draw.layers]
+    layers = [
+        layer if head else replace(layer, out=factor * layer.out)
+        for layer, head in zip(draw.layers, is_head, strict=True)
+    ]
+    return replace(draw, recipe=recipe, width=factor * draw.width, layers=tuple(layers))
+
+
+def _draw(rng: random.Random, seed: int) -> Draw:
+    axes = _draw_axes(rng)
+    uses_dp = axes[0] > 1 or rng.random() < 0.05
+    low = rng.random() < 0.1
+    dtype = "float32" if low else rng.choice(("float32", "float64", "float64"))
+    vocabulary = rng.choice((0, 0, 7, 11, 16))
+    layers, order = _draw_program(rng, vocabulary, axes, low, uses_dp)
+    microbatches = rng.choice((1, 1, 2, 3))
+    stock = ("sgd", "momentum") if low else ("sgd", "momentum", "adamw", "adamw_fused", "adamw_single")
+    num_gtp = axes[1] * axes[2]
+    nested_gtp = rng.choice([size for size in (1, 2, 4) if num_gtp % size == 0])
+    return Draw(
+        seed=seed,
+        layers=layers,
+        order=order,
+        spans=_draw_spans(rng, len(order)),
+        dtype=dtype,
+        width=rng.choice((4, 6, 6, 5, 8)),
+        vocabulary=vocabulary,
+        needs_input_grad=not vocabulary and rng.random() < 0.3,
+        axes=axes,
+        hsdp=axes[1] > 1 or rng.random() < 0.2,
+        uses_dp=uses_dp,
+        order_of_axes=rng.choice(((0, 1, 2, 3), (0, 1, 2, 3), (0, 3, 1, 2))),
+        is_transposed=rng.random() < 0.2,
+        flipped=tuple(axis for axis in ("replicate", "gtp") if rng.random() < 0.15),
+        nested_axes=(num_gtp // nested_gtp, nested_gtp),
+        prefetch_depth=rng.choice((0, 1, 2, 2, 3, 4)),
+        max_inflight=rng.choice((1, 2, 2, 4)),
+        min_shard_numel=rng.choice((0, 0, 0, 0, 20, 1024)),
+        reshard_after_forward=rng.random() < 0.75,
+        reshard_after_backward=uses_dp or rng.random() < 0.8,
+        mixed="low" if low and rng.random() < 0.5 else rng.choice(("", "", "", "wide", "narrow", "reduce")),
+        outer_reshard=rng.random() < 0.7,
+        outer_units=uses_dp and rng.random() < 0.5,
+        debug=rng.choice(("", "", "", "", "poison", "poison", "delay", "poison,delay", "poison,order,finite")),
+        rows=rng.choice((1, 2)),
+        length=rng.choice((2, 3, 4)),
+        microbatches=microbatches,
+        unsynced=rng.choice(("", "gradient", "all_reduce")) if microbatches > 1 and not uses_dp else "",
+        retains_graph=not uses_dp and rng.random() < 0.1,
+        interleaves=microbatches > 1 and not uses_dp and rng.random() < 0.3,
+        breaks=rng.choice(("forward", "backward")) if not uses_dp and rng.random() < 0.1 else "",
+        scales=rng.choice(("param", "local")) if rng.random() < 0.15 else "",
+        evaluates=rng.random() < 0.2,
+        unshards=not uses_dp and rng.random() < 0.1,
+        divides_by=rng.choice((1, 3)) if not uses_dp and rng.random() < 0.1 else 0,
+        keeps_zeros=rng.random() < 0.2,
+        optimizer=rng.choice(stock) if rng.random() < 0.4 else "local",
+        clips=rng.random() < 0.15,
+        prefetch_nbytes=rng.choice((0, 600, 256 << 20)),
+        coalesce_nbytes=rng.choice((0, 600, 2000, 64 << 20)),
+        expert_blocks_ahead=rng.choice((0, 1, 1, 2)),
+        keep_nbytes=rng.choice((0, 0, 600, 1 << 20)),
+        embedding=rng.choice(("gather", "exchange", "auto")) if vocabulary else "gather",
+        reduce_scatter=rng.choice(("ring", "ring", "all_to_all")),
+        wgrad_first=rng.random() < 0.8,
+        keep_last=rng.random() < 0.8,
+        calls=rng.choice(("forward", "forward", "forward", "method", "turns")),
+    )
+
+
+def _draw_axes(rng: random.Random) -> tuple[int, int, int, int]:
+    """Two ranks most of the time, because they find most and cost little."""
+    sizes = [1, 1, 1, 1]
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2))):
+        sizes[rng.choice((0, 1, 2, 2, 2, 3))] *= 2
+    return (sizes[0], sizes[1], sizes[2], sizes[3])
+
+
+def _draw_program(
+    rng: random.Random, vocabulary: int, axes: tuple[int, ...], low: bool, uses_dp: bool
+) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
+    layers = [Layer("embedding")] if vocabulary else []
+    for _ in range(rng.choice((1, 2, 3, 4, 5))):
+        layers.append(_draw_layer(rng, len(layers), axes, low, uses_dp))
+    order = list(range(len(layers)))
+    if vocabulary and rng.random() < 0.5:
+        layers.append(Layer("linear", out=vocabulary, bias=rng.random() < 0.3, tied=0))
+        order.append(len(layers) - 1)
+    for _ in range(rng.choice((0, 0, 1, 2))):  # a layer once more, somewhere after its first time
+        position = rng.randrange(len(order))
+        order.insert(rng.randint(position, len(order)), order[position])
+    return tuple(layers), tuple(order)
+
+
+def _draw_layer(rng: random.Random, index: int, axes: tuple[int, ...], low: bool, uses_dp: bool) -> Layer:
+    kind = rng.choice(("linear",) * 4 + ("raw", "raw", "mlp", "mlp") + CHANGING + KEEPING)
+    is_tp = kind == "mlp" and rng.random() < (0.8 if axes[3] > 1 else 0.1)
+    own_dtypes = (LOW_PRECISION,) if low else ("", "", "", "", "", "float32", "float64")
+    frozen = rng.choice(("", "", "", "", "", "all", "first"))
+    return Layer(
+        kind=kind,
+        out=0 if kind in KEEPING or rng.random() < 0.6 else rng.choice((1, 3, 4, 6, 7, 10)),
+        bias=rng.random() < 0.7,
+        dtype=rng.choice(("", "", "", *own_dtypes)),
+        residual=rng.random() < 0.25,
+        tied=rng.randrange(index) if index and rng.random() < 0.2 else -1,
+        frozen=frozen,
+        unfrozen_at=1 if frozen and rng.random() < 0.4 else 0,
+        period=rng.choice((2, 3)) if rng.random() < 0.15 else 0,
+        nested=rng.choice(("mesh", "call")) if rng.random() < 0.15 and not uses_dp else "",
+        placement=rng.choice(("dim1", "replicate") if uses_dp else ("dim1", "block", "replicate"))
+        if rng.random() < 0.2
+        else "",
+        tp=is_tp,
+        compiled=rng.random() < 0.003,
+    )
+
+
+def _draw_spans(rng: random.Random, length: int) -> tuple[Span, ...]:
+    spans = []
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        start = rng.randrange(length)
+        stop = rng.randint(start + 1, length)
+        spans.append(Span(start, stop, rng.choice(("reentrant", "nonreentrant", "nonreentrant", "selective", "cpu"))))
+    return tuple(spans)
+
+
+if __name__ == "__main__":
+    # What the workers unpickle are classes of the module ``fuzz``, not of ``__main__``.
+    from fuzz_cli import main
+
+    raise SystemExit(main())

@@ -1,0 +1,350 @@
+"""LoRA and QLoRA: a frozen base, also in low precision, with small trainable adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank, shared_directory
+from runtime_common import assert_idle, counted, num_gathers
+from schedules import explicit
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Replicate
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import GTPModule, GTPShard, SchedulePolicy, gtp_shard
+from dtensor_gtp.report import sharding_report
+
+DIM = 16
+RANK = 2
+# Bases are sharded, adapters of RANK rows are not.
+TINY_ADAPTERS = explicit(min_shard_numel=DIM * RANK + 1)
+
+
+class LoRALinear(nn.Module):
+    """``base(x) + up(down(x))`` with a frozen base."""
+
+    def __init__(self, base: nn.Module, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(DIM, RANK, bias=False, dtype=dtype)
+        self.lora_b = nn.Linear(RANK, DIM, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted = self.lora_b(self.lora_a(x.to(self.lora_a.weight.dtype)))
+        result: torch.Tensor = self.base(x) + adapted.to(x.dtype)
+        return result
+
+
+class QuantizedLinear(nn.Module):
+    """An int8 weight with a scale for each row, a parameter as bitsandbytes has it, or a buffer."""
+
+    def __init__(self, is_parameter: bool) -> None:
+        super().__init__()
+        weight = torch.randn(DIM, DIM) / DIM**0.5
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        quantized = (weight / scale).round().to(torch.int8)
+        if is_parameter:
+            self.quantized = nn.Parameter(quantized, requires_grad=False)
+        else:
+            self.register_buffer("quantized", quantized)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.quantized.to(x.dtype) * self.scale)
+
+
+class Raw(nn.Module):
+    """A weight that is read as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, make_base: Callable[[], nn.Module], dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM).requires_grad_(False)
+        self.first = LoRALinear(make_base(), dtype)
+        self.second = LoRALinear(make_base(), dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.second(torch.tanh(self.first(self.norm(x))))
+        return result
+
+
+class Model(nn.Module):
+    """Blocks of LoRA layers on a frozen embedding; ``use_reentrant`` recomputes them."""
+
+    use_reentrant: bool | None = None
+
+    def __init__(self, make_base: Callable[[], nn.Module] | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, DIM).requires_grad_(False)
+        self.blocks = nn.ModuleList([Block(make_base or (lambda: nn.Linear(DIM, DIM)), dtype) for _ in range(2)])
+        self.head = nn.Linear(DIM, 13, bias=False).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.use_reentrant:
+            x.requires_grad_()
+        for block in self.blocks:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def lora(make_base: Callable[[], nn.Module] | None = None, dtype: torch.dtype | None = None) -> Model:
+    torch.manual_seed(0)
+    return Model(make_base, dtype)
+
+
+def adapters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}
+
+
+def on_trainable(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in params if param.requires_grad], lr=1e-2)
+
+
+def tokens_of(generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 13, (8, 6), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class TestLoRA(GlooTest):
+    world_size = 2
+
+    def train(self, reference: nn.Module, schedule: SchedulePolicy = TINY_ADAPTERS, **options: Any) -> Any:
+        mesh = self.gtp_mesh()
+        shard = options.pop("shard", lambda model: gtp_shard(model, mesh, schedule=schedule))
+        options = {"make_optimizer": on_trainable, **options}
+        frozen = {name: param.clone() for name, param in reference.named_parameters() if not param.requires_grad}
+        model = check_training(reference, shard, mesh, tokens_of, loss_of, **options)
+        for name, before in frozen.items():
+            param = dict(model.named_parameters())[name]
+            assert torch.equal(full(param), before), f"{name} is frozen"
+            assert param.grad is None, name
+        return model
+
+    # --- what is trained and how it is placed -------------------------------------------------------------------------
+
+    def test_tiny_adapters_stay_whole(self) -> None:
+        model = self.train(lora(), num_microbatches=2)
+        placements = {name: param.placements for name, param in model.named_parameters()}
+        for name, placement in placements.items():
+            expected = Replicate() if "lora" in name or "norm" in name or "bias" in name else GTPShard(0)
+            assert placement == (expected,), f"{name}: {placement}"
+
+    def test_large_adapters_are_sharded(self) -> None:
+        model = self.train(lora(), ALL)
+        for name, param in adapters(model).items():
+            assert param.placements == (GTPShard(0),), name
+
+    def test_recomputed_blocks(self) -> None:
+        for use_reentrant in (True, False):
+            for schedule in (TINY_ADAPTERS, ALL):
+                reference = lora()
+                reference.use_reentrant = use_reentrant
+                self.train(reference, schedule, steps=2)
+
+    def test_compiled_blocks(self) -> None:
+        mesh = self.gtp_mesh()
+        for schedule in (TINY_ADAPTERS, ALL):
+            torch._dynamo.reset()
+
+            def shard(model: Any, schedule: SchedulePolicy = schedule) -> nn.Module:
+                gtp_shard(model, mesh, schedule=schedule)
+                for block in model.blocks:
+                    block.compile(backend="aot_eager", fullgraph=True)
+                return model
+
+            self.train(lora(), shard=shard, steps=2)
+
+    # --- what frozen weights cost -------------------------------------------------------------------------------------
+
+    def test_frozen_weights_are_not_reduced(self) -> None:
+        """Only adapters communicate gradients: one reduce-scatter each, or one all-reduce for all that are whole."""
+        for schedule, expected in ((TINY_ADAPTERS, (0, 1)), (ALL, (8, 0))):
+            model = gtp_shard(lora(), self.gtp_mesh(), schedule=schedule)
+            tokens = tokens_of(torch.Generator().manual_seed(0))
+            for step in range(3):
+                before = num_gathers(model)
+                with counted() as counts:
+                    loss_of(model, tokens).backward()
+                self.assertEqual(counts()[1:], expected)
+                used = {name: count - before[name] for name, count in num_gathers(model).items()}
+                for name, count in used.items():
+                    # No gradient flows below the first block: its first base has no dgrad, but the first backward
+                    # guesses that it has. The head turns.
+                    is_guessed = step == 0 and name == "blocks.0.first.base.weight"
+                    is_forward_only = name in ("embedding.weight", "blocks.0.first.base.weight") and not is_guessed
+                    is_kept = name == "head.weight" and step > 0
+                    if "lora" not in name:
+                        self.assertEqual(count, 1 if is_forward_only or is_kept else 2, f"step {step}: {name}")
+            assert_idle(model)
+
+    def test_frozen_weights_save_no_input(self) -> None:
+        """What autograd keeps of a frozen layer is nothing, of a trained one its input; weights are never kept."""
+
+        def saved_numel(module: nn.Module, x: torch.Tensor) -> list[int]:
+            saved: list[int] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+                module(x)
+            return saved
+
+        x = torch.randn(24, DIM, requires_grad=True)
+        for make in (lambda: nn.Linear(DIM, DIM), lambda: nn.Linear(DIM, DIM, bias=False), Raw):
+            model = gtp_shard(nn.Sequential(make(), make()), self.gtp_mesh(), schedule=ALL)
+            model.requires_grad_(False)
+            self.assertEqual(saved_numel(model, x), [])
+            model[1].requires_grad_(True)
+            self.assertEqual(saved_numel(model, x), [x.numel()])
+        model = gtp_shard(nn.Sequential(nn.Embedding(13, DIM)), self.gtp_mesh(), schedule=ALL)
+        model.requires_grad_(False)
+        self.assertEqual(saved_numel(model, torch.zeros(24, dtype=torch.long)), [])
+
+    # --- precision ----------------------------------------------------------------------------------------------------
+
+    def test_bf16_base_with_fp32_adapters(self) -> None:
+        """Adapters are computed, reduced and updated in float32, whatever the base is kept in."""
+
+        def make() -> nn.Module:
+            return nn.Linear(DIM, DIM, dtype=torch.bfloat16)
+
+        def bf16(model: Model) -> Model:
+            for module in (model.embedding, model.head, *(block.norm for block in model.blocks)):
+                module.bfloat16()
+            return model
+
+        tolerance = {"rtol": 3e-2, "atol": 3e-3}
+        for schedule in (TINY_ADAPTERS, ALL):
+            model = self.train(
+                bf16(lora(make, torch.float32)),
+                schedule,
+                make_optimizer=lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
+                tolerance=tolerance,
+            )
+            with counted() as counts:
+                loss_of(model, tokens_of(torch.Generator().manual_seed(0))).backward()
+            for op in ("_reduce_scatter_base_", "allreduce_"):
+                self.assertLessEqual(counts.dtypes.get(op, set()), {torch.float32})
+            self.assertEqual({param.grad.dtype for param in adapters(model).values()}, {torch.float32})
+            self.assertEqual(model.head.weight.dtype, torch.bfloat16)
+
+    def test_int8_base(self) -> None:
+        """Integers are not sharded: they stay whole, and the report says why."""
+        for is_parameter in (True, False):
+            model = self.train(lora(lambda: QuantizedLinear(is_parameter)))  # noqa: B023
+            report = str(sharding_report(model, verbose=True))
+            lines = [line for line in report.splitlines() if "quantized" in line]
+            self.assertEqual(len(lines), 4 if is_parameter else 0, report)
+            for line in lines:
+                self.assertRegex(line, "not floating point")
+            self.assertEqual(model.blocks[0].first.base.quantized.dtype, torch.int8)
+
+    # --- later unfreezing ---------------------------------------------------------------------------------------------
+
+    def test_unfreezing_between_steps(self) -> None:
+        def unfreeze(reference: nn.Module) -> Callable[[nn.Module, int], None]:
+            def between(model: nn.Module, step: int) -> None:
+                for module in (reference, model):
+                    first: Any = module.blocks[0].first  # type: ignore[union-attr, index]
+                    first.base.requires_grad_(step == 1)
+                    module.embedding.requires_grad_(step == 1)  # type: ignore[union-attr]
+                    if step == 2:  # what autograd would go on adding to
+                        first.base.zero_grad()
+
+            return between
+
+        mesh = self.gtp_mesh()
+        for schedule in (TINY_ADAPTERS, ALL):
+            reference = lora()
+            check_training(
+                reference,
+                lambda model, s=schedule: gtp_shard(model, mesh, schedule=s),
+                mesh,
+                tokens_of,
+                loss_of,
+                make_optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+                between=unfreeze(reference),
+            )
+
+    def test_unfreezing_for_the_last_microbatch(self) -> None:
+        """A weight whose first use with a gradient is in the microbatch that reduces."""
+        mesh = self.gtp_mesh()
+        reference = lora()
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=TINY_ADAPTERS)
+        for index in range(3):
+            is_last = index == 2
+            tokens = tokens_of(torch.Generator().manual_seed(index))
+            model.set_requires_gradient_sync(is_last)
+            for module in (reference, model):
+                module.blocks[0].second.base.requires_grad_(is_last)
+                rows = rows_of_rank(tokens, mesh) if isinstance(module, GTPModule) else tokens
+                loss_of(module, rows).backward()
+        assert_same_params(model, reference, "grad")
+        assert_idle(model)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def test_checkpoint_of_adapters_alone(self) -> None:
+        """Adapters and their optimizer state, saved without the base, continue on a base that is built again."""
+        mesh = self.gtp_mesh()
+        options = StateDictOptions(ignore_frozen_params=True)
+        for schedule in (TINY_ADAPTERS, ALL):
+            model = self.train(lora(), schedule, steps=2)
+            optimizer = on_trainable(list(model.parameters()))
+            loss_of(model, tokens_of(torch.Generator().manual_seed(5))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            other = gtp_shard(lora(), mesh, schedule=schedule)
+            other_optimizer = on_trainable(list(other.parameters()))
+            with shared_directory() as directory:
+                state = {
+                    "model": get_model_state_dict(model, options=options),
+                    "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+                }
+                self.assertEqual(state["model"].keys(), adapters(model).keys())
+                dcp.save(state, checkpoint_id=directory)
+                state = {
+                    "model": get_model_state_dict(other, options=options),
+                    "optimizer": get_optimizer_state_dict(other, other_optimizer, options=options),
+                }
+                dcp.load(state, checkpoint_id=directory)
+                loose = StateDictOptions(strict=False, ignore_frozen_params=True)
+                set_model_state_dict(other, state["model"], options=loose)
+                set_optimizer_state_dict(other, other_optimizer, state["optimizer"], options=loose)
+            for step in range(2):
+                tokens = tokens_of(torch.Generator().manual_seed(10 + step))
+                losses = [loss_of(module, tokens) for module in (model, other)]
+                assert torch.equal(*losses), "the next forward uses what was loaded"
+                for loss, each in zip(losses, (optimizer, other_optimizer), strict=True):
+                    loss.backward()
+                    each.step()
+                    each.zero_grad()
+            for name, param in adapters(model).items():
+                assert torch.equal(full(param), full(adapters(other)[name])), name
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,353 @@
+"""Forwards and backwards in any number and order, and what is left of those that fail.
+
+The comparison is always with the unsharded model that is called in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, full
+from runtime_common import (
+    WIDTH,
+    Raw,
+    assert_idle,
+    check_step,
+    make_rows,
+    runtime_of,
+    shard_copy,
+    small_model,
+    square_loss,
+    square_step,
+)
+from schedules import explicit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp._comm import context
+
+# Each gradient travels by itself, and none is waited for before the end of backward.
+SEVERAL_IN_FLIGHT = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=9)
+
+
+class TestPasses(GlooTest):
+    """Forwards and backwards in any number and order."""
+
+    def check(self, *steps: Callable[[Any, torch.Tensor], Any], **options: Any) -> None:
+        """Each of ``steps`` twice, on both kinds of mesh, with an idle runtime and a right update after each."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            torch.manual_seed(0)
+            reference = small_model()
+            model = shard_copy(reference, mesh, **options)
+            for seed in range(2):
+                for step in steps:
+                    check_step(reference, model, mesh, make_rows(seed), step)
+
+    def test_several_forwards_before_one_backward(self) -> None:
+        def sum_of_two(model: nn.Module, x: torch.Tensor) -> None:
+            (square_loss(model, x) + square_loss(model, x - 1)).backward()
+
+        def fed_to_itself(model: nn.Module, x: torch.Tensor) -> None:
+            square_loss(model, model(model(x))).backward()
+
+        self.check(sum_of_two, fed_to_itself, square_step)
+        self.check(sum_of_two, fed_to_itself, square_step, reshard_after_forward=False)
+
+    def test_backwards_in_another_order_than_their_forwards(self) -> None:
+        def first_in_first_out(model: nn.Module, x: torch.Tensor) -> None:
+            losses = [square_loss(model, x + shift) for shift in range(3)]
+            for loss in losses:
+                loss.backward()
+
+        def last_in_first_out(model: nn.Module, x: torch.Tensor) -> None:
+            losses = [square_loss(model, x + shift) for shift in range(3)]
+            for loss in reversed(losses):
+                loss.backward()
+
+        self.check(first_in_first_out, last_in_first_out)
+        self.check(first_in_first_out, last_in_first_out, reshard_after_forward=False)
+
+    def test_forward_without_backward(self) -> None:
+        def dropped(model: nn.Module, x: torch.Tensor) -> None:
+            model(x)
+            square_step(model, x)
+            model(x + 1)
+
+        def evaluated_in_between(model: nn.Module, x: torch.Tensor) -> None:
+            for grad_mode in (torch.no_grad, torch.inference_mode, nullcontext):
+                loss = square_loss(model, x)
+                with grad_mode():
+                    model.eval()
+                    model(x + 1)
+                    model.train()
+                loss.backward()
+                with grad_mode():
+                    model(x + 2)
+
+        for reshard in (True, False):
+            for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+                torch.manual_seed(1)
+                reference = small_model()
+                model = shard_copy(reference, mesh, reshard_after_forward=reshard)
+                for seed, step in enumerate((dropped, evaluated_in_between, square_step, dropped, square_step)):
+                    # What a forward keeps for a backward that does not come is dropped by the next pass.
+                    check_step(reference, model, mesh, make_rows(seed), step, is_idle=step is square_step)
+
+    def test_what_inference_mode_has_gathered_is_no_use_for_training(self) -> None:
+        """Autograd refuses to save inference tensors."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(2)
+        reference = small_model()
+        model = shard_copy(reference, mesh, reshard_after_forward=False)
+        for seed in range(2):
+            with torch.inference_mode():
+                model.unshard()
+                torch.testing.assert_close(model(make_rows(seed)), reference(make_rows(seed)))
+            check_step(reference, model, mesh, make_rows(seed), square_step, is_idle=False)
+        model.reshard()
+        assert_idle(model)
+
+    def test_retained_graph_runs_backward_twice(self) -> None:
+        def twice(model: nn.Module, x: torch.Tensor) -> None:
+            loss = square_loss(model, x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        def two_heads(model: nn.Module, x: torch.Tensor) -> None:
+            y = model(x)
+            y.square().mean().backward(retain_graph=True)
+            model(x - 1).mean().backward()
+            y.mean().backward()
+
+        self.check(twice, two_heads, square_step)
+
+    def test_second_backward_without_retained_graph_raises_torchs_error(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(3)
+        for reference in (small_model(), nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Sequential(Raw())):
+            model = shard_copy(reference, mesh)
+            for seed in range(2):
+                loss = square_loss(model, make_rows(seed))
+                loss.backward()
+                grads = {name: full(param.grad).clone() for name, param in model.named_parameters()}
+                with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
+                    loss.backward()
+                for name, param in model.named_parameters():
+                    assert torch.equal(full(param.grad), grads[name]), name
+                model.zero_grad()
+                check_step(reference, model, mesh, make_rows(seed), square_step)
+
+    def test_differentiating_the_gradient_of_a_fused_op_raises(self) -> None:
+        model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
+        x = make_rows(0).requires_grad_()
+        (grad,) = torch.autograd.grad(square_loss(model, x), x, create_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+            grad.square().sum().backward()
+        square_loss(model, x).backward(create_graph=True)
+        weight = dict(model.named_parameters())["0.weight"]
+        with self.assertRaisesRegex(RuntimeError, "gradient of a gradient"):
+            weight.grad.square().sum().full_tensor().backward()
+
+    def test_gradient_penalty_through_attributes(self) -> None:
+        """Double backward works where the ops are those of the module itself."""
+
+        def penalty(model: nn.Module, x: torch.Tensor) -> None:
+            x = x.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+            (grad.square().sum(1).mean() * len(x) ** 2).backward()
+
+        mesh = self.gtp_mesh()
+        torch.manual_seed(4)
+        reference = nn.Sequential(Raw(), nn.LayerNorm(WIDTH), Raw())
+        model = shard_copy(reference, mesh)
+        for seed in range(2):
+            # Each row's gradient is scaled by the number of rows of the loss, which len(x) cancels.
+            check_step(reference, model, mesh, make_rows(seed), penalty, rtol=1e-4, atol=1e-4)
+
+    def test_activation_modified_in_place_raises_as_in_plain_torch(self) -> None:
+        class InPlace(Raw):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                hidden = torch.tanh(x @ self.first)
+                result = hidden @ self.second
+                hidden.add_(1)
+                return result + hidden
+
+        reference = InPlace()
+        model = shard_copy(reference, self.gtp_mesh())
+        for module in (reference, model):
+            with self.assertRaisesRegex(RuntimeError, r"modified by an inplace operation: .*FloatTensor \[8, 12\]\]"):
+                square_step(module, make_rows(0))
+
+    def test_in_place_ops_that_are_allowed(self) -> None:
+        class InPlace(Raw):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                hidden = (x @ self.first).exp_()
+                return (hidden @ self.second).sigmoid_()
+
+        torch.manual_seed(5)
+        reference = nn.Sequential(InPlace(), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), InPlace())
+        mesh = self.gtp_mesh()
+        model = shard_copy(reference, mesh)
+        for seed in range(2):
+            check_step(reference, model, mesh, make_rows(seed), square_step)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def check_recovery(self, fail: Callable[[Any, torch.Tensor, Any], Any], **options: Any) -> None:
+        """``fail(model, rows, assert_raises)``; a step before it and steps after it must be right."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(4)
+        reference = small_model()
+        model = shard_copy(reference, mesh, **options)
+
+        def assert_raises() -> Any:
+            return self.assertRaisesRegex(RuntimeError, "on purpose|cannot be multiplied|size of tensor")
+
+        for seed in range(2):
+            check_step(reference, model, mesh, make_rows(seed), square_step)
+            fail(model, make_rows(seed), assert_raises)
+            assert all(param.grad is None for param in model.parameters())
+            check_step(reference, model, mesh, make_rows(seed + 9), square_step)
+
+    def test_exception_in_forward_leaves_nothing_behind(self) -> None:
+        def bad_shape_at_a_fused_op(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+            with assert_raises():
+                model(x[:, :5])
+            assert_idle(model)
+
+        def bad_shape_at_an_attribute(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+            with assert_raises():
+                model[1](x[:, :5])
+            assert_idle(model)
+
+        def hooks_that_raise(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+            for index in (1, 2, 3):
+                for register in (model[index].register_forward_pre_hook, model[index].register_forward_hook):
+                    with removed_afterwards(register(lambda *args: raise_on_purpose())):
+                        with assert_raises():
+                            model(x)
+                    assert_idle(model)
+
+        for fail in (bad_shape_at_a_fused_op, bad_shape_at_an_attribute, hooks_that_raise):
+            self.check_recovery(fail)
+
+    def test_exception_in_backward_leaves_nothing_behind(self) -> None:
+        for index in (0, 1, 2, 3):
+            for reshard in (True, False):
+
+                def fail(model: Any, x: torch.Tensor, assert_raises: Any, index: int = index) -> None:
+                    handle = model[index].register_full_backward_hook(lambda *args: raise_on_purpose())
+                    with removed_afterwards(handle):
+                        loss = square_loss(model, x)
+                        with assert_raises():
+                            loss.backward()
+
+                self.check_recovery(fail, reshard_after_forward=reshard)
+
+    def test_exception_at_the_end_of_backward_leaves_nothing_behind(self) -> None:
+        """When all local gradients are there: in the launch of the last reductions, or where they are waited for."""
+        for owner, method in (("grads", "launch_waiting"), ("comm", "_wait_for")):
+
+            def fail(model: Any, x: torch.Tensor, assert_raises: Any, owner: str = owner, method: str = method) -> None:
+                loss = square_loss(model, x)
+                with (
+                    mock.patch.object(getattr(runtime_of(model), owner), method, side_effect=raise_on_purpose),
+                    mock.patch.object(context.logger, "warning") as warning,
+                    assert_raises(),
+                ):
+                    loss.backward()
+                assert_idle(model)
+                told = [value for call in warning.call_args_list for value in call.args]
+                assert not any(isinstance(value, BaseException) for value in told), "its frames hold gradients"
+
+            self.check_recovery(fail)
+            self.check_recovery(fail, schedule=SEVERAL_IN_FLIGHT)
+
+    def test_backward_after_a_failed_backward_is_a_new_one(self) -> None:
+        """Without a forward in between: the graph of the second backward was there before the first one failed."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(5)
+        reference = small_model()
+        model = shard_copy(reference, mesh)
+
+        def step(module: nn.Module, x: torch.Tensor) -> None:
+            good = square_loss(module, x)
+            if module is model:
+                with removed_afterwards(model[1].register_full_backward_hook(lambda *args: raise_on_purpose())):
+                    failing = square_loss(model, x + 1)
+                    with self.assertRaisesRegex(RuntimeError, "on purpose"):
+                        failing.backward()
+            good.backward()
+
+        for seed in range(2):
+            check_step(reference, model, mesh, make_rows(seed), step)
+            check_step(reference, model, mesh, make_rows(seed), square_step)
+
+    def test_weight_modified_between_forward_and_backward_raises(self) -> None:
+        """As autograd raises for any saved tensor; also on a mesh of one rank, where nothing is gathered."""
+        alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("rest", "gtp"))["gtp"]
+        for mesh in (self.gtp_mesh(), alone):
+            model = gtp_shard(small_model(), mesh, schedule=ALL)
+            x = make_rows(0).requires_grad_()
+            for name in ("0.weight", "1.second", "3.weight"):
+                loss = square_loss(model, x)
+                with torch.no_grad():
+                    dict(model.named_parameters())[name].mul_(2)
+                with self.assertRaisesRegex(RuntimeError, f"'{name}' is needed for gradient .* modified by an inplace"):
+                    loss.backward()
+            params = dict(model.named_parameters())
+            for chosen, options in (
+                (list(params.values()), {"fused": True}),
+                ([params["1.first"]], {"foreach": True}),
+                ([params["2.weight"]], {"foreach": True}),
+                ([params["2.weight"]], {"fused": True}),
+            ):
+                optimizer = torch.optim.AdamW(chosen, **options)
+                square_step(model, x)
+                loss = square_loss(model, x)
+                optimizer.step()
+                with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+                    loss.backward()
+            square_step(model, x)
+            assert_idle(model)
+
+    def test_parameter_replaced_behind_the_library_raises(self) -> None:
+        model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
+        x = make_rows(0)
+        square_step(model, x)
+        for fqn, value, what in (
+            ("0.weight", nn.Parameter(torch.zeros(WIDTH, WIDTH)), "a Parameter of shape"),
+            ("1.first", nn.Parameter(torch.zeros(3, 3)), "a Parameter of shape"),
+            ("2.bias", nn.Parameter(torch.zeros(WIDTH)), "a Parameter of shape"),
+            ("3.weight", nn.Parameter(model[2].weight.data), "a DTensor of shape"),
+        ):
+            owner, name = model.get_submodule(fqn.split(".")[0]), fqn.split(".")[1]
+            before = owner._parameters[name]
+            owner._parameters[name] = value
+            with self.assertRaisesRegex(RuntimeError, f"'{fqn}' was replaced behind gtp_shard by {what}.*load_state"):
+                model(x)
+            owner._parameters[name] = before
+            square_step(model, x)
+            assert_idle(model)
+
+
+@contextmanager
+def removed_afterwards(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def raise_on_purpose(*args: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+if __name__ == "__main__":
+    run_tests()
