@@ -15,7 +15,7 @@ from .errors import PlanError
 from .evaluate import Answer, Problem, evaluate, lower_bound_ms, memory_of, parts_of, setting_of, slowest
 from .job import AXES, CHECKPOINTS, OPTIMIZERS, Layout, refusal
 from .memory import Memory
-from .setting import PARAM_NBYTES
+from .setting import PARAM_NBYTES, Setting
 from .timing import compute_ms
 
 _MAX_TRIED = 80  # simulations of one search
@@ -250,6 +250,7 @@ class _Bounds:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._known: dict[tuple[object, ...], _Alike] = {}
+        self._sums: dict[tuple[int, ...], list[dict[str, int]]] = {}
 
     def of(self, layout: Layout) -> float:
         """Milliseconds."""
@@ -274,16 +275,21 @@ class _Bounds:
         if key not in self._known:
             part = slowest(parts_of(self._problem, layout))
             setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
-            sums: list[dict[str, int]] = [{}, {}, {}]
-            state = PARAM_NBYTES + OPTIMIZERS[self._problem.job.optimizer]
-            for item in setting.sharded():
-                name = "expert_gtp" if item.weight.is_expert else "gtp"
-                for found, nbytes in zip(
-                    sums, (item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel * state), strict=True
-                ):
-                    found[name] = found.get(name, 0) + nbytes
-            self._known[key] = _Alike(compute_ms(setting), *sums)
+            if _family(layout) not in self._sums:
+                self._sums[_family(layout)] = self._summed(setting)
+            self._known[key] = _Alike(compute_ms(setting), *self._sums[_family(layout)])
         return self._known[key]
+
+    def _summed(self, setting: Setting) -> list[dict[str, int]]:
+        """Bytes of weights, of gradients and of state: the same however a batch is cut."""
+        sums: list[dict[str, int]] = [{}, {}, {}]
+        state = PARAM_NBYTES + OPTIMIZERS[self._problem.job.optimizer]
+        for item in setting.sharded():
+            name = "expert_gtp" if item.weight.is_expert else "gtp"
+            nbytes = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel * state
+            for found, more in zip(sums, nbytes, strict=True):
+                found[name] = found.get(name, 0) + more
+        return sums
 
 
 def _refusal(problem: Problem, layout: Layout) -> str | None:

@@ -114,7 +114,7 @@ def describe(result: PlanResult) -> str:
 
 
 def _ranking(answers: Iterable[Answer]) -> list[str]:
-    cells = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")]
+    cells: list[tuple[str, ...]] = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")]
     for number, answer in enumerate(answers, 1):
         layout = answer.layout
         found = answer.range_ms
@@ -135,7 +135,13 @@ def _ranking(answers: Iterable[Answer]) -> list[str]:
                 f"{cause} {ms / answer.step_ms:.0%}",
             )
         )
-    return [line[:WIDTH] for line in in_columns(cells)]
+    lines = in_columns(cells)
+    for name in ("waits", "range"):  # long names of layouts leave less room
+        if max(map(len, lines)) > WIDTH:
+            place = cells[0].index(name)
+            cells = [(*row[:place], *row[place + 1 :]) for row in cells]
+            lines = in_columns(cells)
+    return lines
 
 
 def format_ms(ms: float) -> str:

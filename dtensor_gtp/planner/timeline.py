@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from html import escape
 
 from .evaluate import Answer, Problem, parts_of, setting_of, slowest
@@ -44,6 +45,7 @@ def as_svg(found: Timeline, title: str) -> str:
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="10" y="22" font-size="15">{escape(title)}: {found.ms:.1f} ms</text>',
     ]
+    parts += _time_axis(found.ms, scale, height)
     for stream, row in rows.items():
         y = _TOP + row * _ROW
         parts.append(f'<text x="10" y="{y + 18}">{stream.name.lower().replace("_", " ")}</text>')
@@ -72,6 +74,18 @@ def as_svg(found: Timeline, title: str) -> str:
         parts.append(f'<rect x="{x}" y="{height - 30}" width="14" height="14" fill="{_COLORS[load]}"/>')
         parts.append(f'<text x="{x + 20}" y="{height - 18}">{_NAMES[load]}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _time_axis(ms: float, scale: float, height: int) -> list[str]:
+    """About ten ticks at round numbers of milliseconds."""
+    size = 10 ** math.floor(math.log10(max(ms, 1e-3) / 5))
+    size *= next((factor for factor in (1, 2, 5) if ms / (size * factor) <= 12), 10)
+    parts = []
+    for number in range(int(ms / size) + 1):
+        x, y = _LEFT + number * size * scale, height - 48
+        parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP}" y2="{y}" stroke="#eee"/>')
+        parts.append(f'<text x="{x + 2:.2f}" y="{y + 12}" font-size="10" fill="#666">{number * size:g} ms</text>')
+    return parts
 
 
 def as_chrome_trace(found: Timeline) -> str:

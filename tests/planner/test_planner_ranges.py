@@ -1,0 +1,36 @@
+"""Ranges of times: what the page says of published runs is what the rows give, and they hold for sources left out."""
+
+from __future__ import annotations
+
+import planner_ranges as ranges
+
+from dtensor_gtp.planner.evaluate import Problem, evaluate
+from dtensor_gtp.planner.ground import ground_of
+from dtensor_gtp.planner.job import Job, Layout
+from dtensor_gtp.planner.machine import load_machine
+from dtensor_gtp.planner.model import PRESETS
+
+
+def test_ranges_of_published_rows() -> None:
+    found = list(ranges.rows())
+    assert ranges.section(found) in ranges.PAGE.read_text()
+    assert sum(ranges.left_out(found)) >= 0.85 * len(found)
+    assert all(row.holds for row in found)
+
+
+def test_there_is_no_range_without_ground() -> None:
+    job, layout = Job(8, seq_len=262144), Layout(gtp=8)
+    found = ground_of(job, layout, load_machine("h100"), has_experts=False, filled=0.5)
+    assert isinstance(found, str)
+    assert "262144 tokens" in found
+    machine = load_machine("rtx-pro-6000")
+    answer = evaluate(Problem(Job(8), PRESETS["llama3-8b"], machine), Layout(gtp=8))
+    assert answer.range_ms is None
+
+
+def test_a_full_gpu_widens_the_range() -> None:
+    machine, job, layout = load_machine("h100"), Job(8), Layout(gtp=8)
+    free, full = (ground_of(job, layout, machine, has_experts=False, filled=filled) for filled in (0.5, 0.95))
+    assert not isinstance(free, str)
+    assert not isinstance(full, str)
+    assert full.most > free.most
