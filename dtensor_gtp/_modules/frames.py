@@ -66,7 +66,7 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
 def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
     """The call while the compiler traces it: frames are opened outside of compiled code, if at all."""
     group = module._gtp_binding.group
-    if torch.compiler.is_exporting() and group.params:
+    if compat.is_exporting() and group.params:
         refuse_recording("torch.export", group.params[0].fqn)
     if group.module is not module:
         return call(*args, **kwargs)

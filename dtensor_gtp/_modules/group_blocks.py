@@ -118,6 +118,7 @@ def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_t
             group = WeightGroup(name, block, weights, whole)
             group.call = weights[0].call
             groups.append(group)
+            group.single_classes = [(module, type(module)) for module in modules]
             for module in modules:
                 bind(module, module is block)
             block.__dict__["_gtp_group"] = group

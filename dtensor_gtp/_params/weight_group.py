@@ -8,8 +8,8 @@ of ours runs for a layer or a saved tensor. Parameters that stay whole (biases, 
 their values in the compute dtype, copied with each gather.
 
 Memory that is freed must not be read. So modules read leaves through ``FullParams``, which gathers the group of a
-weight that other code than its block reads, and keeps it until the end of backward. A leaf that somebody still holds
-when the group is freed keeps its memory and its values: the group gets new leaves (``free``).
+weight that other code than its block reads, and keeps it until the end of backward. A leaf that code keeps beyond its
+forward must not be read while the group is freed: as with ``fully_shard``, it has no memory then.
 
 Gradients arrive in ``.grad`` of the leaves. When the backward of the block is done, one kernel packs those of sharded
 weights into the buffer that is reduce-scattered. A rank without a gradient for a weight sends zeros.
@@ -18,7 +18,6 @@ weights into the buffer that is reduce-scattered. A rank without a gradient for 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -89,6 +88,7 @@ class WeightGroup(Gatherable):
         self.compute_dtype, self.reduce_dtype = first.compute_dtype, first.reduce_dtype
         self.flags = first.flags
         self.is_pinned = self.is_in_pass = False
+        self.single_classes: list[tuple[nn.Module, type]] = []  # of the modules, as modules of single weights
         self._hooks: list[Any] = []
         self.ring: SendRing | None = None
         self.num_updates = 0  # writes to members that leave no version behind
@@ -157,8 +157,6 @@ class WeightGroup(Gatherable):
         self._version_of_leaves: Version | None = None
         self._written = self._versions()
         self._views = self._make_views()
-        # Each has two references here, and two in the dicts of each module that registers it.
-        self._num_references = [2 + 2 * len(member.sites) for member in self.members]
 
     def _make_views(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any], FullParams]]:
         """For each module its dict of parameters outside of passes, for compiled code, and for other code."""
@@ -231,15 +229,14 @@ class WeightGroup(Gatherable):
         """The whole parameters, and where a gather copies their values."""
         return list(zip(self.whole, self.outputs[len(self.weights) :], strict=True))
 
-    @property
-    def is_held_elsewhere(self) -> bool:
-        """Whether code outside of the modules holds a leaf."""
-        references = map(sys.getrefcount, self.leaves)
-        return any(found > known + 1 for found, known in zip(references, self._num_references, strict=True))
-
-    def leave_behind(self) -> None:
-        """Leave the leaves and their memory to who holds them, and make new ones."""
-        self._make_leaves()
+    def dissolve(self) -> None:
+        """Give the modules the classes back that they have as modules of single weights."""
+        self.is_pinned = False
+        self.hide()
+        for module, cls in self.single_classes:
+            module.__class__ = cls
+        for member in self.members:
+            member.group = None
 
     def _versions(self) -> list[int]:
         return [leaf._version for leaf in self.leaves]

@@ -130,13 +130,17 @@ class KeepAndFree:
             if id(param.mesh) not in groups:
                 groups[id(param.mesh)] = self.comm.groups(param.mesh, schedule)
             param.groups = groups[id(param.mesh)]
+        self._prepare_gatherables()
+        self.is_initialized = True
+
+    def _prepare_gatherables(self) -> None:
+        """Give the weights and groups their rings and lanes, and guess the first passes."""
         self._set_rings()
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))
         roots = (call.module for call in reversed(self.calls))
-        self.guesses = Guesses(roots, self.gatherables, schedule.prefetch_nbytes)
-        self.is_initialized = True
+        self.guesses = Guesses(roots, self.gatherables, self.schedule.prefetch_nbytes)
 
     def _set_rings(self) -> None:
         sizes: dict[SendRing, list[int]] = {}

@@ -145,8 +145,10 @@ class Runtime(Gathering):
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
-        misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
-        self.reads.pop(frame)
+        try:
+            misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
+        finally:
+            self.reads.pop(frame)
         if not self.reads.frames:
             for group in self.groups:
                 group.hide()
@@ -187,7 +189,7 @@ class Runtime(Gathering):
         self._num_forwards += 1
         # In the forwards of number 1, 2, 4, 8 and so on, which costs nothing in the long run.
         is_power = self._num_forwards & (self._num_forwards - 1) == 0
-        self.reads.looks_at_bits = is_power and not self.comm.is_capturing
+        self.reads.looks_at_bits = is_power and self.comm.may_wait_on_host
         is_captured = self.comm.is_capturing
         for param in self.params:
             if param.group is None:
@@ -238,6 +240,20 @@ class Runtime(Gathering):
         for index, target in enumerate(self.gatherables):
             target.index = index
         self.chains.clear()
+
+    def split_groups(self) -> None:
+        """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
+        self.make_groups = None
+        for group in self.groups:
+            self._drop_kept(group)
+            group.dissolve()
+        self.groups = []
+        self.gatherables = [target for weight in self.weights for target in weight.gatherables]
+        for index, target in enumerate(self.gatherables):
+            target.index = index
+        self.chains.clear()
+        if self.is_initialized:
+            self._prepare_gatherables()
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight, or its group, ahead of any use, for ``unshard``."""

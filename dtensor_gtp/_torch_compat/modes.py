@@ -56,6 +56,12 @@ def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` records a program. In torch 2.11 ``torch.compiler.is_exporting`` is also true while
+    torch.compile traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def is_tracing() -> bool:
     """Whether the compiler records the ops that run now in a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

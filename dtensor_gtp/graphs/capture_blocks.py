@@ -135,6 +135,8 @@ class CapturedBlocks:
                 f"capture_blocks expects modules below the {type(module).__name__} that do not contain each other as "
                 f"blocks, but got {[names.get(block, type(block).__name__) for block in blocks]}."
             )
+        for runtime in runtimes_of(module, "capture_blocks"):
+            runtime.split_groups()
         check_blocks(blocks, names)
         # One for each runtime, which knows who holds a fixed buffer among its own gathers and reductions only.
         rings: defaultdict[Runtime, Rings] = defaultdict(Rings)

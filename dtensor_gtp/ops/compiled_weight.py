@@ -63,7 +63,7 @@ class CompiledWeight:
     @property
     def handle(self) -> Tensor:
         """An input of the graph that is compiled. It has a meaning in this process alone."""
-        if torch.compiler.is_exporting():
+        if compat.is_exporting():
             refuse_recording("torch.export", self.weight.fqn)
         return self._handle
 

@@ -70,7 +70,9 @@ class Job:
         self.device = weights.device_type
         self.model = shard(make(seed).to(self.device), weights)
         # Op by op: the fused one rounds the last elements of a shard in another way than those before, on some CPUs.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
+        self.optimizer = adamw(self.model)
+        if self.device == "cpu":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
         if isinstance(mesh, ElasticMesh):
             self.sync = synchronize_replicas(self.model, mesh)
 
