@@ -56,10 +56,24 @@ def is_awaited(ctx: Any, index: int) -> bool:
     return is_node_awaited(ctx.next_functions[index][0])
 
 
+class _Touch(torch.autograd.Function):
+    """Has a leaf in the graph without an op on it: torch's own ``get_gradient_edge`` takes a view, which block-wise
+    placements refuse."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        return None
+
+
 def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
     """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
     with torch.inference_mode(False), torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(leaf).node
+        touched: Tensor = cast("Any", _Touch).apply(leaf)
+    return cast("Any", touched.grad_fn).next_functions[0][0]  # type: ignore[no-any-return]
 
 
 def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:

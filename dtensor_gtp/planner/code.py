@@ -56,7 +56,9 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
     if layout.pp > 1:
         found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
     if layout.cp > 1:
-        found.append(f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability")
+        found.append(
+            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability"
+        )
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
         found.append(f"experts: where they are in the model is yours, see {_READ} moe")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:
