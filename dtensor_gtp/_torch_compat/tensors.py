@@ -15,6 +15,7 @@ _T = TypeVar("_T", bound=Tensor)
 PackHook = Callable[[Tensor], Any]
 UnpackHook = Callable[[Any], Tensor]
 
+read_number = torch.ops.aten._local_scalar_dense.default  # the op of ``Tensor.item``
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
