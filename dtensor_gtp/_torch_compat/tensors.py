@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import _will_engine_execute_node as is_node_awaited
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 _T = TypeVar("_T", bound=Tensor)
 PackHook = Callable[[Tensor], Any]
@@ -60,6 +61,10 @@ def is_awaited(ctx: Any, index: int) -> bool:
 def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
     """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
     with torch.inference_mode(False), torch.enable_grad():
+        if isinstance(leaf, DTensor):  # torch asks a view of it, which a block placement does not have
+            to_local = leaf.to_local().grad_fn
+            assert to_local is not None
+            return cast("torch.autograd.graph.Node", to_local.next_functions[0][0])
         return torch.autograd.graph.get_gradient_edge(leaf).node
 
 

@@ -51,13 +51,13 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
     layout = answer.layout
     found = []
     if layout.pp > 1:
-        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see docs/guides/composability.md")
+        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see the guide 'composability'")
     if layout.cp > 1:
         found.append(
-            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see docs/guides/composability.md"
+            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see the guide 'composability'"
         )
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
-        found.append("experts: where they are in the model is yours, see docs/guides/moe.md")
+        found.append("experts: where they are in the model is yours, see the guide 'moe'")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:
         found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
     return found
