@@ -167,9 +167,9 @@ def shard_added(module: nn.Module) -> nn.Module:
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64))
         >>> gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
-        Sequential(...)
+        GTPSequential(...)
         >>> model.append(nn.Linear(64, 64))
-        Sequential(...)
+        GTPSequential(...)
         >>> shard_added(model)[1].weight.to_local().shape
         torch.Size([16, 64])
     """

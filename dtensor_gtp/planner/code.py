@@ -46,18 +46,21 @@ def save_every_second_product():
 """
 
 
+_READ = "python -m dtensor_gtp.help"
+
+
 def unwritten(problem: Problem, answer: Answer) -> list[str]:
     """What of a layout this file writes no code for, and where to read on."""
     layout = answer.layout
     found = []
     if layout.pp > 1:
-        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see the guide 'composability'")
+        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
     if layout.cp > 1:
         found.append(
-            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see the guide 'composability'"
+            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability"
         )
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
-        found.append("experts: where they are in the model is yours, see the guide 'moe'")
+        found.append(f"experts: where they are in the model is yours, see {_READ} moe")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:
         found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
     return found

@@ -141,6 +141,10 @@ class Machine:
         False
         >>> "fast" in machine.as_json()
         True
+        >>> machine.with_limits(watts=500).describe()
+        'H200 141GB SXM at 500 W (not calibrated)'
+        >>> machine.has_ground, machine.is_carried_over  # runs on such GPUs were published
+        (True, False)
     """
 
     name: str

@@ -34,11 +34,11 @@ assert losses[-1] < losses[0]
 
 text = model.generate(tokens[:1, :4], do_sample=False, min_new_tokens=8, max_new_tokens=8)
 
-import torch.distributed.checkpoint as dcp
+from dtensor_gtp import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
 model_state, optimizer_state = get_state_dict(model, optimizer)
-dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id="checkpoint")
+checkpoint.save({"model": model_state, "optimizer": optimizer_state}, "checkpoint")
 
 options = StateDictOptions(full_state_dict=True, cpu_offload=True)
 whole = get_model_state_dict(model, options=options)  # on all ranks

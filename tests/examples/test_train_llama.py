@@ -174,8 +174,9 @@ class TestTraining:
         assert "not observed yet" in report
         schedule, rest = after_report.split("1/6 [", maxsplit=1)
         assert "backward of " in schedule
-        assert "use embedding.weight, layers.0, layers.1, output.weight" in schedule
-        assert "use layers." not in rest
+        assert "the weights of 2 blocks each travel together (layers.0 to layers.1)" in schedule
+        assert "  order: embedding.weight, layers.0, layers.1, output.weight\n" in schedule
+        assert "order: " not in rest
 
     def test_keeps_the_last_two_checkpoints(self, uninterrupted: Result, folder: Path) -> None:
         assert sorted(path.name for path in (folder / "whole").iterdir()) == ["latest", "step-4", "step-6"]
