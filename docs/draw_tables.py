@@ -282,6 +282,35 @@ def draw_moe() -> str:
     return markdown(["ms (x)", "`gtp_shard`", "`fully_shard`", "compute"], cells)
 
 
+_REAL_MODELS = {
+    "bert": "BERT-large",
+    "llama": "Llama, 8 layers of 8B",
+    "t5": "T5-large",
+    "qwen3moe": "Qwen3-MoE, 6 layers",
+    "vit": "ViT-g",
+    "whisper": "Whisper-large",
+    "gpt2": "GPT-2 large",
+}
+
+
+def draw_real_models() -> str:
+    """A line for each model and number of tokens."""
+    job = "2xh100_real_models"
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows(job)):
+        plain, peer, ours = (
+            next(row for row in rows(job) if (row["case"], row["mode"]) == (case, mode))
+            for mode in ("plain", "fsdp2", "gtp")
+        )
+        name, tokens = case.split(":")
+        times = [f"{row['fb_ms']:.1f} ({peer['fb_ms'] / row['fb_ms']:.2f})" for row in (ours, peer, plain)]
+        host = f"{ours['host_ms'] / plain['host_ms']:.1f}, {peer['host_ms'] / plain['host_ms']:.1f}"
+        memory = f"{ours['peak_gib']:.2f}, {peer['peak_gib']:.2f}"
+        lines.append([f"{_REAL_MODELS[name]}, {tokens}", *times, host, memory])
+    header = ["model, tokens", "`gtp_shard`", "`fully_shard`", "plain", "host beside plain's", "peak GiB"]
+    return markdown(header, lines)
+
+
 def draw_elastic() -> str:
     """A column for each state of the replicas."""
     steps = [row for row in rows("4xh200_elastic") if "replicas" in row]
@@ -337,6 +366,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "moe": (draw_moe, ("4xh200_moe",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "cpu": (draw_cpu, ("cpu_compiled",)),
+    "2xh100_real_models": (draw_real_models, ("2xh100_real_models",)),
     "aims": (draw_aims, ("2xh100_first",)),
     "history": (draw_history, ()),
 }

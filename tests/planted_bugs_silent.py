@@ -12,7 +12,7 @@ SILENT = [
     Bug(
         "a layer is exported with the number of its weight",
         "ops/compiled_weight.py",
-        "        if torch.compiler.is_exporting():",
+        "        if compat.is_exporting():",
         "        if False:",
         (f"{_PROGRAMS}::TestRecordings",),
     ),

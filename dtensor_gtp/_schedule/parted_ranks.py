@@ -48,17 +48,17 @@ class PartedRanks:
         self._name_of = name_of  # of a weight, by the index that plans have
         self._passes: deque[_Pass] = deque(maxlen=_NUM_PASSES)
         self._num_passes = 0
-        self._peers: list[int] = []  # global ranks
-        self._store: compat.Store | None = None
+        self._stores: list[tuple[compat.Store, list[int]]] = []  # with the peers, as global ranks, that share it
 
     def watch(self, groups: list[dist.ProcessGroup], title: str) -> None:
         """Write for the ranks of these groups. ``title`` tells models on one mesh apart."""
-        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-        if len(ranks) > 1 and all(dist.get_backend(group) == "gloo" for group in groups):
-            self._peers = sorted(ranks - {dist.get_rank()})
-            names = "/".join(sorted(group.group_name for group in groups))
-            self._store = compat.PrefixStore(f"dtensor_gtp parted {names} {title}", compat.default_store())
-            self._store.delete_key(str(dist.get_rank()))  # of an earlier model of this process
+        me = dist.get_rank()
+        for group in groups:
+            peers = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
+            if peers and dist.get_backend(group) == "gloo":
+                store = compat.PrefixStore(f"dtensor_gtp parted {title}", compat.store_of(group))
+                store.delete_key(str(me))  # of an earlier model of this process
+                self._stores.append((store, peers))
 
     def begin(self, chain: Chain) -> None:
         """A pass begins."""
@@ -69,7 +69,7 @@ class PartedRanks:
 
     def note(self, chain: Chain, use: int, position: int) -> None:
         """Call before anything is launched for a use, the one at ``position`` of a pass, that was not planned so."""
-        if self._store is None or not self._passes:
+        if not self._stores or not self._passes:
             return
         running = self._passes[-1]
         if running.chain is not chain or running.last_written >= position:
@@ -79,13 +79,14 @@ class PartedRanks:
         running.lines.append(json.dumps([running.number, position, self._name_of(use)]))
         running.last_written = position
         try:
-            self._store.set(str(dist.get_rank()), "\n".join(line for each in self._passes for line in each.lines))
-        except RuntimeError:  # the store is gone with its rank: there is nobody to tell
-            self._store = None
+            for store, _ in self._stores:
+                store.set(str(dist.get_rank()), "\n".join(line for each in self._passes for line in each.lines))
+        except RuntimeError:  # the job's store is gone with its rank: there is nobody to tell
+            self._stores.clear()
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """An error that says where ranks have parted, or ``error`` itself if they have not as far as one knows."""
-        if self._store is None or not self._passes:
+        if not self._stores or not self._passes:
             return error
         parted = self._find()
         if parted is None:
@@ -103,7 +104,7 @@ class PartedRanks:
     def _find(self) -> str | None:
         """The first use in which two ranks differ."""
         me = dist.get_rank()
-        written = {peer: self._written_by(peer) for peer in self._peers}
+        written = {peer: _written_by(peer, store) for store, peers in self._stores for peer in peers}
         for each in self._passes:
             of_peers = {peer: notes.get(each.number, {}) for peer, notes in written.items()}
             own = _read(each.lines).get(each.number, {})
@@ -129,14 +130,14 @@ class PartedRanks:
             return None
         return self._name_of(each.planned[position]) if position < len(each.planned) else "none"
 
-    def _written_by(self, rank: int) -> dict[int, dict[int, str]]:
-        assert self._store is not None
-        try:
-            if not self._store.check([str(rank)]):
-                return {}
-            return _read(self._store.get(str(rank)).decode().splitlines())
-        except RuntimeError:  # the store is gone with its rank
+
+def _written_by(rank: int, store: compat.Store) -> dict[int, dict[int, str]]:
+    try:
+        if not store.check([str(rank)]):
             return {}
+        return _read(store.get(str(rank)).decode().splitlines())
+    except RuntimeError:  # the store is gone with its rank
+        return {}
 
 
 def _read(lines: Iterable[str]) -> dict[int, dict[int, str]]:

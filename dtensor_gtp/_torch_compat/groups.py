@@ -105,9 +105,9 @@ def clone_store(store: Store) -> Store:
     return cast("Any", store).clone()  # type: ignore[no-any-return]
 
 
-def default_store() -> Store:
-    """The store of the default process group."""
-    return distributed_c10d._get_default_store()
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The part of the job's store that the ranks of ``group`` met in."""
+    return distributed_c10d._get_process_group_store(group)
 
 
 def abort_device_groups(*, wait: bool = True) -> None:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch._C import _will_engine_execute_node as is_node_awaited
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 _T = TypeVar("_T", bound=Tensor)
 PackHook = Callable[[Tensor], Any]
 UnpackHook = Callable[[Any], Tensor]
 
+read_number = torch.ops.aten._local_scalar_dense.default  # the op of ``Tensor.item``
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
@@ -56,24 +58,14 @@ def is_awaited(ctx: Any, index: int) -> bool:
     return is_node_awaited(ctx.next_functions[index][0])
 
 
-class _Touch(torch.autograd.Function):
-    """Has a leaf in the graph without an op on it: torch's own ``get_gradient_edge`` takes a view, which block-wise
-    placements refuse."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return torch.empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> None:
-        return None
-
-
 def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
     """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
     with torch.inference_mode(False), torch.enable_grad():
-        touched: Tensor = cast("Any", _Touch).apply(leaf)
-    return cast("Any", touched.grad_fn).next_functions[0][0]  # type: ignore[no-any-return]
+        if isinstance(leaf, DTensor):  # torch asks a view of it, which a block placement does not have
+            to_local = leaf.to_local().grad_fn
+            assert to_local is not None
+            return cast("torch.autograd.graph.Node", to_local.next_functions[0][0])
+        return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:

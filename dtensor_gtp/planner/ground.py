@@ -1,9 +1,9 @@
 """How far a predicted time may be off, by kind of job: from runs that others have published, with their configuration.
 
 Each kind has the least and the most that a measured step took of a predicted one, over the published runs of that kind
-(tests/planner/planner_data/published_rows.json) with a margin. `python -m dtensor_gtp.help planner` says how often these
-ranges hold for sources that had no part in them. Where nothing was published that is near a job, there is no range and
-no time.
+(tests/planner/planner_data/published_rows.json) with a margin. `python -m dtensor_gtp.help planner` says how often
+these ranges hold for sources that had no part in them. Where nothing was published that is near a job, there is no
+range and no time.
 """
 
 from __future__ import annotations

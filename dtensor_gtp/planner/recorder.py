@@ -96,7 +96,7 @@ class Recorder(compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is compat.read_number:  # ``Tensor.item``
             return self._answer(args[0])
         result = func(*args, **(kwargs or {}))
         results = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]

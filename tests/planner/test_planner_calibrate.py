@@ -21,7 +21,15 @@ from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_ma
 from dtensor_gtp.planner.samples import Beside, Groups, Samples, fitted
 
 RANKS = 4
-ALWAYS_MISSING = {"reserve_gib", "jitter", "compute.fused", "fast.hop_us", "network", "host.replay_us"}
+ALWAYS_MISSING = {
+    "reserve_gib",
+    "jitter",
+    "compute.fused",
+    "compute.attention_long",
+    "fast.hop_us",
+    "network",
+    "host.replay_us",
+}
 TOGETHER = 8
 
 
