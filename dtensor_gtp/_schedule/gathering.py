@@ -133,7 +133,7 @@ class Gathering(KeepAndFree):
 
     def _is_next(self, group: WeightGroup) -> bool:
         """Whether a group that was just used is used again soon: it has memory for one gather at a time."""
-        chain = self._backward_chain if self._is_in_backward else self._forward_chain
+        chain = self._running_chain
         if chain is None or chain.plan.uses.count(group.index) < 2:
             return False
         uses = chain.plan.uses

@@ -19,7 +19,7 @@ from .._comm.debug import DebugFlags
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
-from .._params.sharded_weight import ShardedWeight
+from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
@@ -235,9 +235,12 @@ class Runtime(Gathering):
         self.groups = list(groups)
         for group in groups:
             group.read_outside = self.hold_until_end
-        self.gatherables = [target for target in self.gatherables if target.weight.group is None]
-        self.gatherables += groups
-        for index, target in enumerate(self.gatherables):
+        self._plan_anew([*(target for target in self.gatherables if target.weight.group is None), *groups])
+
+    def _plan_anew(self, gatherables: list[Gatherable]) -> None:
+        """Plans name gatherables by their index, so none of other gatherables is of use."""
+        self.gatherables = gatherables
+        for index, target in enumerate(gatherables):
             target.index = index
         self.chains.clear()
 
@@ -248,10 +251,7 @@ class Runtime(Gathering):
             self._drop_kept(group)
             group.dissolve()
         self.groups = []
-        self.gatherables = [target for weight in self.weights for target in weight.gatherables]
-        for index, target in enumerate(self.gatherables):
-            target.index = index
-        self.chains.clear()
+        self._plan_anew([target for weight in self.weights for target in weight.gatherables])
         if self.is_initialized:
             self._prepare_gatherables()
 
