@@ -68,6 +68,7 @@ class GTPManaged(BoundModule):
         binding = self._gtp_binding
         if name in binding.params and name in self._parameters and binding.group.runtime.is_materializing:
             binding.set_aside[name] = self._parameters[name]
+            binding.group.runtime.reads.note_parametrized(binding.params[name])
         super().__delattr__(name)
 
     def _put_back(self, name: str) -> bool:

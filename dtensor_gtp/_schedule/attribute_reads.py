@@ -151,6 +151,16 @@ class AttributeReads:
             for is_differentiable in (False, True):
                 frame.values.pop((weight, is_differentiable), None)
 
+    def note_parametrized(self, weight: ManagedParam) -> None:
+        """A parametrization has taken the full weight. Torch has called ``value.set_(value)``, unless there was a
+        ``right_inverse``: that counts as a write and is none."""
+        for frame in (*self.frames, self.in_backward):
+            values = [gathered.contiguous() for held, gathered in frame.held if held is weight]
+            for i, (other, seen) in enumerate(frame.seen):
+                if other is weight and any(map(seen.value.is_set_to, values)):
+                    if seen.value._version == seen.version + 1:
+                        frame.seen[i] = other, seen._replace(version=seen.version + 1)
+
     def misuse_in(self, frame: Frame) -> RuntimeError | None:
         """What the code of a frame did to weights that it has read, to no effect."""
         for weight, seen in frame.seen:
