@@ -157,9 +157,9 @@ class AttributeReads:
         for frame in (*self.frames, self.in_backward):
             values = [gathered.contiguous() for held, gathered in frame.held if held is weight]
             for i, (other, seen) in enumerate(frame.seen):
-                if other is weight and any(map(seen.value.is_set_to, values)):
-                    if seen.value._version == seen.version + 1:
-                        frame.seen[i] = other, seen._replace(version=seen.version + 1)
+                is_itself = other is weight and any(map(seen.value.is_set_to, values))
+                if is_itself and seen.value._version == seen.version + 1:
+                    frame.seen[i] = other, seen._replace(version=seen.version + 1)
 
     def misuse_in(self, frame: Frame) -> RuntimeError | None:
         """What the code of a frame did to weights that it has read, to no effect."""
