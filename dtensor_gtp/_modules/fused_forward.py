@@ -85,14 +85,19 @@ def is_parametrized(module: nn.Module) -> bool:
 def forward_in_frame(module: BoundModule, mixin: type[BoundModule], *args: Tensor | None) -> Tensor:
     """The stock forward behind ``mixin``, which reads the weight as an attribute, in a frame of its own."""
     runtime = module._gtp_binding.group.runtime
-    frame = runtime.enter(module, lambda num_steps: True)
-    is_complete = False
+    depth = runtime.depth_of_call()
+    frame, is_complete = None, False
     try:
-        output: Tensor = super(mixin, module).forward(*args)
-        is_complete = True
-        return output
+        try:
+            frame = runtime.enter(module, lambda num_steps: True)
+            output: Tensor = super(mixin, module).forward(*args)
+            is_complete = True
+            return output
+        finally:
+            if frame is not None:
+                runtime.exit(frame, is_complete)
     finally:
-        runtime.exit(frame, is_complete)
+        runtime.leave(depth)
 
 
 def fused_mixin(module: nn.Module, params: dict[str, ManagedParam]) -> type[GTPFused] | None:

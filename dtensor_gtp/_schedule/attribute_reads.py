@@ -91,24 +91,26 @@ class AttributeReads:
             frame.saved.push()
         return frame
 
-    def pop(self, frame: Frame) -> None:
-        """End a frame, and release what it holds."""
+    def end(self, frame: Frame) -> None:
+        """Release what the last frame holds; it stays in ``frames``. A second call does nothing."""
+        assert self.frames[-1] is frame, "frames must end in the order in which they began, last first"
         if frame.saved is not None:
             frame.saved.pop()
-        popped = self.frames.pop()
-        assert popped is frame, "frames must end in the order in which they began, last first"
         self._close(frame)
 
     @contextmanager
     def apart(self, *, is_forward: bool) -> Iterator[None]:
         """A frame for a pass of a block that is recorded. It shares no reads with code outside, because a recording
         reads fixed buffers instead of gathers. Only the forward saves handles, which the recorded backward asks for."""
-        frame = self.push(is_forward)
-        outside, self.saved_in_backward = self.saved_in_backward, []
+        depth, outside = len(self.frames), self.saved_in_backward
         try:
+            self.push(is_forward)
+            self.saved_in_backward = []
             yield
         finally:
-            self.pop(frame)
+            while len(self.frames) > depth:
+                self.end(self.frames[-1])
+                self.frames.pop()
             self._release_saved()
             self.saved_in_backward = outside
 
@@ -210,9 +212,8 @@ class AttributeReads:
     def _close(self, frame: Frame) -> None:
         frame.values.clear()
         frame.seen.clear()
-        for weight, gathered in frame.held:
-            self._runtime.release(weight, gathered)
-        frame.held.clear()
+        while frame.held:
+            self._runtime.release(*frame.held.pop())
 
 
 def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
