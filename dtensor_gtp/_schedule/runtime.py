@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,11 @@ class Runtime(Gathering):
         weight = self._known().get(id(param))
         if not isinstance(weight, ShardedWeight) or weight.param is not param:
             return
-        if self.reads.frames:
+        if self.reads.frames and weight.group is not None:
+            self._handed_out.add(weight.group.weight)
+            self._drop_pending(weight.group, 0)
+            self._drop_kept(weight.group)
+        elif self.reads.frames:
             self._handed_out.add(weight)
             self.drop_prefetched_of([weight])
             for target in weight.gatherables:
@@ -257,6 +262,7 @@ class Runtime(Gathering):
         self._num_forwards += 1
         # In the forwards of number 1, 2, 4, 8 and so on, which costs nothing in the long run.
         is_power = self._num_forwards & (self._num_forwards - 1) == 0
+        self.reads.is_differentiated = torch.is_grad_enabled()
         self.reads.looks_at_bits = is_power and self.comm.may_wait_on_host
         is_captured = self.comm.is_capturing
         for param in self.params:
@@ -311,7 +317,7 @@ class Runtime(Gathering):
         """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
         self.groups = list(groups)
         for group in groups:
-            group.read_outside = self.hold_until_end
+            group.reader = self
         self._plan_anew([*(target for target in self.gatherables if target.weight.group is None), *groups])
 
     def _plan_anew(self, gatherables: list[Gatherable]) -> None:
@@ -345,7 +351,17 @@ class Runtime(Gathering):
             self.comm.begin_pass(group.groups)
             group.kept = self._take(group) or self._gather_now(group)
 
+    @property
+    def gives_full_params(self) -> bool:
+        """Whether ``parameters()`` of a module yields gathered weights now."""
+        return self.reads.gives_full_params
+
+    def full_params(self, members: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """``members`` of ``named_parameters()``, with full weights instead of shards."""
+        return self.reads.full_params(members, self._known())
+
     def hold_until_end(self, group: WeightGroup) -> None:
+        """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
         if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
             self.comm.wait(group.kept.done)
         else:
