@@ -287,12 +287,14 @@ class Runtime(Gathering):
         """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
         if self.recording is not None:
             return  # the backward of a block that is recorded is not one of this runtime
-        if self._is_backward_running:
-            # On a CPU autograd runs in the thread that calls it; elsewhere in threads of its own.
-            if self.device.type == "cpu" and self._thread_of_backward != threading.get_ident():
-                self._refuse_thread("backward")
+        thread, is_running = threading.get_ident(), self._is_backward_running
+        # On a CPU autograd runs in the thread that calls it; elsewhere in threads of its own.
+        is_other = self._thread not in (0, thread) or (is_running and self._thread_of_backward != thread)
+        if is_other and self.device.type == "cpu":
+            self._refuse_thread("backward")
+        if is_running:
             return
-        self._thread_of_backward = threading.get_ident()
+        self._thread_of_backward = thread
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         asked = self.asked_for

@@ -274,6 +274,32 @@ class TestGroups(GlooTest):
 
         self.check(seeded(lambda: Model(block=Clipped)))
 
+    def test_writes_without_a_version_are_refused(self) -> None:
+        """In forwards 1, 2, 4 and so on, as for single weights."""
+
+        class Decayed(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.written is not None:
+                    self.get_parameter(self.written).data.mul_(0.5)
+                return super().forward(x)
+
+        for name in ("up.weight", "norm.bias", "up.bias"):
+            Decayed.written = None
+            reference = seeded(lambda: Model(block=Decayed))
+            model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=CHOSEN)
+            with torch.no_grad():
+                for module in (model, reference):
+                    for param in module.parameters():
+                        param.fill_(0.25)
+            x = torch.randn(2, WIDTH)
+            square(model, x).backward()
+            self.assertTrue(runtime_of(model).groups)
+            Decayed.written = name
+            with self.assertRaisesRegex(RuntimeError, "block 'layers.0' has written to its weights through .data"):
+                model(x)
+            Decayed.written = None
+            torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-4)
+
     def test_a_backward_through_weights_of_an_earlier_step_is_refused(self) -> None:
         model = gtp_shard(seeded(Model), self.gtp_mesh(), schedule=CHOSEN)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
