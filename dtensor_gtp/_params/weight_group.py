@@ -42,6 +42,8 @@ class ReadsWeights(Protocol):
 
     @property
     def gives_full_params(self) -> bool: ...
+    @property
+    def is_in_backward(self) -> bool: ...
     def hold_until_end(self, group: WeightGroup) -> None: ...
 
 
@@ -188,10 +190,10 @@ class WeightGroup(Gatherable):
             module.__dict__["_parameters"] = plain if is_compiled else full
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights,
-        they still read the full ones."""
+        """Let the modules have the sharded parameters again. After ``pin``, and in a backward, where activation
+        checkpointing calls modules, they still read the full ones."""
         self.is_in_pass = False
-        reads_full = self.is_pinned or self.held is not None
+        reads_full = self.is_pinned or self.reader.is_in_backward
         for module, sharded, _, full in self._views:
             module.__dict__["_parameters"] = full if reads_full else sharded
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -141,6 +143,20 @@ class TestGroups(GlooTest):
                 return y
 
         self.check(seeded(lambda: Model(block=Recomputed)), steps=2)
+
+    def test_checkpointed_children_of_blocks(self) -> None:
+        """timm's ``checkpoint_seq`` calls the layers of all blocks, and no block: backward calls them alone."""
+
+        class Flat(Model):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in chain.from_iterable(self.layers):
+                    x = checkpoint(layer, x, use_reentrant=False)
+                return x
+
+        def block() -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+        self.check(seeded(partial(Flat, block=block)))
 
     def test_compiled_blocks(self) -> None:
         reference = seeded(Model)
