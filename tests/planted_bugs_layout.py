@@ -192,7 +192,7 @@ LAYOUT = [
     Bug(
         "tp draws unlike",
         "random.py",
-        "*(self._coordinates[axis] for axis in DATA_AXES)",
+        '*(self._coordinates[axis] for axis in ("pp", *DATA_AXES))',
         "*(self._coordinates[axis] for axis in DENSE_AXES)",
         ("test_mesh_rng.py::test_stock_code_draws_unlike_along_data_axes_only",),
     ),
