@@ -235,7 +235,8 @@ def follow_pipelining() -> None:
 
     torch splits the autograd graph at ``stage.submod.parameters()``, through which our gradients do not pass. Instead,
     the first part is a whole backward in which the fused ops postpone their weight gradients; the second part computes
-    and reduces those. Weights that are read as attributes, and whole parameters, are done in the first part.
+    and reduces those. Weights that are read as attributes, whole parameters, and compiled layers, whose graph frees or
+    reuses the operands, are done in the first part.
     """
     if (stage_class := compat.pipeline_stage_class()) is not None:
         _replace_backward(stage_class)
