@@ -201,6 +201,7 @@ def init_weight_mesh(
         >>> print(mesh)
         WeightMesh of 4 cpu ranks (this is rank ...)
           dense
+            pp            1
             replicate     1
             dp            1
             cp            1

@@ -57,13 +57,14 @@ class Dispatcher(Protocol):
     Example:
         >>> class Everyone:  # each expert sees each token
         ...     def __call__(self, run_experts, tokens, experts, weights):
-        ...         rows = tokens.repeat(2, 1)
         ...         split_sizes = torch.tensor([len(tokens)] * 2)
-        ...         each = run_experts(rows, split_sizes).chunk(2)
-        ...         return sum(y * ((experts == i) * weights).sum(1, keepdim=True) for i, y in enumerate(each))
+        ...         results = run_experts(tokens.repeat(2, 1), split_sizes).chunk(2)
+        ...         shares = [((experts == i) * weights).sum(1, keepdim=True) for i in range(2)]
+        ...         return sum(y * share for y, share in zip(results, shares))
         >>> experts = GroupedExperts(GroupedMLP(num_groups=2, dim=16, hidden_dim=32))
         >>> experts.dispatcher = Everyone()
-        >>> experts(torch.randn(6, 16), torch.zeros(6, 1, dtype=torch.int64), torch.ones(6, 1)).shape
+        >>> tokens, weights = torch.randn(6, 16), torch.ones(6, 1)
+        >>> experts(tokens, torch.zeros(6, 1, dtype=torch.int64), weights).shape
         torch.Size([6, 16])
     """
 
