@@ -259,8 +259,10 @@ def _replace_backward(stage_class: Any) -> None:
                 postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
                 grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
             return grads, postponed  # the stage passes the list to the second part as param_groups
-        # Without parameters, torch computes no gradient here, but still sets the flags of an outer fully_shard.
-        result = run(stage, backward_type, {**bwd_kwargs, "param_groups": []}, last_backward)
+        # A backward of nothing, in which torch sets the flags of an outer fully_shard. As "weight" it would make a view
+        # of each parameter, which is slow, and which placements with a block size do not have.
+        nothing = torch.zeros((), requires_grad=True)
+        result = run(stage, "full", {"stage_output": nothing, "output_grads": None, "input_values": ()}, last_backward)
         with torch.no_grad():
             for runtime, jobs in bwd_kwargs["param_groups"]:
                 for job in jobs:

@@ -24,6 +24,7 @@ from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp.nn import GroupedExperts, GroupedMLP, parallelize_experts
 
 WIDTH, TOKENS, NUM_PARTS, NUM_MICROBATCHES = 16, 4, 4, 4
+HIDDEN = 64  # two blocks of MXFP8, one for each rank of tp
 
 
 class Part(nn.Module):
@@ -32,7 +33,7 @@ class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.experts = GroupedExperts(GroupedMLP(2, WIDTH, WIDTH, is_fused=False))
+        self.experts = GroupedExperts(GroupedMLP(2, WIDTH, HIDDEN, is_fused=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.down(torch.tanh(self.up(x)))
@@ -60,7 +61,7 @@ def shard(part: Any, mesh: WeightMesh, recipe: str | None = None) -> None:
         mesh["expert_tp"] if mesh["expert_tp"].size() > 1 else None,
     )
     if recipe is not None:
-        quantize_(part, recipe)
+        quantize_(part.experts, recipe)
     gtp_shard(part.experts.mlp, mesh.expert_weights, schedule=ALL)
     part.experts.mlp.set_gradient_divide_factor(mesh.data.size())
     gtp_shard(part, mesh.weights, schedule=ALL)
