@@ -120,7 +120,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
                 f"synchronize_replicas expects parameters that are sharded over mesh.weights (ranks {expected}), but "
                 f"parameter '{param.fqn}' of shape {tuple(param.param.shape)} is on mesh axes "
                 f"{param.mesh.mesh_dim_names} of ranks {ranks} (rank {dist.get_rank()}). Pass mesh.weights to "
-                "every gtp_shard call."
+                "every gtp_shard call, for experts too: replicas of unequal sizes have no expert axes in common."
             )
     return runtime
 
@@ -139,7 +139,8 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
     if before and (len(before) > 1 or spec.mesh.mesh_dim_names != ("tp", "gtp")):
         raise NotImplementedError(
             f"synchronize_replicas supports parameters that are cut over the gtp and tp axes of the elastic mesh, but "
-            f"'{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}."
+            f"'{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}. Keep experts "
+            "whole on each rank (no ep): replicas of unequal sizes cut them at other places."
         )
     if not before or before[0].is_replicate():
         return None, 1
