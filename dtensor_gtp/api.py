@@ -206,7 +206,7 @@ def _shard_added(group: ShardGroup) -> None:
         for fqn, site, param in unmanaged_params(group.module):
             if binding_of(site.module) is not None and param not in arguments.ignored_params:
                 raise NotImplementedError(
-                    f"shard_added expects parameters in modules of their own, but '{fqn}' was added to a "
+                    f"shard_added expects new parameters in new modules, but '{fqn}' was added to a "
                     f"{type(site.module).__name__} that gtp_shard has sharded. Add it before gtp_shard."
                 )
         return decide(group.module, arguments)

@@ -252,7 +252,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
 def _missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
     named = "; ".join(f"'{key}'{did_you_mean(key, stored)}" for key in keys[:_MOST_NAMED])
     more = f"; and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    text = f"load expects {len(keys)} keys that the checkpoint has not: {named}{more}."
+    text = f"load expects {len(keys)} keys that the checkpoint lacks: {named}{more}."
     outer = {name.partition(".")[0] for name in stored if name.partition(".")[2] == keys[0]}
     if outer:
         return f'{text} It was saved as {{"{outer.pop()}": ...}}: load a dict with that key.'

@@ -224,9 +224,9 @@ def init_weight_mesh(
         layout = _Layout.of(sizes, expert_sizes, world_size(), rank_order)
         if has_group and layout.rank_order != tuple(range(len(layout.rank_order))):
             raise ValueError(
-                f"init_weight_mesh cannot put the ranks of the process group that exists in the order {rank_order}, "
-                "because its subgroups count ranks in ascending order. Leave init_process_group to init_weight_mesh, "
-                "or pass it the rank that this process is to have."
+                f"init_weight_mesh cannot reorder the ranks of an existing process group to {rank_order}, because "
+                "its subgroups count ranks in ascending order. Do not call init_process_group before, or pass it "
+                "the new rank of this process."
             )
         set_device(device_type)
         return layout
@@ -327,8 +327,8 @@ def _check_others(device_type: str, seed: Any, timeout: Any) -> None:
         config = dist.get_backend_config()
         if device_type not in device_types(config):
             raise ValueError(
-                f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the one that "
-                f"exists has the backends '{config}'. Leave init_process_group to init_weight_mesh, or pass it "
+                f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the "
+                f"existing one has the backends '{config}'. Do not call init_process_group before, or pass it "
                 f"backend='{device_type}:...'."
             )
 

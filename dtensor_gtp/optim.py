@@ -340,7 +340,9 @@ class ShardedEMA:
         given = state_dict["averages"]
         if given.keys() != self._averages.keys():
             differing = sorted(given.keys() ^ self._averages.keys())
-            raise ValueError(f"ShardedEMA expects averages of the same parameters, but {differing} are in one alone.")
+            raise ValueError(
+                f"ShardedEMA expects averages of the same parameters, but only one of the two has {differing}."
+            )
         for name, average in self._averages.items():
             value = given[name]
             if value.shape != average.shape:

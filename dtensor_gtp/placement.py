@@ -272,7 +272,9 @@ class _BlockGTPShard(_RowGTPShard):
         return self._unpad_whole(whole, rows)
 
     def _to_new_shard_dim(self, *args: object, **kwargs: object) -> Tensor:
-        raise AssertionError(f"{self!r} goes to another sharding through Replicate(), but an all-to-all was planned.")
+        raise AssertionError(
+            f"{self!r} reaches another sharding through Replicate(), but DTensor planned an all-to-all."
+        )
 
     # LocalTensorMode runs several ranks in one process, and their sizes may differ. So each step that computes with
     # sizes is a function that this mode can run once for each rank; none of them communicates.
@@ -295,8 +297,8 @@ class _BlockGTPShard(_RowGTPShard):
         size, _ = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
         if shard.size(self.dim) != size:
             raise ValueError(
-                f"{self!r} over {num_chunks} chunks of {rows} rows expects {size} rows as chunk {index}, but the local "
-                f"tensor has shape {tuple(shard.shape)}. Cut it with chunk_size_and_offset()."
+                f"{self!r} over {num_chunks} chunks of {rows} rows expects {size} rows as chunk {index}, but the "
+                f"local tensor has shape {tuple(shard.shape)}. Split the tensor with chunk_size_and_offset()."
             )
         return _pad_rows(shard, self.dim, chunk_rows(rows, num_chunks, self.block_size)).contiguous()
 

@@ -162,11 +162,13 @@ class Schedule:
 
 
 _GONE = {
-    "prefetch_depth": "pass prefetch_nbytes, or leave the window to the library",
+    "prefetch_depth": "pass prefetch_nbytes, or let the library choose",
     "coalesce_nbytes": "what travels together is chosen; pass memory='least' for less memory",
     "coalesce_grad_nbytes": "what travels together is chosen; pass memory='least' for less memory",
-    "max_inflight_reduce_scatters": "how many reductions are in flight is chosen; pass memory='least' for less memory",
-    "expert_blocks_ahead": "when experts are gathered is chosen",
+    "max_inflight_reduce_scatters": (
+        "the library chooses how many reductions are in flight; pass memory='least' for less memory"
+    ),
+    "expert_blocks_ahead": "the library chooses when to gather experts",
     "wgrad_first": "pass memory='least' for wgrad_first=False",
     "keep_last": "pass memory='least' for keep_last=False",
 }

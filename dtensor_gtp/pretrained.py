@@ -210,7 +210,8 @@ def _leave_meta(model: nn.Module) -> None:
     if len(on_meta) < len(params):
         raise ValueError(
             f"load_pretrained expects all parameters of {type(model).__name__} on the meta device, or none, but "
-            f"{len(on_meta)} of {len(params)} are. Call to_empty on the modules that are, or build all of it there."
+            f"{len(on_meta)} of {len(params)} are. Call to_empty on these modules, or build the whole model on the "
+            "meta device."
         )
     runtimes = runtimes_below(model)
     if not runtimes:
@@ -235,8 +236,8 @@ def _leave_meta(model: nn.Module) -> None:
             reset()
         else:
             raise ValueError(
-                f"load_pretrained cannot compute the buffers of '{names[module]}' ({type(module).__name__}) anew, "
-                "which are in no file. Call to_empty(device=...) on the model, compute them, then call load_pretrained."
+                f"load_pretrained cannot recompute the buffers of '{names[module]}' ({type(module).__name__}), which "
+                "are in no file. Call to_empty(device=...) on the model, compute them, then call load_pretrained."
             )
 
 
@@ -254,9 +255,9 @@ def _missing(model: nn.Module, path: object, missing: list[str], stored: Iterabl
     named = "; ".join(f"'{name}'{did_you_mean(name, stored)}" for name in missing[:_MOST_NAMED])
     more = f"; and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
     return (
-        f"load_pretrained finds {len(missing)} tensors of {type(model).__name__} not in {path}: {named}{more}. Pass "
-        "rename= if they have other names there, or load with from_pretrained before gtp_shard if the files are laid "
-        "out otherwise."
+        f"load_pretrained does not find {len(missing)} tensors of {type(model).__name__} in {path}: {named}{more}. "
+        "If they have other names there, pass rename=. If the files have another layout, load with from_pretrained "
+        "before gtp_shard."
     )
 
 

@@ -113,7 +113,7 @@ class SendRing(PeerCopies):
         """
         offered, self._offered = self._offered, None
         if offered is not None and offered is not buffer:
-            raise RuntimeError("a place of the send ring was offered to a gradient, but another one was submitted")
+            raise RuntimeError("the send ring reserved memory for another gradient than the one submitted")
         begin, end = self._next(buffer.numel(), dtype)
         self._submitted_nbytes += end - begin
         self._largest_nbytes = max(self._largest_nbytes, end - begin)
@@ -175,7 +175,7 @@ class SendRing(PeerCopies):
             sizes: Elements of a row of each gradient; their sum is ``numel``.
             places: Of all gradients that wait, each of shape ``(world, size)``; row i is for rank i.
         """
-        assert places == self._waiting, "gradients are launched in the order in which they were submitted"
+        assert places == self._waiting, "gradients must be launched in the order of submission"
         self._waiting = []
         stage = self._used_stage()
         stage.barrier(0)

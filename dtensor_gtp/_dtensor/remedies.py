@@ -20,13 +20,13 @@ _WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_loca
 _REMEDIES = (
     (
         ("_foreach_", "_fused_", "_amp_"),
-        "Plain tensors stand beside sharded ones, e.g. ignored_params. Give them a param group of their own (an "
-        "optimizer takes each group by itself), and a call of clip_grad_norm_ of their own.",
+        "This call mixes plain parameters, e.g. ignored_params, with sharded ones. Put the plain ones into a "
+        "separate param group, and clip them by a separate clip_grad_norm_.",
     ),
     (
         ("index", "embedding", "gather", "mm", "addmm", "bmm", "matmul", "linear", "convolution"),
-        "Outside of a forward a weight is a sharded tensor. Call the module, e.g. model.embedding(ids); name your "
-        f"method to register_gtp_forward_method; or convert: {_WHOLE}.",
+        "Outside of a forward a weight is a sharded tensor. Call the module, e.g. model.embedding(ids); or register "
+        f"your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
     ),
     (
         ("copy_", "fill_", "index_put_", "lerp_"),
@@ -35,8 +35,8 @@ _REMEDIES = (
     ),
     (
         ("",),
-        f"A sharded tensor met a plain one. {_WHOLE}. A penalty on parameters becomes a plain number by "
-        "penalty.full_tensor(), on all ranks, before it is added to the loss.",
+        f"This op mixes a sharded tensor with a plain one. {_WHOLE}. Before you add a penalty on parameters to the "
+        "loss, call penalty.full_tensor() on all ranks.",
     ),
 )
 _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTensor|does not have a sharding strategy)")

@@ -75,7 +75,7 @@ def _own_directory(shared: Path) -> Path | None:
         return None
     found = own.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
-        _LOG.warning("%s is not a directory that only this user may enter: no state is left or taken there", own)
+        _LOG.warning("%s is not a directory of this user alone, so no state is written or read there", own)
         return None
     return own
 
@@ -138,8 +138,8 @@ def _check_is_plain(keys: Keys, value: Any) -> None:
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         name = ".".join(map(str, keys))
         raise TypeError(
-            f"leave_state expects tensors and plain values, but '{name}' is a {type(value).__name__}. Keep it out of "
-            "the state, or put what it consists of there: numbers, strings, tuples, dicts, lists."
+            f"leave_state expects tensors and plain values, but '{name}' is a {type(value).__name__}. Leave it out "
+            "of the state, or store its parts: numbers, strings, tuples, dicts, lists."
         ) from error
 
 
@@ -199,6 +199,6 @@ def _read(file: BinaryIO, path: Path) -> HeldState | None:
         _LOG.warning("%s is ignored, because it cannot be read: %s", path, str(error).partition("\n")[0])
         return None
     if name != path.name:
-        _LOG.warning("%s is ignored, because the job '%s' left it", path, name)
+        _LOG.warning("%s is ignored: it is from job '%s'", path, name)
         return None
     return HeldState(step, parts, plain)

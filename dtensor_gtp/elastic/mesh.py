@@ -264,10 +264,10 @@ def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: Me
     for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
         if memory.total > model.budget:
             raise ValueError(
-                f"nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but replica "
-                f"{index} of {len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
-                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, or "
-                "shard over fewer, larger replicas."
+                f"nonuniform_mesh expects replicas with enough memory for the model, but replica {index} of "
+                f"{len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
+                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, "
+                "or shard over fewer, larger replicas."
             )
     return found
 

@@ -40,9 +40,9 @@ class _BlockParallel(ParallelStyle):
         features: int = getattr(module, name)
         if features % self.block_size or features // self.block_size < device_mesh.size():
             raise ValueError(
-                f"{style} expects blocks of {self.block_size} that fill {name}={features} and are at least as many as "
-                f"the {device_mesh.size()} ranks of tp, but they are {features / self.block_size:g}: no cut fits. Use "
-                "a smaller tp or another block_size."
+                f"{style} expects blocks of {self.block_size} that fill {name}={features} and are at least as many "
+                f"as the {device_mesh.size()} ranks of tp, but there are {features / self.block_size:g}. Use a "
+                "smaller tp or another block_size."
             )
 
         cut = GTPShard(self._dim, block_size=self.block_size)

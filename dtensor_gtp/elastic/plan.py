@@ -94,7 +94,7 @@ def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
 def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
     """The segments of a weight that gtp cuts, in the order of their offsets; ValueError if the weight stays whole."""
     if weight.dim is None:
-        raise ValueError(f"segments_of expects a weight that gtp cuts, but '{weight.name}' stays whole.")
+        raise ValueError(f"segments_of expects a weight that is sharded over gtp, but '{weight.name}' stays whole.")
     boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
     edges = []
     for dim in range(len(weight.shape)):

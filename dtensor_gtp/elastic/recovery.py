@@ -188,7 +188,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
         else:
             return step, moves
     raise StateLostError(
-        f"recover_state expects each part of the state on a rank that is left, but {lost} is on none of the ranks "
+        f"recover_state expects each part of the state on some remaining rank, but {lost} is on none of the ranks "
         f"{list(steps)}. Load a checkpoint."
     )
 
@@ -203,8 +203,9 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
         boxes = sorted({box for box, _ in held})
         got = f"parts {boxes} of {sorted(map(str, dtypes))}" if held else "nothing of it"
         raise ValueError(
-            f"recover_state expects the state of the same model, but the model on the new mesh has "
-            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the ranks left hold {got}."
+            "recover_state expects the state of the same model, but the model on the new mesh has "
+            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the remaining ranks hold "
+            f"{got}."
         )
 
 

@@ -140,8 +140,8 @@ def regroup(
             members = agree_on_survivors(layout, rank, store, grace, generation, num_replicas, is_alive)
             if rank not in members.alive:
                 raise RuntimeError(
-                    f"rank {rank} came to regroup when ranks {list(members.alive)} had gone on without it, after "
-                    f"{grace.total_seconds():g} seconds of grace or because it was silent for too long. End this "
+                    f"rank {rank} regrouped too late: ranks {list(members.alive)} have continued without it, after "
+                    f"{grace.total_seconds():g} seconds of grace or because it sent no sign of life. End this "
                     "process; it may join again as a new one."
                 )
             for ticket in members.tickets:  # on all members alike: the rank that decided may be gone

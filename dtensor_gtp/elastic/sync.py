@@ -139,7 +139,7 @@ class ReplicaSync:
         counts = share.counts if isinstance(share, BatchShare) else self._exchange(share)
         layout = self.mesh.layout
         if tuple(map(len, counts)) != tuple(replica.gtp for replica in layout.replicas):
-            raise ValueError(f"set_batch expects a share of a batch over {layout}, but got {counts} of another mesh.")
+            raise ValueError(f"set_batch expects a share of this mesh, {layout}, but got {counts} of another one.")
         if counts == self._counts:
             return
         waiting = [param.fqn for param in self._params if _has_unreduced_grad(param)]

@@ -54,7 +54,7 @@ class RanksLostError(RuntimeError):
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
         named = [f"rank {rank} ({place}) {reasons[rank]}" for rank, place in lost.items()]
-        remedy = "Hold the state and regroup without what is gone, or start again from a checkpoint."
+        remedy = "Hold the state and regroup without the lost ranks, or restart from a checkpoint."
         super().__init__(f"{'; '.join(named)}. {remedy}")
 
 
@@ -99,8 +99,8 @@ class RankWatch:
         missing = [f"{name}=0" for name in _WATCHDOG if os.environ.get(name) != "0"]
         if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
             logger.warning(
-                "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may "
-                "end this process, or hold it for minutes, when a peer is gone.",
+                "RankWatch expects %s in the environment before NCCL's process group is created. Otherwise torch's "
+                "watchdog may end this process, or block it for minutes, when a peer is lost.",
                 ", ".join(missing),
             )
         self._interval = self.limit / _BEATS_PER_LIMIT
@@ -311,7 +311,7 @@ def join(
     while not waiting.check([name]):
         if clock.now() > end:
             waiting.set(name, "gave up")
-            raise TimeoutError(f"no rank of the job took this process in within {grace.total_seconds():g} seconds.")
+            raise TimeoutError(f"no rank of the job admitted this process within {grace.total_seconds():g} seconds.")
         clock.sleep(POLL_SECONDS)
     members = Membership(*json.loads(waiting.get(name)))
     rank, layout, generation = len(members.alive) + members.tickets.index(ticket), members.layout, members.generation

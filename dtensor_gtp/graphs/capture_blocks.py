@@ -246,4 +246,4 @@ class _CapturedBlock:
             fixed = weight.fixed
             if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
                 what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
-                raise RuntimeError(f"{what}: call remove() on what it has returned, then capture_blocks again.")
+                raise RuntimeError(f"{what}: call remove() on its result, then capture_blocks again.")

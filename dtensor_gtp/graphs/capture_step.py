@@ -199,7 +199,7 @@ class CapturedStep(Generic[P, R]):
         is_warm, is_new = calls.num_eager + 1 >= calls.num_warmup, kind not in calls.seen
         is_full = len(calls.graphs) >= calls.max_graphs
         if is_warm and is_new and is_full:
-            logger.warning("capture_step runs eagerly: there are %d graphs already, the most allowed", calls.max_graphs)
+            logger.warning("capture_step runs eagerly: it has reached the limit of %d graphs", calls.max_graphs)
         # So that this step gathers what a recording, and other ranks that record or replay meanwhile, gather.
         drop_kept(around.runtimes)
         with self._recorder.eager(is_last=is_warm and not is_new and not is_full):

@@ -87,8 +87,8 @@ class GTPAccelerator(Accelerator):
         for group in groups:
             if group.mesh.size() != self.num_processes:
                 raise NotImplementedError(
-                    f"GTPAccelerator expects models sharded over all {self.num_processes} processes, because each gets "
-                    f"data of its own, but got a {type(group.module).__name__} on mesh axes "
+                    f"GTPAccelerator expects models sharded over all {self.num_processes} processes, because each "
+                    f"gets different data, but got a {type(group.module).__name__} on mesh axes "
                     f"{group.mesh.mesh_dim_names} of {group.mesh.size()} ranks. Pass a 1-D (gtp) or 2-D (replicate, "
                     "gtp) mesh of all processes to gtp_shard."
                 )

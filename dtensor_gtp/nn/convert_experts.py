@@ -112,9 +112,9 @@ def group_experts_(
                     classes[parent] = type(cls.__name__, (cls,), body)
     if not replaced:
         raise ValueError(
-            f"group_experts_ found no experts in {type(module).__name__}. Fused ones have gate_up_proj and down_proj "
-            "and are called with (hidden_states, top_k_index, top_k_weights); for blocks with a list of experts pass "
-            "forwards."
+            f"group_experts_ found no experts in {type(module).__name__}. It knows fused experts with gate_up_proj "
+            "and down_proj that take (hidden_states, top_k_index, top_k_weights). For blocks with a list of experts "
+            "pass forwards."
         )
     for parent, name, experts in replaced:
         setattr(parent, name, experts)

@@ -103,7 +103,7 @@ class TestWritesInForward(GlooTest):
             for is_layer in (False, True):
                 model = gtp_shard(Writes(write, is_layer), self.gtp_mesh(), schedule=ALL)
                 name = "layer.weight" if is_layer else "weight"
-                with self.assertRaisesRegex(RuntimeError, f"read as parameter '{name}' .* was written in a forward"):
+                with self.assertRaisesRegex(RuntimeError, f"A write in a forward changed only .* parameter '{name}' "):
                     model(make_rows(0))
                 model.write = lambda weight: None
                 square_loss(model, make_rows(0)).backward()

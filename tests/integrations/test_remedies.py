@@ -61,8 +61,8 @@ class TestRemedies(unittest.TestCase):
             self.check("penalty.full_tensor", loss.backward)
             model = self.model(("1.weight",))
             model(ids).sum().backward()
-            self.check("param group of their own", torch.optim.AdamW(model.parameters(), foreach=True).step)
-            self.check("clip_grad_norm_ of their own", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            self.check("a separate param group", torch.optim.AdamW(model.parameters(), foreach=True).step)
+            self.check("a separate clip_grad_norm_", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
             self.assertIsNone(remedy_for(RuntimeError("aten.mm.default: no")))
 
     def test_formats_and_numpy(self) -> None:
