@@ -1,4 +1,4 @@
-"""``init_weight_mesh``: named meshes over all ranks from sizes of axes; sets up device, process group and RNG, too.
+"""``init_weight_mesh``: named meshes over all ranks from sizes of axes. It also sets up device, process group and RNG.
 
 There are two views of the same ranks ("parallel folding"): dense layers use the axes
 
@@ -13,7 +13,8 @@ neighbours. ``replicate`` is the same axis in both. The other expert axes divide
 another way: with ``expert_tp=1``, ranks that share a dense layer along tp work on different experts, or on different
 rows of them.
 
-All meshes are sub-meshes of one 1-D root, so ``gtp_shard`` and ``fully_shard`` can cut tensor-parallel DTensors again.
+All meshes are sub-meshes of one 1-D root, so ``gtp_shard`` and ``fully_shard`` can shard tensor-parallel DTensors
+again.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def init_weight_mesh(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> WeightMesh:
-    """Build the meshes of a model that is sharded over several axes, and all that must exist before it is built.
+    """Build the meshes of a model that is sharded over several axes, and set up what the model needs before it is
+    built.
 
     The steps are: check the arguments; set this process's device from ``LOCAL_RANK``; initialize the default process
     group, if there is none, from the environment of ``torchrun``; compare the arguments of all ranks; make the groups;
@@ -186,9 +188,9 @@ def init_weight_mesh(
         expert_tp: Tensor-parallel ranks of each expert. ``replicate * ep * expert_gtp * expert_tp`` divides the number
             of ranks; the quotient is the axis ``expert_dp``, along which experts are replicated.
         rank_order: The processes in row-major order of the dense axes: a permutation of the numbers in ``RANK``. The
-            process group that this call initializes counts ranks in this order, so ``dist.get_rank()`` is the place in
-            it (``RANK`` stays as it was). An existing process group cannot be put in another order, because torch's
-            subgroups count their ranks in ascending order.
+            process group that this call initializes counts ranks in this order, so ``dist.get_rank()`` is the position
+            in it (``RANK`` does not change). An existing process group cannot be reordered, because torch's subgroups
+            count their ranks in ascending order.
         seed: Seed of the random number streams; the same on all ranks.
         backend: For ``init_process_group``. Default: ``"nccl"`` for cuda, ``"gloo"`` for cpu, else torch's choice.
         timeout: For ``init_process_group``, of collectives and of the rendezvous.

@@ -26,9 +26,9 @@ from .sync import ReplicaSync
 def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes: int = 32 << 20) -> ReplicaSync:
     """Sum the gradients of ``module`` over all replicas of ``mesh``, from the next backward on.
 
-    Call it once on the root after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` leaves in
-    ``.grad`` the mean over the whole batch, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks of
-    other replicas that hold them, in buckets, behind backward. Replicas must hold equal values (one seed, or one
+    Call it once on the root after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` writes the
+    mean over the whole batch to ``.grad``, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks of
+    other replicas that hold them, in buckets, during backward. Replicas must hold equal values (one seed, or one
     checkpoint): :meth:`ReplicaSync.check_values` of the handle that is returned compares them, and
     :meth:`ReplicaSync.set_batch` takes the number of samples of each rank.
 

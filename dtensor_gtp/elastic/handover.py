@@ -1,8 +1,8 @@
-"""State that one process leaves in the memory of its host for the process that takes its place.
+"""State that one process stores in host memory for the process that replaces it.
 
-The folder of these files is shared by all users of a host, perhaps by several containers. So each user has a directory
-there that no other user may enter. The name of a file, which also stands in it, says which job left it. Owner and kind
-are asked of the open file, before anything of it is read. What is read are tensors and plain values, never code.
+All users of a host, and perhaps several containers, share the folder of these files. So each user has a directory there
+that no other user may enter. The name of a file identifies its job, and is also stored in the file. Owner and kind of
+the open file are checked before it is read. Only tensors and plain values are read, never code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _OTHERS = 0o077  # rights of group and others
 
 
 def handover_path(environment: Mapping[str, str] | None = None, directory: Path | None = None) -> Path | None:
-    """Where a worker of ``torchrun`` leaves its state for the worker that takes its place on this host.
+    """The file in which a worker of ``torchrun`` leaves its state for the worker that replaces it on this host.
 
-    ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later: time enough to
-    write what a rank holds to a file in host memory. The file lies in a directory that only this user may enter. Its
-    name holds the run id, the local rank, and a digest of the launcher, which stays when workers are started again.
+    When one worker fails, ``torchrun`` sends a signal to all, and ends them by force some seconds later: enough time to
+    write a rank's state to a file in host memory. The file lies in a directory that only this user may enter. Its name
+    holds the run id, the local rank, and a digest of the launcher, which stays when workers are started again.
 
     Args:
         environment: By default ``os.environ``.
@@ -144,7 +144,7 @@ def _check_is_plain(keys: Keys, value: Any) -> None:
 
 
 def take_state(path: Path) -> HeldState | None:
-    """What a former process of this job has left, which is removed.
+    """Read and remove what an earlier process of this job has left.
 
     A file that another user owns or may read, or that another job left, is not read: a warning names it, and it stays.
 

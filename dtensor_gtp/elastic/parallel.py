@@ -1,7 +1,7 @@
-"""Tensor-parallel styles that cut at block boundaries: heads stay whole on any number of ranks.
+"""Tensor-parallel styles that split at block boundaries: heads stay whole on any number of ranks.
 
-torch's styles would cut 8 heads on 3 ranks within a head. These give each rank ``ceil(blocks / tp)`` whole blocks, and
-the last ranks what is left.
+torch's styles would split 8 heads on 3 ranks within a head. These give each rank ``ceil(blocks / tp)`` whole blocks,
+and the last ranks the rest.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Which ranks form which replica, and as what (gtp, tp) grid: plain arithmetic. Failed ranks are left out and the
-others move up. Every rank that is left works: no replica is cut down to the size of another.
+others move up. All remaining ranks work: no replica is reduced to the size of another.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Replica:
 
 
 class Place(NamedTuple):
-    """Where a rank stands.
+    """Coordinates of a rank.
 
     Args:
         replica: Index of its replica.
@@ -252,7 +252,7 @@ def plan_replicas(
     failed: Collection[tuple[int, int, int]] = (),
     weights: Sequence[WeightSpec] = (),
 ) -> ReplicaLayout:
-    """The replicas that remain of ``replicate`` replicas of ``gtp * tp`` ranks when some ranks have failed.
+    """The remaining replicas of ``replicate`` replicas of ``gtp * tp`` ranks after some ranks have failed.
 
     The ranks that are left are counted anew, in the order of their coordinates, as a launcher starts them. A replica
     that lost all ranks is dropped.

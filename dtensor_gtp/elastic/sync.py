@@ -1,4 +1,4 @@
-"""Gradients of replicas of unequal sizes are summed segment by segment, behind backward.
+"""Sums gradients of replicas of unequal sizes segment by segment, during backward.
 
 A reduce-scatter leaves each rank the average of its replica for the rows that it holds. Every set of owners of their
 segments (see ``plan``) has a *channel*, which collects segments until they fill a bucket that one all-reduce sums.
@@ -334,8 +334,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas. Collective over all ranks.
 
-    Each replica can compute the norm of the whole model, but in another order of sums. So all replicas take the norm of
-    the first one: else parameters would drift apart in the last bits.
+    Each replica can compute the norm of the whole model, but in another order of sums. So all replicas use the norm of
+    the first one: otherwise parameters would differ in the last bits.
 
     Args:
         parameters: Those of the model, or one.

@@ -1,8 +1,8 @@
-"""Who is alive: every rank beats, its neighbours listen, and an error names the ranks that are gone.
+"""Detects lost ranks: every rank sends heartbeats, its neighbours read them, and an error names the lost ranks.
 
-The error of a collective does not say who is gone, and a process that is stopped breaks no connection. So a thread of
-each rank counts up a number in a store and reads the numbers of the next ranks in a ring. A rank whose number stands
-still for longer than the limit, by the reader's clock, is lost: the reader writes it into the store, and all read it.
+The error of a collective does not name the lost rank, and a stopped process breaks no connection. So a thread of each
+rank counts up a number in a store and reads the numbers of the next ranks in a ring. A rank whose number stands still
+for longer than the limit, by the reader's clock, is lost: the reader writes it into the store, and all read it.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def join(
     limit: timedelta | None = None,
     num_replicas: int = 1,
 ) -> tuple[Survivors, RankWatch | None]:
-    """Wait until the ranks of a job take this process in, e.g. that of a repaired GPU. They do when they regroup.
+    """Wait until the ranks of a job admit this process, e.g. that of a repaired GPU. They do so when they regroup.
 
     Args:
         store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
@@ -295,7 +295,7 @@ def join(
         Who is in the job now, with this process's rank; and the watch, None without ``limit``.
 
     Raises:
-        TimeoutError: Nobody took this process in within ``grace``.
+        TimeoutError: The job did not admit this process within ``grace``.
 
     Example:
         >>> from datetime import timedelta
