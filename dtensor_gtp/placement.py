@@ -1,7 +1,7 @@
-"""``GTPShard``: how one tensor dim is cut along the gtp mesh axis.
+"""``GTPShard``: how one tensor dim is sharded along the gtp mesh axis.
 
-The dim was first cut into ``split_factor`` slices (``torch.chunk``, by an axis such as tp); each slice of ``n`` rows is
-cut along the axis into chunks of ``ceil(ceil(n / block_size) / world) * block_size`` rows. So every block stays whole
+Another axis, such as tp, first splits the dim into ``split_factor`` slices (``torch.chunk``). The gtp axis splits each
+slice of ``n`` rows into chunks of ``ceil(ceil(n / block_size) / world) * block_size`` rows. So every block stays whole
 on one rank, the last chunk that has rows may be short, and later ones are empty. The logical tensor is never padded.
 
 ``block_size=1`` is torch's own layout: ``GTPShard(d)`` equals ``Shard(d)`` and ``GTPShard(d, split_factor=s)`` equals
@@ -30,7 +30,7 @@ else:
 
 
 def chunk_rows(num_rows: int, num_chunks: int, block_size: int = 1) -> int:
-    """Rows of the largest (the first) chunk when ``num_rows`` rows are cut into ``num_chunks`` chunks.
+    """Rows of the largest (the first) chunk when ``num_rows`` rows are split into ``num_chunks`` chunks.
 
     Args:
         num_rows: rows of the slice that is cut, >= 0.
@@ -82,8 +82,8 @@ class GTPShard(_PlacementBase):
     Args:
         dim: tensor dim. A negative one counts from the end; DTensor's own ``redistribute`` makes a plain ``Shard`` of
             it, as it does of every ``Shard`` with a negative dim.
-        split_factor: slices into which axes further right in the mesh have cut the dim before this one does.
-            1 where the gtp axis stands to the right of those axes, as ``gtp_shard`` builds its meshes.
+        split_factor: slices into which axes further right in the mesh have split the dim before this one does. 1 where
+            the gtp axis is to the right of those axes, as ``gtp_shard`` builds its meshes.
         block_size: rows of ``dim`` that must stay together on one rank, e.g. 32 for MXFP8, head_dim for attention.
 
     Raises:

@@ -144,7 +144,7 @@ class MeshRNG:
                 self._num_open_forks -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this rank's streams, under a key that names the sizes of the mesh and the rank's place in it.
+        """The states of this rank's streams, under a key with the sizes of the mesh and the rank's position in it.
 
         So each rank of a mesh finds its own states, also with permuted ranks. On a mesh of other sizes ``dcp.load``
         says that the key is missing: leave the streams out of what is loaded there, and call :meth:`manual_seed`.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # torch splits more addends of one element among threads.
 _MOST_RANKS = 63
-# Of gradients that travel together. Aligned addends have a kernel of their own.
+# Of gradients that are sent together. Aligned addends have a separate kernel.
 _TRIED = ([1040, 16], [1001, 8])
 # ``triton_addends.add``
 Sum = Callable[[Tensor, Tensor, Sequence[Tensor], int, int, float], None]

@@ -1,4 +1,4 @@
-"""What to write where torch refuses a sharded tensor: one line, in the error or below its traceback.
+"""What to write instead where torch refuses a sharded tensor: one line, in the error or below its traceback.
 
 DTensor refuses ops that mix it with plain tensors. Its C++ code raises that error, so the line is added where Python
 prints an exception that nobody has caught.
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def remedy_for(error: BaseException) -> str | None:
-    """What to write in the place of code that mixes tensors; None for other errors."""
+    """What to write instead of code that mixes tensors; None for other errors."""
     if not isinstance(error, RuntimeError) or (found := _REFUSED.search(str(error))) is None:
         return None
     return next(text for starts, text in _REMEDIES if found[1].startswith(starts))

@@ -36,7 +36,7 @@ class GTPTrainer(Trainer):
 
     - ``save_model`` writes whole safetensors, of a PEFT model its adapters. Call it on all ranks.
     - A checkpoint holds them, too, and model, optimizer and scheduler by ``torch.distributed.checkpoint``. Any number
-      of ranks resumes from it, at the same place of the data if a step has as many samples as before.
+      of ranks resumes from it, at the same position in the data if a step has as many samples as before.
     - Else as :class:`dtensor_gtp.integrations.accelerate.GTPAccelerator`.
 
     Example:
@@ -103,7 +103,7 @@ class GTPTrainer(Trainer):
         """Load all that a checkpoint has in shards.
 
         Raises:
-            ValueError: A step has another number of samples than before, so the place in the data would be another; or
+            ValueError: A step has another number of samples than before, so the position in the data would differ; or
                 the checkpoint is of another trainer and has its optimizer in whole.
         """
         if checkpoint is None:

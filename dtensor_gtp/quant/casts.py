@@ -1,8 +1,8 @@
-"""Which casts run: ``Casts``, the reference in plain torch, or ``TritonCasts``, which does the same bit for bit.
+"""Chooses the casts: ``Casts``, the reference in plain torch, or ``TritonCasts``, which equals it bit for bit.
 
 ``TritonCasts`` needs one or two kernels a cast: two where a scale of the whole matrix comes first, and a copy more for
-columns of odd strides. It runs on CUDA, outside of compilers: these trace the reference and fuse it with what is before
-it. Before the first cast each kernel is tried on a small matrix; where one has other bits, the reference takes over.
+columns of odd strides. It runs on CUDA, outside of compilers, which trace the reference and fuse it with the ops before
+it. Before the first cast each kernel is tried on a small matrix. If it differs, the reference is used.
 """
 
 from __future__ import annotations
