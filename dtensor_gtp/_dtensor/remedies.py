@@ -12,6 +12,7 @@ import sys
 from types import TracebackType
 from typing import Any, NoReturn
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 _WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_local() this rank's rows"
@@ -55,12 +56,34 @@ def remedy_for(error: BaseException) -> str | None:
     """What to write instead of code that mixes tensors; None for other errors."""
     if not isinstance(error, RuntimeError) or (found := _REFUSED.search(str(error))) is None:
         return None
-    return next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    method = _unregistered_method(error.__traceback__)
+    return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
+
+
+def _unregistered_method(traceback: TracebackType | None) -> str | None:
+    """The innermost method of a module with sharded parameters and the call that registers it; None for a forward."""
+    found = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module, name = frame.f_locals.get("self"), frame.f_code.co_name
+        is_torchs = frame.f_globals.get("__name__", "").startswith("torch.")
+        if isinstance(module, nn.Module) and not is_torchs and _has_shards(module):
+            found = None if name == "forward" else f"{name}() (register_gtp_forward_method(module, '{name}'))"
+        traceback = traceback.tb_next
+    return found
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(param, DTensor) for param in module.parameters())
 
 
 def _show(stock: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if (text := remedy_for(error)) is not None:
-        error.add_note(f"dtensor_gtp: {text}")
+    shown: BaseException | None = error
+    while shown is not None:  # the errors that it was raised from are printed, too
+        if (text := remedy_for(shown)) is not None:
+            shown.add_note(f"dtensor_gtp: {text}")
+        shown = shown.__cause__ or shown.__context__
     stock(kind, error, traceback)
 
 
