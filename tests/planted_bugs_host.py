@@ -23,7 +23,7 @@ HOST = {
         "Gradients.complete", drop("finish_on_host"), f"{OFFLOAD}::test_copies_are_made"
     ),
     "host does not wait for copies of its shards": Bug(
-        "Runtime.exit", drop("finish_uploads"), f"{OFFLOAD}::test_copies_are_made"
+        "Runtime._end_forward", drop("finish_uploads"), f"{OFFLOAD}::test_copies_are_made"
     ),
     "last reductions fail and leave gradients": Bug(
         "Runtime._forgetting_on_failure",

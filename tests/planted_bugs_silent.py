@@ -24,7 +24,7 @@ SILENT = {
         "test_silent_programs.py::TestInputsOfBackward::test_inputs_get_their_gradients",
     ),
     "ranks do not compare their orders of uses": Bug(
-        "Runtime.exit", drop("_compare_order"), "test_silent_programs.py::TestOrderOfUses"
+        "Runtime._end_forward", drop("_compare_order"), "test_silent_programs.py::TestOrderOfUses"
     ),
     "parameters that are added without a registration escape": Bug(
         "_call_in_frame", replace("runtime.num_trained", "0"), f"{ESCAPED_PARAMETERS}::test_modules_that_come_later"
@@ -75,7 +75,7 @@ SILENT = {
         f"{WRITES_OUTSIDE}::test_shards_of_weights_that_stay_gathered",
     ),
     "names of what ranks send are looked up in torch": Bug(
-        "_dtype",
+        "values:_dtype",
         never("not isinstance(dtype, torch.dtype)"),
         "test_values.py::test_what_is_sent_by_a_stranger_runs_nothing",
     ),

@@ -61,6 +61,7 @@ def _call_block(block: GTPBlock, call: Any, args: Any, kwargs: Any, compiler: An
             group.is_compiled = compiler is not None or block._compiled_call_impl is not None
             was_in_pass = group.is_in_pass
             gathered = runtime.acquire(group)
+            seen = group.seen() if runtime.reads.looks_at_bits else None
             use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
             if group.is_compiled or not was_in_pass:
                 group.show(is_compiled=group.is_compiled)
@@ -73,6 +74,8 @@ def _call_block(block: GTPBlock, call: Any, args: Any, kwargs: Any, compiler: An
                     output = call(*args, **kwargs)
                 finally:
                     compat.set_eval_frame(None)
+            if seen is not None:
+                group.check_traces(seen)
             is_complete = True
         finally:
             if frame is not None:

@@ -125,7 +125,8 @@ class GTPModule(RefusedMethods, BoundModule):
 
         Args:
             requires_gradient_sync: False sums full gradients on each rank, in ``reduce_dtype``, until a backward with
-                True. That saves communication and costs the memory of a full gradient for each weight.
+                True. That saves communication and costs the memory of a full gradient for each weight. These sums are
+                not in ``.grad`` yet: ``zero_grad()`` does not drop them, as under ``fully_shard``.
             recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
 
         Example:
@@ -145,6 +146,7 @@ class GTPModule(RefusedMethods, BoundModule):
         Args:
             requires_all_reduce: False sums gradients that are reduce-scattered over gtp, until a backward with True.
                 It takes less memory than :meth:`set_requires_gradient_sync`, which sums gradients in full size.
+                ``zero_grad()`` does not drop these sums either.
             recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
 
         Example:
