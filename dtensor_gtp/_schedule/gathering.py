@@ -41,6 +41,7 @@ class Gathering(KeepAndFree):
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
+        self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
         self._handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
         self.parted = PartedRanks(lambda index: self.gatherables[index].weight.fqn)
         self.comm.explain = self.parted.explain
@@ -149,6 +150,35 @@ class Gathering(KeepAndFree):
                 self._gather([weight])
                 kept = weight.pending.pop()
             weight.kept = kept
+
+    def _plan_anew(self, gatherables: list[Gatherable]) -> None:
+        """Plans name gatherables by their index, so none of other gatherables is of use."""
+        self.gatherables = gatherables
+        for index, target in enumerate(gatherables):
+            target.index = index
+        self.chains.clear()
+
+    def split_groups(self) -> None:
+        """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
+        self.make_groups = None
+        for group in self.groups:
+            self._drop_kept(group)
+            group.dissolve()
+        self.groups = []
+        self._plan_anew([target for weight in self.weights for target in weight.gatherables])
+        if self.is_initialized:
+            self._prepare_gatherables()
+
+    def hold_until_end(self, group: WeightGroup) -> None:
+        """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
+        if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
+            self.comm.wait(group.kept.done)
+        else:
+            self._read_outside.append((group, self.acquire(group)))
+
+    def _release_read_outside(self) -> None:
+        while self._read_outside:
+            self.release(*self._read_outside.pop())
 
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
         """After a deviation or a gap, launch every gather that should already be in flight."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -18,10 +17,9 @@ import torch.nn as nn
 
 from .. import _torch_compat as compat
 from .._comm.debug import DebugFlags
-from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import SavedWeights
-from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
@@ -29,6 +27,7 @@ from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import agree_on_order
 from .gathering import Gathering
+from .one_thread import OneThread
 from .optimizer_steps import optimizer_steps
 from .order_of_uses import Chain, Entry
 
@@ -54,15 +53,13 @@ class Runtime(Gathering):
         self._has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
-        self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # held to the end of backward
         self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
         self._num_begun = -1
         self._num_forwards = 0
         self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
         self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
         self.num_trained = 0  # backwards that gave gradients, and optimizer steps
-        self._thread = 0  # that is in a frame
-        self._thread_of_forward = self._thread_of_backward = 0  # of the last one
+        self._thread = OneThread()
         optimizer_steps().watchers.add(self)
 
     def _known(self) -> dict[int, ManagedParam]:
@@ -144,21 +141,8 @@ class Runtime(Gathering):
     def depth_of_call(self) -> int:
         """How many frames run. Call it before ``enter``, and ``leave`` with the result after ``exit``, whatever happens
         in between: a KeyboardInterrupt may be raised between any two lines."""
-        thread = threading.get_ident()
-        # In a backward, the threads of autograd recompute forwards for the one that waits for them.
-        if self._thread != thread and compat.current_graph_task_id() == -1:
-            if self._thread:
-                self._refuse_thread("forward")
-            self._thread = thread
+        self._thread.enter()
         return len(self.reads.frames)
-
-    def _refuse_thread(self, what: str) -> None:
-        """Two passes at a time would take each other's weights and gradients."""
-        raise RuntimeError(
-            f"Thread '{threading.current_thread().name}' began a {what} of a module that gtp_shard has sharded while "
-            f"another thread is in a forward or backward of it (rank {dist.get_rank()}). Run one pass at a time: let "
-            "one thread train the module, or give each a module of its own."
-        )
 
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool], method: str = "forward") -> Frame:
         """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights become handles."""
@@ -209,7 +193,7 @@ class Runtime(Gathering):
         if depth == 0:
             if self._forward_chain is not None:
                 self._drop_broken_forward()
-            self._thread = 0
+            self._thread.leave()
 
     def _drop_broken_forward(self) -> None:
         """After a forward that did not complete: nothing uses a weight any more. Gradients are not touched."""
@@ -247,9 +231,7 @@ class Runtime(Gathering):
         agree_on_order([self.gatherables[use].weight for use in uses], self.weights, what)
 
     def _begin_forward(self, entry: Entry) -> None:
-        if self._is_backward_running and self._thread_of_forward != threading.get_ident():
-            self._refuse_thread("forward")
-        self._thread_of_forward = threading.get_ident()
+        self._thread.begin_forward(self._is_backward_running)
         self.drop_broken_backward()
         self.ensure_initialized()
         self._release_read_outside()  # of a forward without a backward
@@ -287,14 +269,11 @@ class Runtime(Gathering):
         """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
         if self.recording is not None:
             return  # the backward of a block that is recorded is not one of this runtime
-        thread, is_running = threading.get_ident(), self._is_backward_running
-        # On a CPU autograd runs in the thread that calls it; elsewhere in threads of its own.
-        is_other = self._thread not in (0, thread) or (is_running and self._thread_of_backward != thread)
-        if is_other and self.device.type == "cpu":
-            self._refuse_thread("backward")
+        is_running = self._is_backward_running
+        if self.device.type == "cpu":  # elsewhere autograd has threads of its own
+            self._thread.begin_backward(is_running)
         if is_running:
             return
-        self._thread_of_backward = thread
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         asked = self.asked_for
@@ -321,24 +300,6 @@ class Runtime(Gathering):
             group.reader = self
         self._plan_anew([*(target for target in self.gatherables if target.weight.group is None), *groups])
 
-    def _plan_anew(self, gatherables: list[Gatherable]) -> None:
-        """Plans name gatherables by their index, so none of other gatherables is of use."""
-        self.gatherables = gatherables
-        for index, target in enumerate(gatherables):
-            target.index = index
-        self.chains.clear()
-
-    def split_groups(self) -> None:
-        """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
-        self.make_groups = None
-        for group in self.groups:
-            self._drop_kept(group)
-            group.dissolve()
-        self.groups = []
-        self._plan_anew([target for weight in self.weights for target in weight.gatherables])
-        if self.is_initialized:
-            self._prepare_gatherables()
-
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight, or its group, ahead of any use, for ``unshard``."""
         self.ensure_initialized()
@@ -360,17 +321,6 @@ class Runtime(Gathering):
     def full_params(self, members: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """``members`` of ``named_parameters()``, with full weights instead of shards."""
         return self.reads.full_params(members, self._known())
-
-    def hold_until_end(self, group: WeightGroup) -> None:
-        """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
-        if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
-            self.comm.wait(group.kept.done)
-        else:
-            self._read_outside.append((group, self.acquire(group)))
-
-    def _release_read_outside(self) -> None:
-        while self._read_outside:
-            self.release(*self._read_outside.pop())
 
     def watch_saved(self, saved: SavedWeights) -> None:
         """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""
