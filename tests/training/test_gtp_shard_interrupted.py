@@ -184,21 +184,21 @@ class TestInterrupted(GlooTest):
 
     @pytest.mark.long
     def test_many_lines_of_single_weights(self) -> None:
-        self.sweep(ALL, 600)
+        self.sweep(ALL, 300)
 
     @pytest.mark.long
     def test_many_lines_of_groups(self) -> None:
-        self.sweep(SchedulePolicy(min_shard_numel=0), 600)
+        self.sweep(SchedulePolicy(min_shard_numel=0), 300)
 
     @pytest.mark.long
     def test_many_lines_of_microbatches(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            self.sweep(schedule, 150, num_microbatches=2)
+            self.sweep(schedule, 80, num_microbatches=2)
 
     @pytest.mark.long
     def test_many_lines_of_first_steps(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            self.sweep(schedule, 100, is_new=True)
+            self.sweep(schedule, 60, is_new=True)
 
 
 if __name__ == "__main__":
