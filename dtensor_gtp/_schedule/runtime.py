@@ -221,15 +221,13 @@ class Runtime(Gathering):
             self._forward_chain.begin()
         self._forward_chain = None
 
-    def _drop_gathers(self) -> None:
-        """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep."""
-        self._read_outside.clear()
-        for group in self.groups:
-            group.uses_in_backward.clear()
-            group.has_second_backward = False
-            group.held = None
+    def _drop_gathers(self, *, is_in_forward: bool = False) -> None:
+        """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep. With
+        ``is_in_forward``, a forward runs around the broken backward, and has weights in use."""
+        self._release_read_outside()
+        release_all(self, self.groups)
         self._drop_prefetched()
-        for target in self.gatherables:
+        for target in self.gatherables if not is_in_forward else ():
             live, target.live = target.live, None
             if live is not None:
                 live.holds = 0
@@ -447,9 +445,7 @@ class Runtime(Gathering):
         logger.warning(text, others, dist.get_rank())
         self._forget_gradients()
         self.reads.release_read_in_backward()
-        self._drop_gathers()
-        for group in self.groups:
-            group.hide()
+        self._drop_gathers(is_in_forward=bool(self.reads.frames))
         self._backward_chain.begin()
         self._is_in_backward = False  # last, so that nothing is left if this is interrupted
 
