@@ -110,6 +110,8 @@ class TestInterrupted(GlooTest):
                 model, optimizer = build()
             _, place = interrupted_at(line, lambda: step(model, optimizer))  # noqa: B023
             optimizer.zero_grad()
+            if num_microbatches > 1:  # the interrupt may have come between them
+                GTPModule.reset_iter_state(model)
             reference = copy.deepcopy(plain)
             with torch.no_grad():
                 for param, own in zip(reference.parameters(), model.parameters(), strict=True):
@@ -210,6 +212,31 @@ class TestInterrupted(GlooTest):
 
     def test_groups(self) -> None:
         self.sweep(SchedulePolicy(min_shard_numel=0), 20)
+
+    def test_an_interrupted_microbatch_drops_the_others(self) -> None:
+        """An error does not: the step may go on without that microbatch."""
+        mesh = self.gtp_mesh()
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            for error in (KeyboardInterrupt, ValueError):
+                torch.manual_seed(0)
+                reference = Model()
+                model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+                batches = torch.randn(2, 8, WIDTH)
+
+                def fail(*_: object) -> None:
+                    raise error  # noqa: B023
+
+                model.set_requires_gradient_sync(False)
+                model(rows_of_rank(batches[0], mesh)).square().mean().backward()
+                hook = model.layers[1].register_forward_pre_hook(fail)
+                with self.assertRaises(error):
+                    model(rows_of_rank(batches[1], mesh))
+                hook.remove()
+                model.set_requires_gradient_sync(True)
+                model(rows_of_rank(batches[1], mesh)).square().mean().backward()
+                for batch in batches[1 if error is KeyboardInterrupt else 0 :]:
+                    reference(batch).square().mean().backward()
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
 
     # All lines: with ``num=0``, in several minutes. A worker may take five for a test.
 
