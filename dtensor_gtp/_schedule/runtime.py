@@ -213,13 +213,14 @@ class Runtime(Gathering):
             self._thread = 0
 
     def _drop_broken_forward(self) -> None:
-        """After a forward that did not complete: nothing uses a weight any more. Gradients of earlier microbatches stay,
-        unless the user has interrupted the step, and will hardly go on with it."""
+        """After a forward that did not complete: nothing uses a weight any more. Gradients of earlier microbatches
+        stay, unless the user has interrupted the step, and will hardly go on with it."""
         self._drop_gathers()
         self.comm.finish_uploads()
         for group in self.groups:
             group.hide()
-        if self._has_unsynced and not isinstance(sys.exc_info()[1], Exception):
+        error = sys.exc_info()[1]
+        if self._has_unsynced and error is not None and not isinstance(error, Exception):
             logger.warning("a forward was interrupted; unsynced gradients are dropped (rank %d)", dist.get_rank())
             self._forget_gradients()
         if self._forward_chain is not None:
