@@ -42,6 +42,8 @@ class ReadsWeights(Protocol):
 
     @property
     def gives_full_params(self) -> bool: ...
+    @property
+    def is_in_backward(self) -> bool: ...
     def hold_until_end(self, group: WeightGroup) -> None: ...
 
 
@@ -188,10 +190,10 @@ class WeightGroup(Gatherable):
             module.__dict__["_parameters"] = plain if is_compiled else full
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights,
-        they still read the full ones."""
+        """Let the modules have the sharded parameters again. After ``pin``, and in a backward, where activation
+        checkpointing calls modules, they still read the full ones."""
         self.is_in_pass = False
-        reads_full = self.is_pinned or self.held is not None
+        reads_full = self.is_pinned or self.reader.is_in_backward
         for module, sharded, _, full in self._views:
             module.__dict__["_parameters"] = full if reads_full else sharded
 
@@ -423,8 +425,8 @@ class WeightGroup(Gatherable):
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(
-                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which travel together, but got "
-                f"{sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
+                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which are gathered together, "
+                f"but got {sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
                 "module.to(dtype)."
             )
         ((self.compute_dtype, self.reduce_dtype),) = dtypes

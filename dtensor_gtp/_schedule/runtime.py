@@ -316,6 +316,7 @@ class Runtime(Gathering):
         self._backward_chain = self._chain(entry, is_backward=True)
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
+        self._show_or_hide()
 
     def add_groups(self, groups: Sequence[WeightGroup]) -> None:
         """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
@@ -383,6 +384,17 @@ class Runtime(Gathering):
     def _is_backward_running(self) -> bool:
         return self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._is_in_backward
+
+    def _show_or_hide(self) -> None:
+        """A backward begins or ends. A forward around it has shown the weights of groups already."""
+        if not self.reads.frames:
+            for group in self.groups:
+                group.hide()
+
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         with self._forgetting_on_failure():
@@ -394,6 +406,7 @@ class Runtime(Gathering):
             self.comm.finish_uploads()
             self._backward_chain.end()
             self._is_in_backward = False
+            self._show_or_hide()
             self.complete_gradients()
             if self._records_graph:
                 for param in self.params:
@@ -453,7 +466,8 @@ class Runtime(Gathering):
         self.reads.release_read_in_backward()
         self._drop_gathers(is_in_forward=bool(self.reads.frames))
         self._backward_chain.begin()
-        self._is_in_backward = False  # last, so that nothing is left if this is interrupted
+        self._is_in_backward = False  # late, so that nothing is left if this is interrupted
+        self._show_or_hide()
 
     def abandon(self) -> None:
         """After an exception: drop a backward that did not complete, and gradients in flight."""
@@ -474,6 +488,7 @@ class Runtime(Gathering):
             weight.num_updates += 1  # so that nobody reuses a gather of the recording
             self.drop_kept(weight)
         self._is_in_backward = False
+        self._show_or_hide()
         self.reads.release_read_in_backward()
         self._backward_chain.begin()
         self.abandon()
