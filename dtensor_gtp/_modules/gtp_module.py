@@ -126,7 +126,8 @@ class GTPModule(RefusedMethods, BoundModule):
         Args:
             requires_gradient_sync: False sums full gradients on each rank, in ``reduce_dtype``, until a backward with
                 True. That saves communication and costs the memory of a full gradient for each weight. These sums are
-                not in ``.grad`` yet: ``zero_grad()`` does not drop them, as under ``fully_shard``.
+                not in ``.grad`` yet: ``zero_grad()`` does not drop them, as under ``fully_shard``;
+                :meth:`reset_iter_state` does.
             recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
 
         Example:
@@ -258,7 +259,8 @@ class GTPModule(RefusedMethods, BoundModule):
     def reset_iter_state(self) -> None:
         """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet.
 
-        Gradients of microbatches without sync are among them. The next pass after an exception does so by itself.
+        Gradients of microbatches without sync are among them. After a backward that raised, and a forward that was
+        interrupted (KeyboardInterrupt), this happens by itself. Call it where you give up a step between microbatches.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from collections import deque
@@ -196,24 +197,27 @@ class Runtime(Gathering):
             self._thread.leave()
 
     def _drop_broken_forward(self) -> None:
-        """After a forward that did not complete: nothing uses a weight any more. Gradients are not touched."""
+        """After a forward that did not complete: nothing uses a weight any more. Gradients of earlier microbatches
+        stay, unless the user has interrupted the step, and will hardly go on with it."""
         self._drop_gathers()
         self.comm.finish_uploads()
         for group in self.groups:
             group.hide()
+        error = sys.exc_info()[1]
+        if self._has_unsynced and error is not None and not isinstance(error, Exception):
+            logger.warning("a forward was interrupted; unsynced gradients are dropped (rank %d)", dist.get_rank())
+            self._forget_gradients()
         if self._forward_chain is not None:
             self._forward_chain.begin()
         self._forward_chain = None
 
-    def _drop_gathers(self) -> None:
-        """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep."""
-        self._read_outside.clear()
-        for group in self.groups:
-            group.uses_in_backward.clear()
-            group.has_second_backward = False
-            group.held = None
+    def _drop_gathers(self, *, is_in_forward: bool = False) -> None:
+        """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep. With
+        ``is_in_forward``, a forward runs around the broken backward, and has weights in use."""
+        self._release_read_outside()
+        release_all(self, self.groups)
         self._drop_prefetched()
-        for target in self.gatherables:
+        for target in self.gatherables if not is_in_forward else ():
             live, target.live = target.live, None
             if live is not None:
                 live.holds = 0
@@ -410,7 +414,7 @@ class Runtime(Gathering):
         logger.warning(text, others, dist.get_rank())
         self._forget_gradients()
         self.reads.release_read_in_backward()
-        self._drop_gathers()
+        self._drop_gathers(is_in_forward=bool(self.reads.frames))
         self._backward_chain.begin()
         self._is_in_backward = False  # late, so that nothing is left if this is interrupted
         self._show_or_hide()

@@ -101,7 +101,8 @@ class GTPAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward communicates no gradients of ``model``: they are summed locally until a backward outside of this.
-        ``zero_grad()`` does not drop these sums, unlike those of DistributedDataParallel, which are in ``.grad``.
+        ``zero_grad()`` does not drop these sums, unlike those of DistributedDataParallel, which are in ``.grad``;
+        ``model.reset_iter_state()`` does.
 
         Args:
             model: What ``prepare`` has returned.

@@ -110,6 +110,8 @@ class TestInterrupted(GlooTest):
                 model, optimizer = build()
             _, place = interrupted_at(line, lambda: step(model, optimizer))  # noqa: B023
             optimizer.zero_grad()
+            if num_microbatches > 1:  # the interrupt may have come between them
+                GTPModule.reset_iter_state(model)
             reference = copy.deepcopy(plain)
             with torch.no_grad():
                 for param, own in zip(reference.parameters(), model.parameters(), strict=True):
@@ -124,6 +126,37 @@ class TestInterrupted(GlooTest):
                 assert_idle(model)
             except BaseException as error:
                 raise AssertionError(f"after an interrupt at line {line} of {total}, {place}: {error!r}") from error
+
+    def test_hooks_of_users_that_raise(self) -> None:
+        def fail(*_: object) -> None:
+            raise ValueError("on purpose")
+
+        kinds: dict[str, Callable[[Any], Any]] = {
+            "forward": lambda layer: layer.register_forward_hook(fail),
+            "backward": lambda layer: layer.register_full_backward_hook(fail),
+            "gradient": lambda layer: layer.weight.register_hook(fail),
+            "gradient of a bias": lambda layer: layer.bias.register_hook(fail),
+            "gradient in place": lambda layer: layer.weight.register_post_accumulate_grad_hook(fail),
+        }
+        mesh = self.gtp_mesh()
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            torch.manual_seed(0)
+            reference = Model()
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+            batch = torch.randn(8, WIDTH)
+            model(rows_of_rank(batch, mesh)).square().mean().backward()
+            reference(batch).square().mean().backward()
+            for kind, register in kinds.items():
+                for layer in (model.first, model.layers[0].down, model.layers[1].up):
+                    model.zero_grad()
+                    hook = register(layer)
+                    with self.assertRaisesRegex(ValueError, "on purpose"):
+                        model(rows_of_rank(batch, mesh)).square().mean().backward()
+                    hook.remove()
+                    model.zero_grad()
+                    model(rows_of_rank(batch, mesh)).square().mean().backward()
+                    with self.subTest(kind=kind):
+                        assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
 
     def test_a_second_thread_is_refused(self) -> None:
         """It would take weights and gradients of the pass that runs. One after the other, threads may train."""
@@ -180,25 +213,50 @@ class TestInterrupted(GlooTest):
     def test_groups(self) -> None:
         self.sweep(SchedulePolicy(min_shard_numel=0), 20)
 
+    def test_an_interrupted_microbatch_drops_the_others(self) -> None:
+        """An error does not: the step may go on without that microbatch."""
+        mesh = self.gtp_mesh()
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            for error in (KeyboardInterrupt, ValueError):
+                torch.manual_seed(0)
+                reference = Model()
+                model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+                batches = torch.randn(2, 8, WIDTH)
+
+                def fail(*_: object) -> None:
+                    raise error  # noqa: B023
+
+                model.set_requires_gradient_sync(False)
+                model(rows_of_rank(batches[0], mesh)).square().mean().backward()
+                hook = model.layers[1].register_forward_pre_hook(fail)
+                with self.assertRaises(error):
+                    model(rows_of_rank(batches[1], mesh))
+                hook.remove()
+                model.set_requires_gradient_sync(True)
+                model(rows_of_rank(batches[1], mesh)).square().mean().backward()
+                for batch in batches[1 if error is KeyboardInterrupt else 0 :]:
+                    reference(batch).square().mean().backward()
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+
     # All lines: with ``num=0``, in several minutes. A worker may take five for a test.
 
     @pytest.mark.long
     def test_many_lines_of_single_weights(self) -> None:
-        self.sweep(ALL, 600)
+        self.sweep(ALL, 300)
 
     @pytest.mark.long
     def test_many_lines_of_groups(self) -> None:
-        self.sweep(SchedulePolicy(min_shard_numel=0), 600)
+        self.sweep(SchedulePolicy(min_shard_numel=0), 300)
 
     @pytest.mark.long
     def test_many_lines_of_microbatches(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            self.sweep(schedule, 150, num_microbatches=2)
+            self.sweep(schedule, 80, num_microbatches=2)
 
     @pytest.mark.long
     def test_many_lines_of_first_steps(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            self.sweep(schedule, 100, is_new=True)
+            self.sweep(schedule, 60, is_new=True)
 
 
 if __name__ == "__main__":
