@@ -19,6 +19,8 @@ os.environ["COLUMNS"] = "200"  # reports do not wrap, however wide the terminal 
 import pytest
 import torch
 
+from planted_bugs_quick import FILES, is_quick
+
 # What tests share is in support/, and in tests of other folders.
 sys.path[1:1] = sorted(str(path) for path in Path(__file__).parent.glob("[a-z]*/"))
 
@@ -42,8 +44,17 @@ def pytest_configure() -> None:
         )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m quick``, files without such tests are not even imported."""
+    is_left_out = config.option.markexpr == "quick" and collection_path.is_file() and collection_path.name not in FILES
+    return is_left_out or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_needs_ranks)  # the others first, while these run ahead
+    for item in items:
+        if is_quick(item.nodeid) and not any(item.iter_markers("long")):
+            item.add_marker("quick")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
