@@ -6,6 +6,7 @@ Importing torch is most of a small test's time. CUDA does not survive a fork, so
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import sys
@@ -19,8 +20,15 @@ os.environ["COLUMNS"] = "200"  # reports do not wrap, however wide the terminal 
 import pytest
 import torch
 
+from planted_bugs_quick import FILES, is_quick
+
 # What tests share is in support/, and in tests of other folders.
 sys.path[1:1] = sorted(str(path) for path in Path(__file__).parent.glob("[a-z]*/"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "test classes, and functions of a file outside of classes, run in an order drawn with SEED"
+    parser.addoption("--random-order", type=int, metavar="SEED", help=what)
 
 
 def pytest_configure() -> None:
@@ -42,8 +50,20 @@ def pytest_configure() -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m quick``, files without such tests are not even imported."""
+    is_left_out = config.option.markexpr == "quick" and collection_path.is_file() and collection_path.name not in FILES
+    return is_left_out or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.option.random_order
+    if seed is not None:
+        items.sort(key=lambda item: _drawn(seed, item))
     items.sort(key=_needs_ranks)  # the others first, while these run ahead
+    for item in items:
+        if is_quick(item.nodeid) and not any(item.iter_markers("long")):
+            item.add_marker("quick")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -68,6 +88,12 @@ def only_objects_of_this_file() -> None:
 def pytest_sessionfinish() -> None:
     if "workers" in sys.modules:
         sys.modules["workers"].lanes().stop()
+
+
+def _drawn(seed: int, item: pytest.Item) -> bytes:
+    """Equal for the tests of a class. A digest: an order that failed stays the same when less is collected."""
+    parent = item.nodeid.partition("[")[0].rpartition("::")[0]
+    return hashlib.sha256(f"{seed} {parent}".encode()).digest()
 
 
 def _needs_ranks(item: pytest.Item) -> bool:

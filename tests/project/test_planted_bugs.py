@@ -9,6 +9,7 @@ import pytest
 
 from planted_bugs import BUGS, LISTS, check
 from planted_bugs_changes import Change, argument, assign, drop, flip, negate, never, replace, returns, without
+from planted_bugs_quick import quick_tests
 from planted_bugs_type import PACKAGE, Bug
 
 CHECKOUT = PACKAGE.parent
@@ -54,6 +55,11 @@ def test_each_bug_names_tests_that_exist() -> None:
             found = set(re.findall(r"(?:def|class) (\w+)", source))
             # A parametrized method of a class has more to its name.
             assert all(part in found or any(part.startswith(f"{one}_") for one in found) for part in inner), test
+
+
+def test_the_quick_tier_has_the_tests_of_most_bugs() -> None:
+    is_caught = [quick_tests().issuperset(bug.node_ids()) for bug in BUGS.values()]
+    assert sum(is_caught) >= 0.5 * len(BUGS)
 
 
 @pytest.mark.parametrize(
