@@ -89,4 +89,32 @@ PLANNER = [
         "False:",
         ("test_planner_command.py::test_bad_configurations_are_one_line",),
     ),
+    Bug(
+        "a cast with one scale for a matrix reads it once",
+        "planner/program.py",
+        "(1, 5) if costs.is_rowwise else (3, 2)",
+        "(1, 5) if costs.is_rowwise else (1, 1)",
+        ("test_planner_ranges.py::test_ranges_of_published_rows",),
+    ),
+    Bug(
+        "the last block of a stage keeps all of its activations",
+        "planner/memory.py",
+        "ends = [*lives[1:], trace.end or",
+        "ends = [*lives[1:], lives[-1] or",
+        ("test_planner_search.py::test_a_stage_of_one_block_is_checkpointed",),
+    ),
+    Bug(
+        "the stage with most experts is not looked at",
+        "planner/evaluate.py",
+        "return {0, len(parts) - 1, mixtures.index(max(mixtures))}",
+        "return {0}",
+        ("test_planner_search.py::test_a_stage_of_one_block_is_checkpointed",),
+    ),
+    Bug(
+        "gathers of any width are proposed",
+        "planner/search.py",
+        "    if is_free and (wide",
+        "    if not is_free and (wide",
+        ("test_planner_search.py::test_gathers_over_more_hosts_than_anyone_has_published_are_not_proposed",),
+    ),
 ]
