@@ -74,7 +74,11 @@ class Costs:
     seq_len: int = 0
 
     def axis(self, name: str) -> Axis:
-        return dict(self.axes).get(name, Axis(1, 1))
+        return self._by_name.get(name, Axis(1, 1))
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Axis]:
+        return dict(self.axes)
 
     def gemm_ms(self, flops: float, precision: str = "bf16") -> float:
         """One GEMM."""

@@ -15,10 +15,11 @@ from .peak import Amounts, Peak, Use, predict_peak
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step, recomputed_uses
 from .trace import Trace, Weight
 
-# What the allocator reserves beyond what it gives out, as a share of what comes and goes in a step.
-FRAGMENTS = 1 / 8
-# Llama 3 405B ran on 80 GB without recomputation (arXiv 2407.21783, 3.3.2): half of what is counted here.
-_LEAN, _LEAN_LOGITS = 0.45, 0.25
+# What the allocator reserves beyond what it gives out, as a share of what comes and goes: by torchtitan's peaks.
+FRAGMENTS = 1 / 5
+# Llama 3 405B ran on 80 GB without recomputation (arXiv 2407.21783, 3.3.2): half of what is counted here. DeepSeek-V3
+# kept activations in 8 bits and computed norms and up-projections again (arXiv 2412.19437, 3.2.3, 3.3.3): a third.
+_LEAN, _LEAN_LOGITS = 0.35, 0.25
 
 
 class Reducing(NamedTuple):
@@ -116,7 +117,7 @@ class Memory(NamedTuple):
         activations: What is saved for backward, and what is computed with, but for those of the head and the loss.
         logits: Activations of the head and the loss.
         symmetric: What peers copy from.
-        reserve: Headroom: what CUDA and NCCL take, and an eighth of what comes and goes in a step. The allocator
+        reserve: Headroom: what CUDA and NCCL take, and a fifth of what comes and goes in a step. The allocator
             reserves that much more than it gives out.
         moment: When that is.
 

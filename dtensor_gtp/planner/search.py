@@ -15,7 +15,7 @@ from .evaluate import Answer, Problem, evaluate, memory_of
 from .ground import is_too_wide
 from .job import AXES, CHECKPOINTS, Layout, refusal
 
-_MAX_TRIED = 120  # simulations of one search
+_MAX_TRIED = 100  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
 _STATE, _MEMORY = "parameters and optimizer alone do not fit", "does not fit"
 

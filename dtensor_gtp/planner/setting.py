@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -94,7 +95,11 @@ class Setting:
 
     def sharded(self) -> list[Sharded]:
         """All weights, in the order of the forward."""
-        return [self._sharded(weight) for weight in self.trace.weights]
+        return list(self._all)
+
+    @functools.cached_property
+    def _all(self) -> tuple[Sharded, ...]:
+        return tuple(self._sharded(weight) for weight in self.trace.weights)
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.axis_of(weight)

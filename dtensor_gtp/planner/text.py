@@ -164,8 +164,8 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
     if free < 0:
         lines += textwrap.wrap(
             f"~ counts {-free / GIB:.1f} GiB more than a GPU has. The leanest code known needs "
-            f"{answer.memory.least / GIB:.1f} GiB: fused kernels or a compiler that keep half of the activations, "
-            "a loss without whole logits. Measure a step, or take --checkpointing full.",
+            f"{answer.memory.least / GIB:.1f} GiB: fused kernels, a compiler or 8 bits that keep a third of the "
+            "activations, a loss without whole logits. Measure a step, or take --checkpointing full.",
             WIDTH,
             initial_indent="  ",
             subsequent_indent="    ",

@@ -193,6 +193,8 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
                 config = transformers.AutoConfig.from_pretrained(text)
             else:
                 config = getattr(transformers, text).config_class()
+            if getattr(config, "num_experts_per_tok", 0) is None:  # the default of DeepSeek-V2, which cannot run
+                raise ValueError("it has no num_experts_per_tok: take the config.json of a trained model")
             config.use_cache = False
             with torch.device("meta"):
                 model = _class_of(config, text)(config)

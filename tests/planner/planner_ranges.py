@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtensor_gtp.planner.evaluate import Answer, Problem, evaluate
+from dtensor_gtp.planner.evaluate import Answer, Problem, evaluate, memory_of
 from dtensor_gtp.planner.ground import DENSE, EIGHT_BIT, EXPERTS, EXPERTS_APART, LONG, MIXED
 from dtensor_gtp.planner.job import Job, Layout
-from dtensor_gtp.planner.machine import Machine, load_machine
+from dtensor_gtp.planner.machine import GIB, Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 
 DATA = Path(__file__).parent / "planner_data" / "published_rows.json"
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def _content() -> Any:
+def content() -> Any:
     return json.loads(DATA.read_text())
 
 
@@ -56,13 +56,27 @@ def _machine(name: str) -> Machine:
 def answer_of(row: dict[str, Any]) -> Answer:
     """What is predicted for the configuration of a row."""
     layout = Layout(**row["layout"])
-    models = {name: ModelConfig(name, **sizes) for name, sizes in _content()["models"].items()}
+    models = {name: ModelConfig(name, **sizes) for name, sizes in content()["models"].items()}
     config = models.get(row["model"]) or PRESETS[row["model"]]
     return evaluate(Problem(Job(layout.ranks, **row["job"]), config, _machine(row["machine"])), layout)
 
 
+def memory_errors() -> dict[int, list[float]]:
+    """By table of torchtitan's report, what is predicted of each published peak, less one."""
+    found: dict[int, list[float]] = {}
+    for row in json.loads(DATA.with_name("published_memory.json").read_text())["rows"]:
+        layout = Layout(**row["layout"])
+        job = Job(layout.ranks, reduce_dtype="fp32", **row["job"])
+        memory = memory_of(Problem(job, PRESETS[row["model"]], load_machine("h100")), layout)
+        # fully_shard cuts weights over cp too.
+        state = memory.parameters + memory.gradients + memory.optimizer
+        whole = memory.total - state * (1 - 1 / layout.cp)
+        found.setdefault(row["table"], []).append(whole / GIB / row["gib"] - 1)
+    return found
+
+
 def rows() -> Iterator[Row]:
-    for row in _content()["rows"]:
+    for row in content()["rows"]:
         answer = answer_of(row)
         factor = answer.tokens_per_s / row["tokens_per_s"]
         assert not isinstance(answer.ground, str)

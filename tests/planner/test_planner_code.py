@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +100,18 @@ class TestPlannerCode(GlooTest):
             except Exception as error:
                 raise AssertionError(f"{name}: {error}") from error
 
-    def test_weights_kept_between_microbatches(self) -> None:
-        result = planned(self.config_file(), gtp=4, micro_batch=1)
-        kept = [answer for answer in result.answers if answer.layout.keep]
-        if not kept:  # it was not the fastest: ask for its code all the same
-            from dataclasses import replace
-
-            best = result.best
-            result = replace(result, answers=(replace(best, layout=replace(best.layout, keep=True)),))
-        assert "set_requires_gradient_sync" in result.code()
-        self.check(result)
+    def test_microbatches(self) -> None:
+        """Weights kept for all of them, and gradients that replicas sum up once a step."""
+        cases = (
+            (True, {"gtp": 4}, "model.set_requires_gradient_sync(is_last)"),
+            (False, {"gtp": 2, "replicate": 2}, "model.set_requires_all_reduce(number + 1 == len(microbatches))"),
+        )
+        for keep, axes, line in cases:
+            result = planned(self.config_file(), micro_batch=1, **axes)
+            best = replace(result.best, layout=replace(result.best.layout, keep=keep))
+            result = replace(result, answers=(best,))
+            assert line in result.code()
+            self.check(result)
 
     def test_muon_has_an_optimizer_for_each_parameter(self) -> None:
         before, after = self.step_of(planned(self.config_file(), "muon", gtp=4))

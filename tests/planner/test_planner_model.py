@@ -236,6 +236,9 @@ def _small_configs() -> dict[str, Any]:
         "gemma3_text": text,
         "qwen3_moe": text | {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
         "gpt_oss": text | {"num_local_experts": 4},
+        "deepseek_v2": text
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
     }
 
 
@@ -313,7 +316,7 @@ def test_a_class_of_transformers() -> None:
     assert user.trace(2).weights[-1].shape == (256, 64)  # the head stays whole
 
 
-@pytest.mark.parametrize("text", ["llama4", "no_such_module:build", "NoSuchModelForCausalLM"])
+@pytest.mark.parametrize("text", ["llama4", "no_such_module:build", "NoSuchModelForCausalLM", "DeepseekV2ForCausalLM"])
 def test_unknown_models(text: str) -> None:
     with pytest.raises(PlanError, match=r"^model (expects|needs) .*(Name|Mend|pip install)") as caught:
         load_model(text, 8)
