@@ -242,15 +242,17 @@ def init_weight_mesh(
         start_process_group(device_type, backend, timeout, check().rank_order)
     elif device_type in device_types(dist.get_backend_config()):
         check_device(device_type)  # ranks tell each other on this device what they have found
+    world = world_mesh(device_type)
     layout = agree_on_all_ranks(
-        world_mesh(device_type),
+        world,
         check,
         lambda checked: [f"device_type={device_type!r}, {checked}, seed={seed}"],
         caller="init_weight_mesh",
         expected="the same arguments",
         remedy="Pass the same everywhere.",
     )
-    return _build(device_type, layout, seed)
+    with compat.gloo_with_one_thread(world.get_group()):
+        return _build(device_type, layout, seed)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,10 @@ class CommContext(ReductionsInFlight):
             return self._groups[names]
         self._max_inflight = schedule.max_inflight_reduce_scatters
         replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
-        gather = scatter = mesh.get_group(mesh.ndim - 1)
+        gather = mesh.get_group(mesh.ndim - 1)
+        if gather.size() > 1 and compat.has_racing_threads(gather):
+            gather = compat.twin_group(gather, self.device, "gtp_gather")
+        scatter = gather
         kind: ReduceScatterKind = "ring" if schedule.reduce_scatter == "auto" else schedule.reduce_scatter
         if gather.size() > 1:
             device = self.device

@@ -108,7 +108,9 @@ def start_process_group(
     # torchrun may use one store for all attempts of a job; gloo would find addresses of ended processes there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = job_store(f"attempt_{attempt}_of_{world_size}", store)
-    dist.init_process_group(backend, store=store, rank=rank_order.index(rank), world_size=world_size, timeout=timeout)
+    rank = rank_order.index(rank)
+    with compat.gloo_with_one_thread():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def start_alone(device_type: str) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.distributed.tensor import _redistribute as redistribute_module
 
 from .dtensor import op_dispatcher
+from .gloo import gloo_with_one_thread
 
 _HOST_BACKENDS = frozenset({"gloo", "fake"})
 
@@ -84,6 +85,7 @@ def named_group(
     with (
         mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
         mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
+        gloo_with_one_thread(parent),
     ):
         group = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc=desc)
         return cast("dist.ProcessGroup", group)

@@ -223,7 +223,8 @@ def start_regrouped(
     compat.restart_group_names()
     store, size = compat.PrefixStore("group", _shared(store, members.generation)), members.layout.num_ranks
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        with compat.gloo_with_one_thread():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         _LOG.warning("rank %d of %d could not connect to the others: %s", rank, size, error)
         if dist.is_initialized():

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, environment, full
+from common import ALL, GlooTest, assert_same_params, environment, full, rows_of_rank
 from quant_common import Net as QuantNet
 from quant_common import check, gtp
 from runtime_common import (
@@ -25,16 +25,21 @@ from runtime_common import (
     assert_bit_equal,
     assert_idle,
     check_step,
+    make_rows,
     make_tokens,
     num_gathers,
+    runtime_of,
     shard_copy,
     small_model,
+    square_loss,
     token_loss,
     token_step,
     train_record,
 )
 from schedules import explicit
 from timing import come_late
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, gtp_shard, quantize_, sharding_report
@@ -327,6 +332,24 @@ class TestGatherBackends(GlooTest):
         self.assertRegex(told, r"gather backend on gtp=4: process_group \(.*a cpu device has no copy engines")
         self.assertIn(told, "\n".join(logs.output))
         self.assertIn(told, " ".join(str(sharding_report(model)).split()))
+
+    def test_groups_of_gloo_have_one_thread(self) -> None:
+        """Two threads of torch's groups race. A mesh on a group that the user has made gets another one beside it."""
+        with mock.patch.object(distributed_c10d, "ProcessGroupGloo", dist.ProcessGroupGloo):
+            stock = dist.new_group(list(range(self.world_size)), group_desc="two threads")
+        assert isinstance(stock, dist.ProcessGroup)
+        self.assertTrue(compat.has_racing_threads(stock))
+        mesh = DeviceMesh.from_group(stock, "cpu", mesh_dim_names=("gtp",))
+        reference, x = small_model(), make_rows(0)
+        models = [shard_copy(reference, mesh) for _ in range(2)]
+        square_loss(reference, x).backward()
+        for model in models:
+            square_loss(model, rows_of_rank(x, mesh)).backward()
+            assert_same_params(model, reference, "grad")
+        names = {(name.gather_name, name.scatter_name) for name in (runtime_of(m).weights[0].groups for m in models)}
+        self.assertEqual(len(names), 1)
+        for name in next(iter(names)):
+            self.assertFalse(compat.has_racing_threads(compat.resolve_group(name)))
 
     def test_ranks_on_several_hosts_are_refused(self) -> None:
         group = self.gtp_mesh().get_group()

@@ -38,6 +38,8 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_utils
 
+from dtensor_gtp._torch_compat.gloo import gloo_with_one_thread
+
 # It only ends what hangs: no test comes near it, on a busy machine either.
 HANG_LIMIT_S = 300.0
 # In which the peers of a rank that has failed may say what they found.
@@ -244,7 +246,7 @@ def _work(rank: int, num_ranks: int, timeout: timedelta, folder: str, connection
     os.environ["LOCAL_RANK"] = str(rank)
     store = dist.FileStore(str(Path(folder, "store")), num_ranks)
     last = None
-    with _OneDevice().installed(), _KnownGroups().installed():
+    with gloo_with_one_thread(), _KnownGroups().installed():  # all groups share one device
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
         gc.collect()
         gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
@@ -315,39 +317,4 @@ class _KnownGroups:
         with ExitStack() as stack:
             for module in (dist, distributed_c10d, device_mesh):
                 stack.enter_context(mock.patch.object(module, "new_group", self))
-            yield
-
-
-class _OneDevice:
-    """Makes gloo process groups that share one device: one thread for all sockets of a worker.
-
-    Each group would have a thread of its own that polls a hundred times a second. The groups that workers keep would
-    burn a quarter of a core for each hundred of them.
-
-    Each group runs its collectives in one thread. gloo has two by default, and torch (seen in 2.13) lets both assign
-    one ``std::string`` without a lock, ``ProcessGroupGloo::pgStatus_->lastCompletedWorkName``. Names of more than 15
-    characters (ALLGATHER_COALESCED) are on the heap: two threads may free one, and the worker dies of it later.
-    """
-
-    def __init__(self) -> None:
-        self._cls = dist.ProcessGroupGloo
-        self._device = self._cls.create_default_device()
-
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, self._cls)
-
-    def __call__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
-    ) -> dist.ProcessGroupGloo:
-        """As torch calls the class; 2.14 passes ``enable_reconfigure``, which no test turns on."""
-        assert not enable_reconfigure
-        options = self._cls._Options()
-        options._devices = [self._device]
-        options._timeout = timeout
-        options._threads = 1
-        return self._cls(store, rank, size, options)
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with mock.patch.object(distributed_c10d, "ProcessGroupGloo", self):
             yield
