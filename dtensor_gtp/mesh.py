@@ -30,7 +30,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_compat as compat
 from ._comm.agreement import agree_on_all_ranks
-from ._comm.process_groups import check_device, device_types, set_device, start_process_group, world_mesh, world_size
+from ._comm.process_groups import (
+    check_device,
+    default_device_type,
+    device_types,
+    set_device,
+    start_process_group,
+    world_mesh,
+    world_size,
+)
 from .random import DATA_AXES, DENSE_AXES, EXPERT_AXES, MeshRNG
 
 _MAX_GROUPS = 8  # groups of an axis that are printed
@@ -144,7 +152,7 @@ class WeightMesh:
 
 
 def init_weight_mesh(
-    device_type: str,
+    device_type: str | None = None,
     *,
     replicate: int = 1,
     dp: int = 1,
@@ -169,7 +177,8 @@ def init_weight_mesh(
     numbers.
 
     Args:
-        device_type: ``"cuda"``, ``"cpu"`` or another device type of torch.
+        device_type: ``"cuda"``, ``"cpu"`` or another device type of torch. Default: the accelerator of this process, or
+            ``"cpu"`` if it has none or if the existing process group is one of gloo.
         replicate: Copies of everything.
         dp: Outer data parallelism, e.g. for ``fully_shard``.
         gtp: Ranks over which ``gtp_shard`` splits weights; they see different data.
@@ -213,6 +222,7 @@ def init_weight_mesh(
     expert_sizes = {"ep": ep, "expert_gtp": expert_gtp, "expert_tp": expert_tp}
 
     has_group = dist.is_initialized()
+    device_type = default_device_type() if device_type is None else device_type
 
     def check() -> _Layout:
         _check_others(device_type, seed, timeout)

@@ -179,8 +179,9 @@ class CommContext(ReductionsInFlight):
             return
         with self._fork(stream := casting.cast_stream):
             # A collective in this context follows the stream of casts, and that stream waits for it.
-            outside, self._computing = self._computing, [] if stream is None else [stream]
+            outside = self._computing
             try:
+                self._computing = [] if stream is None else [stream]
                 self.delay()
                 yield
             finally:

@@ -37,6 +37,18 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def default_device_type() -> str:
+    """The accelerator of this process; "cpu" if there is none, or if the process group that exists uses gloo on it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu"
+    if dist.is_initialized():
+        backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+        if backends.get(accelerator.type, "gloo") == "gloo":
+            return "cpu"
+    return str(accelerator.type)
+
+
 def has_device(device_type: str) -> bool:
     """Whether this process has a device of that type."""
     if device_type == "cpu":

@@ -52,32 +52,37 @@ compat.skip_code(GTPBlock.__call__.__code__)
 
 def _call_block(block: GTPBlock, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
     group, runtime = block._gtp_group, block._gtp_binding.group.runtime
-    frame = runtime.enter(block, _needs_no_hooks)
-    group.is_compiled = compiler is not None or block._compiled_call_impl is not None
-    was_in_pass = group.is_in_pass
-    is_complete = False
-    gathered = None
+    depth = runtime.depth_of_call()
+    frame = gathered = None
+    was_in_pass = is_complete = False
     try:
-        gathered = runtime.acquire(group)
-        use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
-        if group.is_compiled or not was_in_pass:
-            group.show(is_compiled=group.is_compiled)
-        inputs = [*_tensors((args, kwargs))] if use is not None else []
-        if compiler is None:
-            output = call(*args, **kwargs)
-        else:
-            compat.set_eval_frame(compiler)
-            try:
+        try:
+            frame = runtime.enter(block, _needs_no_hooks)
+            group.is_compiled = compiler is not None or block._compiled_call_impl is not None
+            was_in_pass = group.is_in_pass
+            gathered = runtime.acquire(group)
+            use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
+            if group.is_compiled or not was_in_pass:
+                group.show(is_compiled=group.is_compiled)
+            inputs = [*_tensors((args, kwargs))] if use is not None else []
+            if compiler is None:
                 output = call(*args, **kwargs)
-            finally:
-                compat.set_eval_frame(None)
-        is_complete = True
+            else:
+                compat.set_eval_frame(compiler)
+                try:
+                    output = call(*args, **kwargs)
+                finally:
+                    compat.set_eval_frame(None)
+            is_complete = True
+        finally:
+            if frame is not None:
+                if group.is_compiled or not was_in_pass:
+                    group.show(is_in_pass=was_in_pass)
+                if gathered is not None:
+                    runtime.release(group, gathered)
+                runtime.exit(frame, is_complete)
     finally:
-        if group.is_compiled or not was_in_pass:
-            group.show(is_in_pass=was_in_pass)
-        if gathered is not None:
-            runtime.release(group, gathered)
-        runtime.exit(frame, is_complete)
+        runtime.leave(depth)
     if use is not None:
         use.watch(inputs, _tensors(output))
     return output

@@ -114,7 +114,9 @@ class SavedWeights:
         compat.push_saved_tensors_hooks(self._pack, self._unpack)
 
     def pop(self) -> None:
-        compat.pop_saved_tensors_hooks()
+        hooks = compat.top_saved_tensors_hooks()
+        if hooks is not None and self.is_packing(hooks):  # or ``push`` was interrupted
+            compat.pop_saved_tensors_hooks()
         # After the frame has released the weights, other tensors may get their addresses.
         self._watched = {}
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn as nn
@@ -36,6 +36,14 @@ from .whole_param import WholeParam
 _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
 
 
+class ReadsWeights(Protocol):
+    """The runtime, for code outside of a use that reads weights."""
+
+    @property
+    def gives_full_params(self) -> bool: ...
+    def hold_until_end(self, group: WeightGroup) -> None: ...
+
+
 class FullParams(dict[str, Any]):
     """``nn.Module._parameters`` of a module during a pass: the full weights, which are gathered if they are not."""
 
@@ -47,7 +55,7 @@ class FullParams(dict[str, Any]):
         value = super().__getitem__(name)
         group = self._group
         if group.live is None and name in self._grouped:
-            group.read_outside(group)
+            group.reader.hold_until_end(group)
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -56,7 +64,8 @@ class FullParams(dict[str, Any]):
         return self[name]
 
     def items(self) -> Any:
-        if not self._group.is_in_pass:  # after ``unshard``: optimizers and state dicts get the sharded parameters
+        # After ``unshard``, optimizers and state dicts get the sharded parameters.
+        if not (self._group.is_in_pass and self._group.reader.gives_full_params):
             return self._sharded.items()
         return ((name, self[name]) for name in self)
 
@@ -101,7 +110,7 @@ class WeightGroup(Gatherable):
         self.held: Gathered | None = None  # for them
         self.is_compiled = False  # whether the block is, in its last forward
         self.has_second_backward = False  # whether the running backward creates a graph that needs the weights
-        self.read_outside: Callable[[WeightGroup], None]  # called when code outside of a use reads a leaf
+        self.reader: ReadsWeights
         for member in self.members:
             member.flags, member.group = self.flags, self
         self._shards = self._find_shards()

@@ -96,9 +96,10 @@ class Gradients:
     @contextmanager
     def postponing(self) -> Iterator[list[Callable[[], None]]]:
         """Collect the jobs of a backward in this context in a list, instead of running them."""
-        self._postponed = []
+        jobs: list[Callable[[], None]] = []
         try:
-            yield self._postponed
+            self._postponed = jobs
+            yield jobs
         finally:
             self._postponed = None
 
@@ -109,8 +110,9 @@ class Gradients:
             with self.recording.together():
                 yield
             return
-        self._bundle = bundle = object()
+        bundle = object()
         try:
+            self._bundle = bundle
             yield
         finally:
             self._bundle = None

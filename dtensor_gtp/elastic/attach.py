@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import astuple, replace
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch_compat as compat
 from .._comm.agreement import agree_on_all_ranks
+from .._comm.values import all_gather_values
 from .._modules.binding import binding_of
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
@@ -157,9 +157,8 @@ def _specs_with_cuts(specs: list[WeightSpec], mesh: ElasticMesh) -> list[list[We
     large = [rank for replica in mesh.layout.replicas if replica.tp > 1 for rank in replica.ranks]
     if not large:
         return [specs]
-    gathered: list[Any] = [None] * mesh.layout.num_ranks
-    dist.all_gather_object(gathered, specs, group=mesh.world.get_group())
-    return [gathered[rank] for rank in large]
+    gathered = all_gather_values([astuple(spec) for spec in specs], mesh.world.get_group())
+    return [[WeightSpec(*fields) for fields in gathered[rank]] for rank in large]
 
 
 def _merged(param: ManagedParam, specs: set[WeightSpec], mesh: ElasticMesh) -> WeightSpec:

@@ -304,7 +304,8 @@ def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
 
 def _operand_nbytes(tasks: Tasks, part: str, rows: float, shape: Sequence[int]) -> float:
     """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
-    write. Compiled, the kernel before finds the magnitude and writes the bytes; the other layout is made of them."""
+    write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has that of
+    a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other scales."""
     costs, setting = tasks.costs, tasks.setting
     inputs, outputs = rows * shape[-1], rows * shape[-2]
     if not costs.is_compiled:
@@ -315,8 +316,8 @@ def _operand_nbytes(tasks: Tasks, part: str, rows: float, shape: Sequence[int]) 
         if tp > 1:  # what is gathered over tp was cast before
             inputs /= tp if shape[-1] == width else 1
             outputs /= tp if shape[-2] == width else 1
-    again = 5 if costs.is_rowwise else 1  # rows of the other direction have scales of their own
-    return {"forward": inputs, "dgrad": outputs, "wgrad": again * (inputs + outputs)}[part]
+    once, again = (1, 5) if costs.is_rowwise else (3, 2)
+    return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
 
 def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
@@ -346,13 +347,13 @@ def _backward(
             continue
         parts = ("wgrad", "dgrad") if schedule.wgrad_first else ("dgrad", "wgrad")
         for part in parts:
-            if part == "dgrad" and item.weight.has_dgrad:
-                tasks.spend(tasks.host.use_us / 2)
+            if part == "dgrad" and not item.weight.has_dgrad:
+                continue
+            tasks.spend(tasks.host.use_us / 2)
+            if part == "dgrad":
                 _wait_for(tasks, gathers, number, is_kept=False)
-                tasks.compute(product(tasks, item, "dgrad"), f"dgrad {item.name}")
+            tasks.compute(product(tasks, item, part), f"{part} {item.name}")
             if part == "wgrad":
-                tasks.spend(tasks.host.use_us / 2)
-                tasks.compute(product(tasks, item, "wgrad"), f"wgrad {item.name}")
                 reductions.submit(item)
 
 
