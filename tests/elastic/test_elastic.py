@@ -308,7 +308,8 @@ class TestSixRanks(GlooTest):
             elastic.step()
         folded = parallelize_experts(Experts(), mesh["gtp"])
         gtp_shard(folded, mesh["tp"], schedule=ALL)
-        with self.assertRaisesRegex(ValueError, "every gtp_shard call, for experts too: replicas of unequal sizes"):
+        why = "for experts too: replicas of unequal sizes|Keep experts whole on each rank .* cut them at other places"
+        with self.assertRaisesRegex(ValueError if mesh["gtp"].size() > 1 else NotImplementedError, why):
             synchronize_replicas(folded, mesh)
 
     def test_pipelines_are_refused(self) -> None:
