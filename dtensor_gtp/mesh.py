@@ -1,4 +1,4 @@
-"""``init_weight_mesh``: named meshes over all ranks from sizes of axes; sets up device, process group and RNG, too.
+"""``init_weight_mesh``: named meshes over all ranks from sizes of axes. It also sets up device, process group and RNG.
 
 There are two views of the same ranks ("parallel folding"): dense layers use the axes
 
@@ -13,7 +13,8 @@ neighbours. ``pp`` and ``replicate`` are the same axes in both. The other expert
 and tp in another way: with ``expert_tp=1``, ranks that share a dense layer along tp work on different experts, or on
 different rows of them.
 
-All meshes are sub-meshes of one 1-D root, so ``gtp_shard`` and ``fully_shard`` can cut tensor-parallel DTensors again.
+All meshes are sub-meshes of one 1-D root, so ``gtp_shard`` and ``fully_shard`` can shard tensor-parallel DTensors
+again.
 """
 
 from __future__ import annotations
@@ -168,7 +169,8 @@ def init_weight_mesh(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> WeightMesh:
-    """Build the meshes of a model that is sharded over several axes, and all that must exist before it is built.
+    """Build the meshes of a model that is sharded over several axes, and set up what the model needs before it is
+    built.
 
     The steps are: check the arguments; set this process's device from ``LOCAL_RANK``; initialize the default process
     group, if there is none, from the environment of ``torchrun``; compare the arguments of all ranks; make the groups;
@@ -190,9 +192,9 @@ def init_weight_mesh(
             number of ranks; the quotient is the axis ``expert_dp``, along which experts are replicated.
         pp: Stages of a pipeline. Each has all other axes, with its own part of the model.
         rank_order: The processes in row-major order of the dense axes: a permutation of the numbers in ``RANK``. The
-            process group that this call initializes counts ranks in this order, so ``dist.get_rank()`` is the place in
-            it (``RANK`` stays as it was). An existing process group cannot be put in another order, because torch's
-            subgroups count their ranks in ascending order.
+            process group that this call initializes counts ranks in this order, so ``dist.get_rank()`` is the position
+            in it (``RANK`` does not change). An existing process group cannot be reordered, because torch's subgroups
+            count their ranks in ascending order.
         seed: Seed of the random number streams; the same on all ranks.
         backend: For ``init_process_group``. Default: ``"nccl"`` for cuda, ``"gloo"`` for cpu, else torch's choice.
         timeout: For ``init_process_group``, of collectives and of the rendezvous.
@@ -229,9 +231,9 @@ def init_weight_mesh(
         layout = _Layout.of(sizes, expert_sizes, world_size(), rank_order)
         if has_group and layout.rank_order != tuple(range(len(layout.rank_order))):
             raise ValueError(
-                f"init_weight_mesh cannot put the ranks of the process group that exists in the order {rank_order}, "
-                "because its subgroups count ranks in ascending order. Leave init_process_group to init_weight_mesh, "
-                "or pass it the rank that this process is to have."
+                f"init_weight_mesh cannot reorder the ranks of an existing process group to {rank_order}, because "
+                "its subgroups count ranks in ascending order. Do not call init_process_group before, or pass it "
+                "the new rank of this process."
             )
         set_device(device_type)
         return layout
@@ -333,8 +335,8 @@ def _check_others(device_type: str, seed: Any, timeout: Any) -> None:
         config = dist.get_backend_config()
         if device_type not in device_types(config):
             raise ValueError(
-                f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the one that "
-                f"exists has the backends '{config}'. Leave init_process_group to init_weight_mesh, or pass it "
+                f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the "
+                f"existing one has the backends '{config}'. Do not call init_process_group before, or pass it "
                 f"backend='{device_type}:...'."
             )
 

@@ -147,7 +147,7 @@ class MeshRNG:
                 self._num_open_forks -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this rank's streams, under a key that names the sizes of the mesh and the rank's place in it.
+        """The states of this rank's streams, under a key with the sizes of the mesh and the rank's position in it.
 
         So each rank of a mesh finds its own states, also with permuted ranks. On a mesh of other sizes ``dcp.load``
         says that the key is missing: leave the streams out of what is loaded there, and call :meth:`manual_seed`.
@@ -187,7 +187,7 @@ class MeshRNG:
         if set(states) != devices | {_COMMON}:
             raise ValueError(
                 f"MeshRNG expects states for {sorted(devices)}, but got {sorted(set(states) - {_COMMON})}. Random "
-                "numbers cannot go on on another kind of device: leave the streams out and call manual_seed."
+                "numbers cannot continue on another kind of device. Leave the streams out and call manual_seed."
             )
         self._common.set_state(states[_COMMON].cpu())
         torch.set_rng_state(states["cpu"].cpu())
@@ -235,8 +235,8 @@ class MeshRNG:
             # Gradients are enabled in a recomputation, and disabled in a custom backward that draws.
             if compat.current_graph_task_id() != -1 and torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"fork_rng expects a region that is unlike along all data axes {DATA_AXES} in a function that "
-                    f"activation checkpointing recomputes, but got {names[1:] or ('params',)}, which would draw other "
+                    "In a function that activation checkpointing recomputes, fork_rng expects a region that differs "
+                    f"along all data axes {DATA_AXES}, but got {names[1:] or ('params',)}, which would draw other "
                     "numbers than the first time. Draw before the checkpointed function and pass the result to it."
                 )
             generator = self._common
@@ -244,7 +244,9 @@ class MeshRNG:
 
     def _refuse_in_region(self, what: str) -> None:
         if self._num_open_forks:
-            raise RuntimeError(f"MeshRNG.{what} was called inside fork_rng, whose states end with it. Call it outside.")
+            raise RuntimeError(
+                f"MeshRNG.{what} was called inside fork_rng, whose states are temporary. Call it outside."
+            )
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[str, int]:

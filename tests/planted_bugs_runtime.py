@@ -65,9 +65,9 @@ RUNTIME = {
         f"{GROUPS}::test_ranks_that_use_different_weights_of_a_block",
     ),
     "a recomputation within a block reads shards": Bug(
-        "BlockUse.begin",
-        replace("group.show(is_compiled=..., is_in_pass=False)", "group.hide()"),
-        f"{GROUPS}::test_blocks_that_checkpoint_their_own_forward",
+        "WeightGroup.hide",
+        replace("self.is_pinned or self.reader.is_in_backward", "self.is_pinned"),
+        f"{GROUPS}::test_checkpointed_children_of_blocks",
     ),
     "a pass without uses is guessed again": Bug(
         "Chain.end",

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -41,6 +42,8 @@ class ReadsWeights(Protocol):
 
     @property
     def gives_full_params(self) -> bool: ...
+    @property
+    def is_in_backward(self) -> bool: ...
     def hold_until_end(self, group: WeightGroup) -> None: ...
 
 
@@ -162,6 +165,8 @@ class WeightGroup(Gatherable):
             fulls += views[num_weights:]
             self.leaves = [_leaf_of(member, full) for member, full in zip(self.members, fulls, strict=True)]
         self._leaf_by_member = dict(zip(self.members, self.leaves, strict=True))
+        words = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._bits = words.set_(self.storage, 0, (self._nbytes // 8,), (1,))
         self.storage.resize_(0)
         self._version_of_leaves: Version | None = None
         self._written = self._versions()
@@ -185,10 +190,10 @@ class WeightGroup(Gatherable):
             module.__dict__["_parameters"] = plain if is_compiled else full
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights,
-        they still read the full ones."""
+        """Let the modules have the sharded parameters again. After ``pin``, and in a backward, where activation
+        checkpointing calls modules, they still read the full ones."""
         self.is_in_pass = False
-        reads_full = self.is_pinned or self.held is not None
+        reads_full = self.is_pinned or self.reader.is_in_backward
         for module, sharded, _, full in self._views:
             module.__dict__["_parameters"] = full if reads_full else sharded
 
@@ -246,6 +251,21 @@ class WeightGroup(Gatherable):
             module.__class__ = cls
         for member in self.members:
             member.group = None
+
+    def seen(self) -> tuple[list[int], Tensor]:
+        """The versions of the leaves, and a sum of their bits, for ``check_traces``. They have memory."""
+        with compat.unseen_by_checkpoint_policies():
+            return self._versions(), self._bits.sum()
+
+    def check_traces(self, seen: tuple[list[int], Tensor]) -> None:
+        """Raise a RuntimeError if a forward has written to leaves, and has left no version. The host waits."""
+        versions, bits = self.seen()
+        if versions == seen[0] and not torch.equal(bits, seen[1]):
+            raise RuntimeError(
+                f"A forward of block '{self.fqn}' has written to its weights through .data, but the shards keep their "
+                f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
+                "forwards to the parameter."
+            )
 
     def _versions(self) -> list[int]:
         return [leaf._version for leaf in self.leaves]
@@ -405,8 +425,8 @@ class WeightGroup(Gatherable):
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(
-                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which travel together, but got "
-                f"{sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
+                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which are gathered together, "
+                f"but got {sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
                 "module.to(dtype)."
             )
         ((self.compute_dtype, self.reduce_dtype),) = dtypes

@@ -266,12 +266,9 @@ class Gradients:
             self._launch(self._waiting.pop(name))
 
     def _launch(self, together: list[_Gradient]) -> None:
-        if not compat.is_profiling():
+        with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
             if len(together) > 1 or not self._launch_plain(together[0]):
                 self._reduce_scatter(together)
-            return
-        with profiler_range("GTP::reduce_scatter", ", ".join(each.weight.fqn for each in together)):
-            self._reduce_scatter(together)
 
     def _launch_plain(self, gradient: _Gradient) -> bool:
         """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is

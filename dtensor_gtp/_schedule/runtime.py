@@ -287,12 +287,14 @@ class Runtime(Gathering):
         """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
         if self.recording is not None:
             return  # the backward of a block that is recorded is not one of this runtime
-        if self._is_backward_running:
-            # On a CPU autograd runs in the thread that calls it; elsewhere in threads of its own.
-            if self.device.type == "cpu" and self._thread_of_backward != threading.get_ident():
-                self._refuse_thread("backward")
+        thread, is_running = threading.get_ident(), self._is_backward_running
+        # On a CPU autograd runs in the thread that calls it; elsewhere in threads of its own.
+        is_other = self._thread not in (0, thread) or (is_running and self._thread_of_backward != thread)
+        if is_other and self.device.type == "cpu":
+            self._refuse_thread("backward")
+        if is_running:
             return
-        self._thread_of_backward = threading.get_ident()
+        self._thread_of_backward = thread
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         asked = self.asked_for
@@ -310,6 +312,7 @@ class Runtime(Gathering):
         self._backward_chain = self._chain(entry, is_backward=True)
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
+        self._show_or_hide()
 
     def add_groups(self, groups: Sequence[WeightGroup]) -> None:
         """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
@@ -377,6 +380,17 @@ class Runtime(Gathering):
     def _is_backward_running(self) -> bool:
         return self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._is_in_backward
+
+    def _show_or_hide(self) -> None:
+        """A backward begins or ends. A forward around it has shown the weights of groups already."""
+        if not self.reads.frames:
+            for group in self.groups:
+                group.hide()
+
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         with self._forgetting_on_failure():
@@ -388,6 +402,7 @@ class Runtime(Gathering):
             self.comm.finish_uploads()
             self._backward_chain.end()
             self._is_in_backward = False
+            self._show_or_hide()
             self.complete_gradients()
             if self._records_graph:
                 for param in self.params:
@@ -446,10 +461,9 @@ class Runtime(Gathering):
         self._forget_gradients()
         self.reads.release_read_in_backward()
         self._drop_gathers()
-        for group in self.groups:
-            group.hide()
         self._backward_chain.begin()
-        self._is_in_backward = False  # last, so that nothing is left if this is interrupted
+        self._is_in_backward = False  # late, so that nothing is left if this is interrupted
+        self._show_or_hide()
 
     def abandon(self) -> None:
         """After an exception: drop a backward that did not complete, and gradients in flight."""
@@ -470,6 +484,7 @@ class Runtime(Gathering):
             weight.num_updates += 1  # so that nobody reuses a gather of the recording
             self.drop_kept(weight)
         self._is_in_backward = False
+        self._show_or_hide()
         self.reads.release_read_in_backward()
         self._backward_chain.begin()
         self.abandon()

@@ -1,4 +1,5 @@
-"""Tokens to their experts and back: sorted by expert on one rank, exchanged where experts are distributed over ``ep``.
+"""Sends tokens to their experts and back: sorts by expert on one rank, exchanges where experts are distributed over
+``ep``.
 
 All exchanges are differentiable, and gradients are deterministic.
 
@@ -32,7 +33,7 @@ from ..ops.exchange import padded
 
 
 class DispatchMethod(enum.Enum):
-    """How rows come to the ranks of their experts: what :class:`TokenDispatcher` takes as ``method``.
+    """How rows are sent to the ranks of their experts: ``method`` of :class:`TokenDispatcher`.
 
     ``ALL_TO_ALL`` sends each row to one rank; the counts go through the host. ``ALL_GATHER`` sends each token to all
     ranks of ``ep``; nothing goes through the host, so a CUDA graph can be replayed with other routing.

@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows of one input, sorted by group, each group with a weight of its own.
+"""Grouped matrix products: rows of one input, sorted by group, each group with its own weight.
 
 Group sizes stay on the device, so the host never waits for them. Rows beyond the last group, which ``F.grouped_mm``
 leaves uninitialized, are zeros in the output and in the input's gradient. A sharded layer has one weight of logical

@@ -159,11 +159,15 @@ class Costs:
         if axis.size * axis.stride <= machine.gpus_per_domain:
             link = machine.fast
             return Wire(True, link.gb_s * link.share, _start_ms(link, axis.size - 1))
-        members = max(machine.gpus_per_domain // axis.stride, 1)
+        members = self.members(axis)
         domains = -(-axis.size // members)
         network, fast = machine.network, machine.fast
         rate = min(network.gb_s * network.share * members, fast.gb_s * fast.share)
-        return Wire(False, rate, _start_ms(network, math.log2(max(domains, 2))))
+        return Wire(False, rate, _start_ms(network, max(domains - 1, 1)))
+
+    def members(self, axis: Axis) -> int:
+        """Ranks of a group in one domain."""
+        return max(min(axis.size, self.machine.gpus_per_domain // axis.stride), 1)
 
     def gather_ms(self, nbytes: float, axis: Axis) -> float:
         """An all-gather that makes ``nbytes`` on each rank."""
@@ -196,15 +200,19 @@ class Costs:
         return starts / 1e3 + nbytes * peers / axis.size / rate * _PER_GB_S
 
     def reduce_ms(self, nbytes: float, axis: Axis) -> float:
-        """An all-reduce."""
-        return 2 * self.gather_ms(nbytes, axis)
+        """An all-reduce: through the network in trees, which start as late as the logarithm of the domains."""
+        if axis.size == 1 or self.wire(axis).is_fast:
+            return 2 * self.gather_ms(nbytes, axis)
+        domains = -(-axis.size // self.members(axis))
+        start = _start_ms(self.machine.network, math.log2(max(domains, 2)))
+        return 2 * (self.gather_ms(nbytes, axis) - self.wire(axis).start_ms + start)
 
     def exchange_ms(self, nbytes: float, axis: Axis) -> float:
         """An all-to-all in which each rank sends ``nbytes``, its own part included."""
         if axis.size == 1:
             return 0
         machine = self.machine
-        members = min(axis.size, max(machine.gpus_per_domain // axis.stride, 1))
+        members = self.members(axis)
         fast, network = machine.fast, machine.network
         within = nbytes * (members - 1) / axis.size / (fast.gb_s * fast.share) * _PER_GB_S
         beyond = nbytes * (axis.size - members) / axis.size / (network.gb_s * network.share) * _PER_GB_S

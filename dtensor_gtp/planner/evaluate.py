@@ -155,7 +155,16 @@ def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
 
 @functools.lru_cache(maxsize=512)
 def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str) -> Trace:
-    return _scaled(record_reference(config, 1, *sizes, loss), batch)
+    seq_len, tp, cp, ep = sizes
+    # Equal loads: however many ranks share experts, each computes as much.
+    few = next((size for size in range(2, ep + 1) if ep % size == 0), 1)
+    trace = record_reference(config, 1, seq_len, tp, cp, few, loss)
+
+    def shared(weight: Weight) -> Weight:
+        num, *matrix = weight.shape
+        return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
+
+    return _scaled(replace(trace, weights=tuple(map(shared, trace.weights))), batch)
 
 
 def _scaled(trace: Trace, batch: int) -> Trace:
@@ -172,9 +181,9 @@ def _scaled(trace: Trace, batch: int) -> Trace:
         return given._replace(amounts=amounts, live=given.live * batch)
 
     weights = tuple(weight(each) for each in trace.weights)
-    return replace(
-        trace, weights=weights, loss=ops(trace.loss), tail=ops(trace.tail), input_nbytes=trace.input_nbytes * batch
-    )
+    loss, tail = ops(trace.loss), ops(trace.tail)
+    nbytes = {"input_nbytes": trace.input_nbytes * batch, "end": trace.end * batch}
+    return replace(trace, weights=weights, loss=loss, tail=tail, **nbytes)
 
 
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
@@ -194,12 +203,19 @@ def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
     )
 
 
+def full_stages(parts: list[Part] | list[None]) -> set[int]:
+    """Numbers of the stages that may be the fullest: the first has most microbatches, the last the logits, the first
+    of those with most mixtures most parameters."""
+    mixtures = [0 if part is None else sum(part.kinds) for part in parts]
+    return {0, len(parts) - 1, mixtures.index(max(mixtures))}
+
+
 def memory_of(problem: Problem, layout: Layout) -> Memory:
-    """Of the fullest rank: the first stage holds most microbatches, the last one has the logits."""
+    """Of the fullest rank."""
     parts = parts_of(problem, layout)
     num = layout.num_microbatches(problem.job)
     found = []
-    for number in {0, len(parts) - 1}:
+    for number in full_stages(parts):
         setting = setting_of(problem, layout, parts[number])
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
         stage = Stage(min(len(parts) - number, num), num, layout.keep)

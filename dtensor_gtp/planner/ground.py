@@ -39,6 +39,7 @@ EXPERTS_APART = Ground("experts over the network", 0.27, 1.5)
 _FULL = 0.85  # of the memory: allocators of training code begin to search and to give back
 _SLOWED = 1.3
 _LONGEST = 131072
+_MOST_DOMAINS = 128  # hosts, or racks: Llama 3 on 16,384 GPUs
 _OTHER_MACHINE = 1.2  # shares of peaks are carried over from another generation
 
 
@@ -53,6 +54,8 @@ def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, 
         return f"nothing is published of {job.seq_len} tokens in a sequence: measure a block of yours at that length"
     if not machine.has_ground:
         return f"nothing is published of training on {machine.name}: measure it by --calibrate"
+    if (wide := is_too_wide(layout, machine)) is not None:
+        return f"{wide}: nothing is published of gathers so wide, measure one"
     found = _kind(job, layout, machine, has_experts=has_experts)
     if found is DENSE and not machine.is_preset:
         return Ground(found.kind, 1 - machine.spread, 1 + machine.spread)
@@ -62,6 +65,15 @@ def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, 
     if filled > _FULL:
         most *= _SLOWED
     return Ground(found.kind, least, most)
+
+
+def is_too_wide(layout: Layout, machine: Machine) -> str | None:
+    """The axis whose gathers cross more hosts than those of any published run; None if there is none."""
+    for name in ("gtp", "expert_gtp"):
+        size, stride = layout.axes()[name]
+        if size > 1 and size * min(stride, machine.gpus_per_domain) > _MOST_DOMAINS * machine.gpus_per_domain:
+            return f"{name} over more than {_MOST_DOMAINS} hosts"
+    return None
 
 
 def _kind(job: Job, layout: Layout, machine: Machine, *, has_experts: bool) -> Ground:

@@ -16,7 +16,7 @@ from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_
 from .trace import Trace, Weight
 
 # What the allocator reserves beyond what it gives out, as a share of what comes and goes in a step.
-_FRAGMENTS = 1 / 8
+FRAGMENTS = 1 / 8
 # Llama 3 405B ran on 80 GB without recomputation (arXiv 2407.21783, 3.3.2): half of what is counted here.
 _LEAN, _LEAN_LOGITS = 0.45, 0.25
 
@@ -187,7 +187,7 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
 def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int], peak: Peak) -> Memory:
     numel, optimizer_nbytes = state
     trace = setting.trace
-    saved = trace.weights[-1].live - trace.weights[0].live
+    saved = saved_nbytes(trace)
     before_loss = min(peak.activations, max(trace.weights[-1].live, 0))
     is_loss = trace.weights[-1].block < 0 and peak.moment.endswith(trace.weights[-1].name)
     logits = peak.activations - before_loss if is_loss else 0
@@ -208,9 +208,15 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
         activations,
         logits,
         symmetric_nbytes(setting, schedule),
-        int(setting.costs.machine.reserve_gib * GIB + passing * _FRAGMENTS),
+        int(setting.costs.machine.reserve_gib * GIB + passing * FRAGMENTS),
         peak.moment,
     )
+
+
+def saved_nbytes(trace: Trace) -> int:
+    """What a microbatch leaves in a stage until its backward."""
+    is_end_known = trace.weights[-1].block >= 0 and trace.end > 0
+    return (trace.end if is_end_known else trace.weights[-1].live) - trace.weights[0].live
 
 
 def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Schedule) -> list[Use]:
@@ -264,7 +270,7 @@ def checkpointed(setting: Setting) -> Trace:
     again = recomputed_uses(setting, setting.sharded())
     names = [item.name for item in setting.sharded()]
     lives = [weights[0].live for weights in blocks.values()]
-    ends = [*lives[1:], lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
+    ends = [*lives[1:], trace.end or lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
     moved: dict[str, int] = {}
     freed = 0
     for (block, weights), begin, end in zip(blocks.items(), lives, ends, strict=True):
@@ -274,10 +280,8 @@ def checkpointed(setting: Setting) -> Trace:
         if setting.checkpoint == "selective":
             kept += sum(_output_nbytes(weight) for weight in weights if weight.name not in recomputed)
         freed += max(end - begin - kept, 0)
-    return replace(
-        trace,
-        weights=tuple(lowered(weight, moved.get(weight.name, freed * (weight.block < 0))) for weight in trace.weights),
-    )
+    kept_weights = (lowered(weight, moved.get(weight.name, freed * (weight.block < 0))) for weight in trace.weights)
+    return replace(trace, weights=tuple(kept_weights), end=max(trace.end - freed, 0))
 
 
 def _output_nbytes(weight: Weight) -> int:

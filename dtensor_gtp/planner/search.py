@@ -8,19 +8,16 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from .costs import Costs
+from .bounds import Bounds
 from .errors import PlanError
-from .evaluate import Answer, Problem, evaluate, lower_bound_ms, memory_of, parts_of, setting_of, slowest
-from .job import AXES, CHECKPOINTS, OPTIMIZERS, Layout, refusal
-from .memory import Memory
-from .setting import PARAM_NBYTES, Setting
-from .timing import compute_ms
+from .evaluate import Answer, Problem, evaluate, memory_of
+from .ground import is_too_wide
+from .job import AXES, CHECKPOINTS, Layout, refusal
 
-_MAX_TRIED = 80  # simulations of one search
-_MAX_TIGHT = 8
-_STATE = "parameters and optimizer alone do not fit"
+_MAX_TRIED = 120  # simulations of one search
+_MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
+_STATE, _MEMORY = "parameters and optimizer alone do not fit", "does not fit"
 
 
 @dataclass(frozen=True)
@@ -139,69 +136,99 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
     """
     begin = time.monotonic()
     layouts = list(layouts_of(problem))
-    bounds = _Bounds(problem)
+    bounds = Bounds(problem)
     queue, refused = _possible(problem, layouts, bounds)
-    best: dict[tuple[int, ...], Answer] = {}  # of each family
-    activations: dict[tuple[object, ...], int] = {}  # of layouts that compute alike
-    closest: tuple[int, Layout] | None = None
-    tight: list[tuple[Layout, Memory]] = []  # those that leaner code could run
-    num = 0
-    while queue and num < _MAX_TRIED:
-        bound, _, layout = heapq.heappop(queue)
-        leading = sorted(answer.step_ms for answer in best.values())
-        if len(leading) >= top and bound > leading[top - 1]:
+    state = _Search(problem, bounds, refused, top)
+    while queue and state.num < _MAX_TRIED:
+        expected, number, layout = heapq.heappop(queue)
+        likely = state.likely_ms(layout)
+        if likely > expected * _ENOUGH:
+            heapq.heappush(queue, (likely, number, layout))
+            continue
+        if state.is_done(expected):
             break
-        rival = best.get(_family(layout))
-        if rival is not None and rival.step_ms <= bound * _ENOUGH:
-            continue
-        capacity = problem.machine.memory_nbytes
-        state = bounds.state_nbytes(layout)
-        if state > capacity:
-            refused.setdefault(_STATE, []).append(layout)
-            continue
-        if state + activations.get(_alike(layout), 0) * _CERTAIN > capacity and (best or len(tight) >= top):
-            refused.setdefault("does not fit", []).append(layout)
-            continue
-        memory = memory_of(problem, layout)
-        activations[_alike(layout)] = memory.activations + memory.logits
-        missing = memory.total - capacity
-        if missing > 0 and memory.least <= capacity and len(tight) < _MAX_TIGHT:
-            tight.append((layout, memory))
-        if missing > 0:
-            refused.setdefault("does not fit", []).append(layout)
-            if closest is None or missing < closest[0]:
-                closest = missing, layout
-            continue
-        answer = evaluate(problem, layout, memory)
-        if rival is None or answer.step_ms < rival.step_ms:
-            best[_family(layout)] = answer
-        num += 1
-        if report is not None:
-            report(num, len(layouts), int(time.monotonic() - begin))
-    if not best:
-        for layout, memory in tight[:top]:
-            best.setdefault(_family(layout), evaluate(problem, layout, memory))
-    nearest = None
-    if not best and (closest is not None or _STATE in refused):
-        nearest = evaluate(problem, closest[1] if closest is not None else _smallest(refused[_STATE], bounds))
+        if state.try_out(expected, layout) and report is not None:
+            report(state.num, len(layouts), int(time.monotonic() - begin))
+    nearest = None if state.best else state.what_lacks_least()
     reasons = [Refused(reason, len(found), found[0]) for reason, found in refused.items()]
     reasons.sort(key=lambda item: -item.count)
-    answers = sorted(best.values(), key=lambda answer: (answer.step_ms, answer.layout))
-    return Found(tuple(answers[:top]), tuple(reasons), nearest, len(layouts), num, time.monotonic() - begin)
+    answers = sorted(state.best.values(), key=lambda answer: (answer.step_ms, answer.layout))
+    return Found(tuple(answers[:top]), tuple(reasons), nearest, len(layouts), state.num, time.monotonic() - begin)
 
 
-def _smallest(layouts: list[Layout], bounds: _Bounds) -> Layout:
-    """The layout with the least state, and of these the one with the fewest activations."""
+class _Search:
+    """What is known of the layouts that were tried."""
 
-    def size(layout: Layout) -> tuple[int, int, int, bool]:
-        kept = -CHECKPOINTS.index(layout.checkpoint)
-        return bounds.state_nbytes(layout), layout.micro_batch, kept, layout.keep
+    def __init__(self, problem: Problem, bounds: Bounds, refused: dict[str, list[Layout]], top: int) -> None:
+        self._problem, self._bounds, self._refused, self._top = problem, bounds, refused, top
+        self._capacity = problem.machine.memory_nbytes
+        self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
+        self._too_large: dict[tuple[object, ...], list[Layout]] = {}
+        self._refused_memory: list[Layout] = []
+        self.best: dict[tuple[int, ...], Answer] = {}  # of each family
+        self.num = 0  # of simulations
+
+    def likely_ms(self, layout: Layout) -> float:
+        """Time by that of layouts like it, a little less than it will take."""
+        return self._bounds.ms(layout) * max(_LIKELY * self._factors.get(_alike(layout), 1.0), 1.0)
+
+    def is_done(self, expected: float) -> bool:
+        """Whether no layout of so much time can be among the best."""
+        leading = sorted(answer.step_ms for answer in self.best.values())
+        return len(leading) >= self._top and expected > leading[self._top - 1]
+
+    def try_out(self, expected: float, layout: Layout) -> bool:
+        """Simulates a layout, unless it does not fit or another one of its family is as fast."""
+        rival = self.best.get(_family(layout))
+        if rival is not None and rival.step_ms <= expected * _ENOUGH:
+            return False
+        if self._bounds.state_nbytes(layout) > self._capacity:
+            self._refused.setdefault(_STATE, []).append(layout)
+            return False
+        larger = self._too_large.setdefault((*_alike(layout), layout.checkpoint), [])
+        is_too_large = self._bounds.nbytes(layout) * _CERTAIN > self._capacity
+        is_too_large = is_too_large or any(_is_larger(other, layout) for other in larger)
+        memory = None if is_too_large else memory_of(self._problem, layout)
+        if memory is None or memory.total > self._capacity:
+            self._refused.setdefault(_MEMORY, []).append(layout)
+            self._refused_memory.append(layout)
+            larger.append(layout)
+            return False
+        answer = evaluate(self._problem, layout, memory)
+        factor = answer.step_ms / self._bounds.ms(layout)
+        self._factors[_alike(layout)] = min(factor, self._factors.get(_alike(layout), factor))
+        if rival is None or answer.step_ms < rival.step_ms:
+            self.best[_family(layout)] = answer
+        self.num += 1
+        return True
+
+    def what_lacks_least(self) -> Answer | None:
+        """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
+        found = [(memory_of(self._problem, layout), layout) for layout in self._refused_memory[:_MAX_TIGHT]]
+        if not found and _STATE not in self._refused:
+            return None
+        smallest = _smallest(self._refused_memory or self._refused[_STATE], self._bounds)
+        found.append((memory_of(self._problem, smallest), smallest))
+        for memory, layout in found:
+            if memory.least <= self._capacity and len(self.best) < self._top:
+                self.best.setdefault(_family(layout), evaluate(self._problem, layout, memory))
+        if self.best:
+            return None
+        memory, layout = min(found, key=lambda item: item[0].total)
+        return evaluate(self._problem, layout, memory)
+
+
+def _smallest(layouts: list[Layout], bounds: Bounds) -> Layout:
+    """The layout with the least memory."""
+
+    def size(layout: Layout) -> tuple[int, int]:
+        return bounds.nbytes(layout), -CHECKPOINTS.index(layout.checkpoint)
 
     return min(layouts, key=size)
 
 
 def _possible(
-    problem: Problem, layouts: list[Layout], bounds: _Bounds
+    problem: Problem, layouts: list[Layout], bounds: Bounds
 ) -> tuple[list[tuple[float, int, Layout]], dict[str, list[Layout]]]:
     """A heap of the layouts that can be, with the least time that each could take; the others by the reason."""
     queue: list[tuple[float, int, Layout]] = []
@@ -209,7 +236,7 @@ def _possible(
     for number, layout in enumerate(layouts):
         reason = _refusal(problem, layout)
         if reason is None:
-            queue.append((bounds.of(layout), number, layout))
+            queue.append((bounds.ms(layout), number, layout))
         else:
             refused.setdefault(reason, []).append(layout)
     if not queue:
@@ -218,10 +245,12 @@ def _possible(
     return queue, refused
 
 
-# Of the activations of another layout that computes alike, what this one has at least.
+# Of the least memory, what there is at least: allocators round.
 _CERTAIN = 0.97
 # A layout of a family is not tried if it could gain less than this on the best of the family.
 _ENOUGH = 1.01
+# Of the time that layouts like it suggest, what a layout is expected to take.
+_LIKELY = 0.9
 
 
 def _family(layout: Layout) -> tuple[int, ...]:
@@ -230,69 +259,19 @@ def _family(layout: Layout) -> tuple[int, ...]:
 
 
 def _alike(layout: Layout) -> tuple[object, ...]:
-    """Layouts that differ in how data ranks hold weights alone."""
-    return layout.pp, layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
+    """Layouts that are slower than their bounds by much the same factor."""
+    return *_family(layout), layout.micro_batch, layout.keep
 
 
-class _Alike(NamedTuple):
-    """What layouts have in common that compute alike: the least time of a microbatch, and by "gtp" and "expert_gtp" the
-    bytes of gathered weights, of full gradients, and of state before it is cut."""
-
-    ms: float
-    gathered: dict[str, int]
-    sent: dict[str, int]
-    state: dict[str, int]
-
-
-class _Bounds:
-    """Time and memory that no schedule of a layout can be below, computed once for all layouts that compute alike."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._known: dict[tuple[object, ...], _Alike] = {}
-        self._sums: dict[tuple[int, ...], list[dict[str, int]]] = {}
-
-    def of(self, layout: Layout) -> float:
-        """Milliseconds."""
-        alike = self._alike(layout)
-        computing = lower_bound_ms(self._problem, layout, alike.ms)
-        num = layout.num_microbatches(self._problem.job)
-        costs, axes = Costs(self._problem.machine), layout.axes()
-        times = {True: 0.0, False: 0.0}  # by link
-        for name in alike.gathered:
-            if axes[name].size > 1:
-                nbytes = (2 * alike.gathered[name] + alike.sent[name]) * (1 if layout.keep else num)
-                times[costs.wire(axes[name]).is_fast] += costs.gather_ms(nbytes, axes[name])
-        return max(computing, *times.values())
-
-    def state_nbytes(self, layout: Layout) -> int:
-        """Parameters and optimizer state of a rank."""
-        axes = layout.axes()
-        return sum(nbytes // axes[name].size for name, nbytes in self._alike(layout).state.items())
-
-    def _alike(self, layout: Layout) -> _Alike:
-        key = _alike(layout)
-        if key not in self._known:
-            part = slowest(parts_of(self._problem, layout))
-            setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
-            if _family(layout) not in self._sums:
-                self._sums[_family(layout)] = self._summed(setting)
-            self._known[key] = _Alike(compute_ms(setting), *self._sums[_family(layout)])
-        return self._known[key]
-
-    def _summed(self, setting: Setting) -> list[dict[str, int]]:
-        """Bytes of weights, of gradients and of state: the same however a batch is cut."""
-        sums: list[dict[str, int]] = [{}, {}, {}]
-        state = PARAM_NBYTES + OPTIMIZERS[self._problem.job.optimizer]
-        for item in setting.sharded():
-            name = "expert_gtp" if item.weight.is_expert else "gtp"
-            nbytes = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel * state
-            for found, more in zip(sums, nbytes, strict=True):
-                found[name] = found.get(name, 0) + more
-        return sums
+def _is_larger(known: Layout, layout: Layout) -> bool:
+    """Whether a layout needs at least the memory of another one that is like it but for the axes of weights."""
+    return known.gtp >= layout.gtp and known.expert_gtp >= layout.expert_gtp
 
 
 def _refusal(problem: Problem, layout: Layout) -> str | None:
+    is_free = not {"gtp", "replicate", "expert_gtp"} & problem.job.fixed.keys()
+    if is_free and (wide := is_too_wide(layout, problem.machine)) is not None:
+        return f"{wide}: nothing is published, ask by --gtp"
     if problem.config is not None:
         return refusal(layout, problem.job, problem.config, problem.machine)
     if (reason := _refused_for_user(problem, layout)) is not None:

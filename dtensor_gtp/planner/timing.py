@@ -124,18 +124,23 @@ def with_blocks(trace: Trace, number: int) -> Trace:
         for weight in trace.weights
         if weight.block in last or (weight.block < 0 and not weight.is_table)
     ]
-    return replace(trace, weights=tuple(weights))
+    return replace(trace, weights=tuple(weights), end=max(trace.end - shift, 0))
 
 
-def compute_ms(setting: Setting) -> float:
-    """A forward and backward in which compute waits for no weight: what no schedule can be faster than."""
-    trace = setting.trace
-    if is_long(trace):
-        few, more = (compute_ms(replace(setting, trace=with_blocks(trace, number))) for number in (FEW, MORE))
-        return more + (more - few) * (trace.num_blocks - MORE) / (MORE - FEW)
+def compute_ms(setting: Setting) -> list[float]:
+    """Times of a forward and backward in which compute waits for no weight, which no schedule can be below: that of the
+    loss, then of each weight with what is computed around it."""
     tasks = Tasks(setting)
     weights = setting.sharded()
     again = {number for numbers in recomputed_uses(setting, weights).values() for number in numbers}
+
+    def spent() -> float:
+        ms = sum(task.ms for task in tasks.tasks)
+        tasks.tasks.clear()
+        return ms
+
+    tasks.ops(setting.trace.loss, "", is_block=False)
+    times = [spent()]
     for number, item in enumerate(weights):
         is_block = item.weight.block >= 0
         is_again = setting.checkpoint != "none" and is_block
@@ -144,5 +149,5 @@ def compute_ms(setting: Setting) -> float:
         parts = ["forward"] * (1 + (number in again)) + ["wgrad"] + ["dgrad"] * item.weight.has_dgrad
         for part in parts:
             tasks.compute(product(tasks, item, part), "")
-    tasks.ops(trace.loss, "", is_block=False)
-    return sum(task.ms for task in tasks.tasks)
+        times.append(spent())
+    return times

@@ -79,6 +79,7 @@ class Trace:
         tail: Operations of backward after the last use.
         input_nbytes: Bytes of what is passed from block to block.
         small_numel: Parameters with less than two dims, which stay whole.
+        end: Bytes of activations behind the last block; 0 if it is not known.
     """
 
     weights: tuple[Weight, ...]
@@ -86,6 +87,7 @@ class Trace:
     tail: tuple[Op, ...]
     input_nbytes: int
     small_numel: int
+    end: int = 0
 
     @property
     def activations(self) -> int:
@@ -313,6 +315,7 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
         loss=trace.loss if part.is_last else (),
         tail=trace.tail if part.is_first else (),
         small_numel=small,
+        end=by_block[0][0].live + num_saved,
     )
 
 

@@ -276,7 +276,7 @@ class TestMixtureOfExperts(GlooTest):
     def test_cuts_that_break_groups_or_blocks_are_refused_on_all_ranks(self) -> None:
         by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
         layer = cut(GroupedLinear(6, WIDTH, HIDDEN, bias=False), by_ep["ep"], 0)
-        match = r"as many groups on each rank .* 'weight' of shape \(6, 8, 6\), .* 'ep' of size 4"
+        match = r"the same number of groups on each rank .* 'weight' of shape \(6, 8, 6\), .* 'ep' of size 4"
         with self.assertRaisesRegex(ValueError, match):
             gtp_shard(layer, by_ep["expert_gtp"], schedule=ALL)
         layer = cut(GroupedLinear(4, WIDTH, HIDDEN, bias=False), by_tp["expert_tp"], 1)

@@ -473,7 +473,7 @@ def test_each_wrong_order_is_refused_on_each_rank_with_the_order_to_use(rank: in
         ({"gtp": 8, "rank_order": [0, 1, 2, 3, 4, 5, 6, 6]}, "a permutation of the ranks 0 to 7"),
         (
             {"gtp": 8, "rank_order": [1, 0, 2, 3, 4, 5, 6, 7]},
-            r"cannot put the ranks of the process group that exists in the order \[1, 0, .*Leave init_process_group to",
+            r"cannot reorder the ranks of an existing process group to \[1, 0, .*Do not call init_process_group",
         ),
         ({"gtp": 8, "device_type": "cuda:1"}, "a device type without an index, e.g. 'cuda', but got 'cuda:1'. LOCAL_R"),
     ],

@@ -1,10 +1,11 @@
-"""KeyboardInterrupt between any two lines of the package, on all ranks: the next steps are those of one process."""
+"""KeyboardInterrupt between any two lines of the package, on all ranks; a second thread: no step has numbers of two."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,17 +125,79 @@ class TestInterrupted(GlooTest):
             except BaseException as error:
                 raise AssertionError(f"after an interrupt at line {line} of {total}, {place}: {error!r}") from error
 
+    def test_a_second_thread_is_refused(self) -> None:
+        """It would take weights and gradients of the pass that runs. One after the other, threads may train."""
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            torch.manual_seed(0)
+            reference, mesh = Model(), self.gtp_mesh()
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+            batch = torch.randn(8, WIDTH)
+            mine = rows_of_rank(batch, mesh)
+            errors: list[str] = []
+
+            def in_thread(run: Callable[[], Any]) -> None:
+                with ThreadPoolExecutor(1, "second") as pool:
+                    error = pool.submit(run).exception()
+                errors.append(str(error))  # noqa: B023
+
+            def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+                return model(rows).square().mean()
+
+            earlier = loss(model, mine)
+            train = lambda: loss(model, mine)  # noqa: B023, E731
+            evaluate = lambda: torch.no_grad()(model)(mine)  # noqa: B023, E731
+            for place, run in (
+                ("forward", train),
+                ("forward", evaluate),
+                ("backward", train),
+                ("backward", evaluate),
+                ("backward", earlier.backward),
+            ):
+
+                def begin(_: object, args: object, output: torch.Tensor) -> None:
+                    if place == "forward":  # noqa: B023
+                        in_thread(run)  # noqa: B023
+                    else:
+                        output.register_hook(lambda _: in_thread(run))  # noqa: B023
+
+                hook = model.layers[0].register_forward_hook(begin)
+                loss(model, mine).backward()
+                hook.remove()
+                reference.zero_grad()
+                loss(reference, batch).backward()
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+                model.zero_grad()
+                (error,) = errors
+                self.assertRegex(error, "Thread 'second_0' began a (forward|backward) .* while another thread")
+                errors.clear()
+            in_thread(lambda: loss(model, mine).backward())  # noqa: B023
+            self.assertEqual(errors[-1], "None")
+            assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+
     def test_single_weights(self) -> None:
         self.sweep(ALL, 20)
 
     def test_groups(self) -> None:
         self.sweep(SchedulePolicy(min_shard_numel=0), 20)
 
+    # All lines: with ``num=0``, in several minutes. A worker may take five for a test.
+
     @pytest.mark.long
-    def test_every_line(self) -> None:
+    def test_many_lines_of_single_weights(self) -> None:
+        self.sweep(ALL, 600)
+
+    @pytest.mark.long
+    def test_many_lines_of_groups(self) -> None:
+        self.sweep(SchedulePolicy(min_shard_numel=0), 600)
+
+    @pytest.mark.long
+    def test_many_lines_of_microbatches(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            self.sweep(schedule, 0)
-            self.sweep(schedule, 200, num_microbatches=2)
+            self.sweep(schedule, 150, num_microbatches=2)
+
+    @pytest.mark.long
+    def test_many_lines_of_first_steps(self) -> None:
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
             self.sweep(schedule, 100, is_new=True)
 
 

@@ -105,6 +105,22 @@ class TestParametersInForward(GlooTest):
                 mesh = self.gtp_mesh()
                 check_training(Momentum(), partial(gtp_shard, mesh=mesh, schedule=schedule), mesh, rows, square)
 
+    def test_a_list_of_subclasses_has_those_of_the_user_alone(self) -> None:
+        known: list[type] = []
+
+        class Listed(nn.Linear):
+            def __init_subclass__(cls, kind: str) -> None:  # an argument that a class made on the fly has not
+                known.append(cls)
+
+        class Used(Listed, kind="used"):
+            pass
+
+        for schedule in SCHEDULES.values():
+            blocks = nn.ModuleList(nn.Sequential(Used(WIDTH, WIDTH), Used(WIDTH, WIDTH)) for _ in range(2))
+            model = gtp_shard(nn.Sequential(*blocks, Used(WIDTH, WIDTH)), self.gtp_mesh(), schedule=schedule)
+            model(torch.randn(4, WIDTH))
+            assert known == [Used]
+
 
 if __name__ == "__main__":
     run_tests()

@@ -1,0 +1,130 @@
+"""Time and memory that a layout cannot be below, from one block of each kind: what a search needs of most layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from .costs import Costs
+from .evaluate import Problem, full_stages, lower_bound_ms, parts_of, setting_of, slowest
+from .job import OPTIMIZERS, Layout
+from .machine import GIB
+from .memory import FRAGMENTS, checkpointed, saved_nbytes
+from .setting import PARAM_NBYTES, Setting
+from .timing import compute_ms
+from .trace import Part
+
+_FIRST, _LAST = "embedding", "head and loss"
+
+
+class Amounts(NamedTuple):
+    """Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients and of state
+    before they are cut over gtp; those of experts beside."""
+
+    ms: float = 0.0
+    gathered: float = 0.0
+    expert_gathered: float = 0.0
+    sent: float = 0.0
+    expert_sent: float = 0.0
+    state: float = 0.0
+    expert_state: float = 0.0
+
+    def on(self, axis: str) -> tuple[float, float, float]:
+        """Gathered, sent and state of the weights that an axis cuts."""
+        return self[2::2] if axis == "expert_gtp" else self[1::2]
+
+
+class Bounds:
+    """Computed once for all layouts that compute alike."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._kinds: dict[tuple[object, ...], dict[object, Amounts]] = {}
+        self._sums: dict[tuple[object, ...], Amounts] = {}
+        self._passing: dict[tuple[object, ...], int] = {}
+        self._state_nbytes = PARAM_NBYTES + OPTIMIZERS[problem.job.optimizer]
+
+    def ms(self, layout: Layout) -> float:
+        """Of a step."""
+        sums, axes = self._of(layout), layout.axes()
+        num, costs = layout.num_microbatches(self._problem.job), Costs(self._problem.machine)
+        times = {True: 0.0, False: 0.0}  # by link
+        for name in ("gtp", "expert_gtp"):
+            gathered, sent, _ = sums.on(name)
+            if axes[name].size > 1 and gathered:
+                nbytes = (2 * gathered + sent) * (1 if layout.keep else num)
+                times[costs.wire(axes[name]).is_fast] += costs.gather_ms(nbytes, axes[name])
+        return max(lower_bound_ms(self._problem, layout, sums.ms), *times.values())
+
+    def state_nbytes(self, layout: Layout) -> int:
+        """Parameters and optimizer state of a rank."""
+        sums, axes = self._of(layout), layout.axes()
+        return int(sum(sums.on(name)[2] / axes[name].size for name in ("gtp", "expert_gtp")))
+
+    def nbytes(self, layout: Layout) -> int:
+        """Of a rank: state, what blocks save, the weight in use and its gradient, and weights that stay."""
+        num = layout.num_microbatches(self._problem.job)
+        key = (*replace(layout, replicate=1, gtp=1, expert_gtp=1).as_record().values(), num)
+        if key not in self._passing:
+            self._passing[key] = self._passing_nbytes(replace(layout, gtp=1, expert_gtp=1), num)
+        passing = self._passing[key]
+        if layout.keep:
+            passing += int(sum(sum(self._of(layout).on(name)[:2]) for name in ("gtp", "expert_gtp")))
+        reserve = int(self._problem.machine.reserve_gib * GIB)
+        state = self.state_nbytes(layout)
+        if num > 1:  # gradients stay from the first microbatch on
+            state += state * PARAM_NBYTES // self._state_nbytes
+        return state + int(passing * (1 + FRAGMENTS)) + reserve
+
+    def _passing_nbytes(self, layout: Layout, num: int) -> int:
+        """Of the fullest stage, with so many microbatches."""
+        parts, found = parts_of(self._problem, layout), []
+        for number in full_stages(parts):
+            setting = setting_of(self._problem, layout, parts[number])
+            trace = checkpointed(setting)
+            saved = max(saved_nbytes(trace), 0) * (min(len(parts) - number, num) - 1)
+            # A gradient in fp32 may be the shard's own.
+            grads = setting.reduce_nbytes < PARAM_NBYTES and not layout.keep
+            for weight, item in zip(trace.weights, setting.sharded(), strict=True):
+                used = 0 if weight.is_table or layout.keep else item.gathered
+                amounts = weight.amounts
+                found.append(saved + max(*amounts[:3], amounts.forward + used, amounts.wgrad + used * grads))
+        return max(found)
+
+    def _of(self, layout: Layout) -> Amounts:
+        """The sums of the slowest stage."""
+        alike = layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
+        key = layout.pp, *alike
+        if key not in self._sums:
+            if alike not in self._kinds:
+                self._kinds[alike] = self._by_kind(layout)
+            part = slowest(parts_of(self._problem, layout))
+            kinds = self._kinds[alike]
+            names = kinds if part is None else _names_of(part)
+            columns = zip(*(kinds[name] for name in names), strict=True)
+            self._sums[key] = Amounts(*map(sum, columns))
+        return self._sums[key]
+
+    def _by_kind(self, layout: Layout) -> dict[object, Amounts]:
+        """What there is in a block of each kind, and outside of blocks; a model of the user's code is one kind."""
+        config = self._problem.config
+        part = None if config is None else Part(tuple(sorted(set(config.kinds))))
+        setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
+        loss_ms, *times = compute_ms(setting)
+        found: dict[object, list[Amounts]] = {_FIRST: [Amounts()], _LAST: [Amounts(loss_ms)]}
+        for amounts, item in zip(self._each(setting, times), setting.trace.weights, strict=True):
+            outside = _FIRST if item.is_table else _LAST
+            name = outside if part is None or item.block < 0 else part.kinds[item.block]
+            found.setdefault(name, []).append(amounts)
+        return {name: Amounts(*map(sum, zip(*each, strict=True))) for name, each in found.items()}
+
+    def _each(self, setting: Setting, times: Iterable[float]) -> Iterable[Amounts]:
+        for ms, item in zip(times, setting.sharded(), strict=True):
+            amounts = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel * self._state_nbytes
+            mine = [part for amount in amounts for part in ((0, amount) if item.weight.is_expert else (amount, 0))]
+            yield Amounts(ms, *mine)
+
+
+def _names_of(part: Part) -> list[object]:
+    return [*part.kinds, *[_FIRST] * part.is_first, *[_LAST] * part.is_last]
