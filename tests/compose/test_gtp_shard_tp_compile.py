@@ -13,7 +13,6 @@ from common import GlooTest, check_training
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.testing._internal.common_utils import run_tests
 from tp_common import GTP_TP, TP_GTP, Cell, embedding_cell, gtp_axes, llama_cell, norms_cell, root_mesh, uneven_cell
 
 
@@ -75,7 +74,3 @@ class TestTensorParallelCompile(GlooTest):
     def test_embedding(self) -> None:
         for style in (RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())):
             self.check(embedding_cell(style), GTP_TP, lambda model: [model])
-
-
-if __name__ == "__main__":
-    run_tests()

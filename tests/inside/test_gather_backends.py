@@ -35,7 +35,6 @@ from runtime_common import (
 )
 from schedules import explicit
 from timing import come_late
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
@@ -347,7 +346,3 @@ class TestGatherBackends(GlooTest):
         gtp_shard(model[0], mesh, schedule=explicit(min_shard_numel=0, gather_backend=FailsOnLastRank))
         gtp_shard(model, mesh, schedule=ALL)
         self.assertTrue(full(model(torch.ones(2, 12))).isfinite().all())
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 from dtensor_gtp import GTPShard, gtp_shard
 
@@ -400,6 +400,3 @@ class TestTransformers(GlooTest):
 
 
 instantiate_parametrized_tests(TestTransformers)
-
-if __name__ == "__main__":
-    run_tests()
