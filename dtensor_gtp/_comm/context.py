@@ -230,7 +230,7 @@ class CommContext(ReductionsInFlight):
                 self._wait_for(self._reductions.popleft())
             except RuntimeError as error:
                 # As text: a handler that keeps the error would keep its frames, and so the gradients.
-                logger.warning("a reduction of the backward that is dropped has failed: %s", str(error))
+                logger.warning("a reduction failed in a backward that was dropped: %s", str(error))
         self._rewind_rings()
 
     def _rewind_rings(self) -> None:

@@ -83,8 +83,8 @@ def set_device(device_type: str) -> None:
     num_devices = module.device_count()
     if not 0 <= int(local_rank) < num_devices:
         raise ValueError(
-            f"init_weight_mesh expects a device of its own for each process, but LOCAL_RANK is {local_rank} and there "
-            f"are {num_devices} '{device_type}' devices. Start at most {num_devices} processes on a host (torchrun "
+            f"init_weight_mesh expects one device for each process, but LOCAL_RANK is {local_rank} and there are "
+            f"{num_devices} '{device_type}' devices. Start at most {num_devices} processes on a host (torchrun "
             "--nproc-per-node), or set LOCAL_RANK=0 where each process sees only its own device."
         )
     module.set_device(int(local_rank))

@@ -146,10 +146,10 @@ def _refuse_added_params(group: ShardGroup) -> None:
     for fqn, site, param in unmanaged_params(group.module):
         if param.requires_grad and site not in group.unmanaged:
             raise RuntimeError(
-                f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
-                f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
-                f"before gtp_shard, or call shard_added(model) before the optimizer is made; pass the parameter in "
-                f"ignored_params if it is to stay local. {see('lora')}"
+                f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so its gradient is not "
+                f"reduced over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
+                "before gtp_shard, or call shard_added(model) before you create the optimizer. If the parameter "
+                f"must stay local, pass it in ignored_params. {see('lora')}"
             )
 
 

@@ -135,7 +135,7 @@ def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_t
     if groups:
         runtime.add_groups(groups)
     sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
-    chosen = [f"groups: the weights of {len(groups)} blocks each travel together ({sizes})"] if groups else []
+    chosen = [f"groups: {len(groups)} blocks, each gathered as a whole ({sizes})"] if groups else []
     return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))
 
 
@@ -177,9 +177,9 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
         if any(site.module not in inside for site in param.sites):
             return f"'{param.fqn}' is shared with other modules"
         if param.mesh != first.mesh or param.flags != first.flags or param.is_pinned:
-            return f"'{param.fqn}' has a mesh or settings of its own"
+            return f"'{param.fqn}' has another mesh or other settings"
         if param.is_cut_again or param.param is not param.sites[0].module._parameters.get(param.sites[0].name):
-            return f"'{param.fqn}' was cut again or replaced"
+            return f"'{param.fqn}' was sharded again or replaced"
         if param.offload is not None or getattr(param, "tp_spec", None) is not None:
             return f"'{param.fqn}' is offloaded or tensor-parallel"
         if (param.compute_dtype, param.reduce_dtype) != (first.compute_dtype, first.reduce_dtype):
@@ -187,7 +187,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     for weight in weights:
         layout = weight.layout
         if weight.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
-            return f"'{weight.fqn}' is quantized or cut in another way"
+            return f"'{weight.fqn}' is quantized or sharded in another way"
         if weight.companions:
             return f"'{weight.fqn}' travels with others"
     if any(isinstance(module, nn.RNNBase) for module in modules):

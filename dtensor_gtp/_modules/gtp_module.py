@@ -239,7 +239,7 @@ class GTPModule(RefusedMethods, BoundModule):
         if stream is not None:
             raise NotImplementedError(
                 "set_all_reduce_hook expects no stream, because the hook runs on the stream that called backward. "
-                "Leave it out; in the hook, switch to a stream of your own and wait for it."
+                "Leave it out; in the hook, switch to your own stream and wait for it."
             )
         for param in self._params():
             param.flags.all_reduce_hook = hook

@@ -41,8 +41,8 @@ class GTPManaged(BoundModule):
     def _distribute_module_applied(self) -> _Refusal:
         """``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for this first."""
         return _Refusal(
-            f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a "
-            f"{self._gtp_original.__name__}: tensor parallelism would cut again what gtp_shard has cut. Call "
+            "parallelize_module expects modules that gtp_shard has not sharded yet, but got a "
+            f"{self._gtp_original.__name__}: tensor parallelism would split the shards of gtp_shard. Call "
             "parallelize_module first, then gtp_shard, then fully_shard."
         )
 

@@ -425,8 +425,8 @@ class WeightGroup(Gatherable):
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(
-                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which travel together, but got "
-                f"{sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
+                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which are gathered together, "
+                f"but got {sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
                 "module.to(dtype)."
             )
         ((self.compute_dtype, self.reduce_dtype),) = dtypes

@@ -177,7 +177,7 @@ class AttributeReads:
                 return written_to_no_effect(weight, "in a forward")
             if weight.is_fused and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
-                    f"A forward has registered a hook on what it read as parameter '{weight.fqn}' of shape "
+                    f"A forward registered a hook on the gathered parameter '{weight.fqn}' of shape "
                     f"{tuple(weight.layout.shape)}, but the layer does not read its weight, so the hook would never "
                     f"run (rank {dist.get_rank()}). Register it once, outside of forward, on the parameter that "
                     "named_parameters() yields: it gets the averaged gradient."
@@ -258,10 +258,10 @@ class AttributeReads:
 
 def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
     return RuntimeError(
-        f"What is read as parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)} was written {where}, but it "
-        f"is a copy of the shards, which keep their values (rank {dist.get_rank()}). Write to the parameter itself, "
-        "outside of forwards: 'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or compute "
-        "the new weight from the old one in each forward."
+        f"A write {where} changed only the gathered copy of parameter '{weight.fqn}' of shape "
+        f"{tuple(weight.layout.shape)}, not its shards (rank {dist.get_rank()}). Write to the parameter itself, "
+        "outside of forwards: 'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or "
+        "compute the new weight from the old one in each forward."
     )
 
 

@@ -1,7 +1,7 @@
-"""The state of a job goes from the memory of the ranks that are left to a new layout, without a checkpoint on disk.
+"""Moves the state of a job from the memory of the remaining ranks to a new layout, without a checkpoint on disk.
 
-``hold_state`` keeps what a rank has, and where it belongs in the logical tensors. When the ranks that are left (and
-new ones) have built their new mesh and model, ``recover_state`` fills it, as ``dcp.load`` would from disk: each missing
+``hold_state`` keeps a rank's state with its position in the logical tensors. When the remaining ranks (and new ones)
+have built their new mesh and model, ``recover_state`` fills the model, as ``dcp.load`` would from disk: each missing
 part is sent once. ``handover.py`` hands the state over to a new process.
 """
 
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StateLostError(RuntimeError):
-    """A part of the state is on none of the ranks that are left: a checkpoint has to be loaded.
+    """No remaining rank holds a part of the state: load a checkpoint.
 
     Example:
         >>> mesh = nonuniform_mesh("cpu", replicas=[[0, 1, 2, 3]])
@@ -129,8 +129,8 @@ def recover_state(
 ) -> int:
     """Fill ``state`` from what the ranks of ``mesh``, the new one, hold. Collective over all of them.
 
-    A failure may catch some ranks before the last optimizer step and some after it. The latest step of which nothing is
-    missing is taken, whole, and returned: replicas that did not complete it get it from those that did.
+    At a failure, some ranks may be before the last optimizer step and some after it. The latest step that is complete
+    is used and returned: replicas that did not complete it get it from those that did.
 
     Args:
         held: What this rank has, None if it is new.
@@ -203,7 +203,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
         else:
             return step, moves
     raise StateLostError(
-        f"recover_state expects each part of the state on a rank that is left, but {lost} is on none of the ranks "
+        f"recover_state expects each part of the state on some remaining rank, but {lost} is on none of the ranks "
         f"{list(steps)}. Load a checkpoint."
     )
 
@@ -218,8 +218,9 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
         boxes = sorted({box for box, _ in held})
         got = f"parts {boxes} of {sorted(map(str, dtypes))}" if held else "nothing of it"
         raise ValueError(
-            f"recover_state expects the state of the same model, but the model on the new mesh has "
-            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the ranks left hold {got}."
+            "recover_state expects the state of the same model, but the model on the new mesh has "
+            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the remaining ranks hold "
+            f"{got}."
         )
 
 

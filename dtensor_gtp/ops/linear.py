@@ -178,7 +178,7 @@ def float8_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 
 
 class TPPlan(NamedTuple):
-    """How a linear layer whose weight is cut over tp runs on local tensors."""
+    """How a linear layer whose weight is sharded over tp runs on local tensors."""
 
     output: Placement
     grad_input: Placement

@@ -132,7 +132,7 @@ class TestWritesInForward(GlooTest):
             for is_layer in (False, True):
                 model = gtp_shard(Writes(write, is_layer), self.gtp_mesh(), schedule=ALL)
                 name = "layer.weight" if is_layer else "weight"
-                with self.assertRaisesRegex(RuntimeError, f"read as parameter '{name}' .* was written in a forward"):
+                with self.assertRaisesRegex(RuntimeError, f"A write in a forward changed only .* parameter '{name}' "):
                     model(make_rows(0))
                 model.write = lambda weight: None
                 square_loss(model, make_rows(0)).backward()
@@ -176,7 +176,8 @@ class TestWritesOutside(GlooTest):
             with torch.no_grad():
                 write(model[0].weight)
                 write(model[0].bias)
-            with self.assertRaisesRegex(RuntimeError, r"'0.weight' .* was written between unshard\(\) and reshard\(\)"):
+            message = r"A write between unshard\(\) and reshard\(\) changed only .* '0.weight' "
+            with self.assertRaisesRegex(RuntimeError, message):
                 model.reshard()
             square_loss(model, make_rows(0)).backward()
             model.unshard()

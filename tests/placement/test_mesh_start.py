@@ -139,7 +139,9 @@ def test_local_rank_chooses_the_device(job: pytest.MonkeyPatch) -> None:
 def test_process_group_for_another_device(job: pytest.MonkeyPatch) -> None:
     dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        with pytest.raises(ValueError, match=r"communicates 'cuda' tensors, but .* has the backends 'cpu:gloo'. Leave"):
+        with pytest.raises(
+            ValueError, match=r"communicates 'cuda' tensors, but .* has the backends 'cpu:gloo'. Do not call"
+        ):
             init_weight_mesh("cuda")
     finally:
         dist.destroy_process_group()

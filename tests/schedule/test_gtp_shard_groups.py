@@ -100,7 +100,7 @@ class TestGroups(GlooTest):
     def test_steps_equal_one_process(self) -> None:
         model = self.check(seeded(Model))
         report = str(sharding_report(model, verbose=True))
-        self.assertIn("the weights of 3 blocks each travel together", report)
+        self.assertIn("3 blocks, each gathered as a whole", report)
 
     def test_replicas(self) -> None:
         self.check(seeded(Model), self.hsdp_mesh())
